@@ -192,7 +192,7 @@ def batch_invariant_attention(
     )  # fmt: skip
     if len(context_lens) == 0 or len(query) == 0:
         return
-    assert work.window == sliding_window, "the work list is for another window"
+    assert work.window == sliding_window, "the work list was made for another window"
     shared = shared_arguments(
         query, key_cache, value_cache, block_tables, query_starts, context_lens, out, sinks,
         scale, sliding_window, softcap,

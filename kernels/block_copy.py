@@ -33,7 +33,7 @@ def block_copy(
     """
     check_launchable("block_copy", pool, pairs)
     if pool.stride(-1) != 1 or not pairs.is_contiguous():
-        raise ValueError("block_copy: pairs, and a slot's elements, must be contiguous")
+        raise ValueError("block_copy: the pairs and the elements of a slot must be contiguous")
     pool = as_bytes(pool)
     if pool.is_contiguous():
         pool = pool.flatten(1)

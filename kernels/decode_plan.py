@@ -80,7 +80,7 @@ def plan_decode(
         num_splits = default_num_splits(num_sequences, num_heads, value_width, reach)
     assert num_splits == 1 or (
         math.prod((num_sequences, num_heads, num_splits, value_width)) < 2**31
-    ), "num_splits: partial results have int32 offsets"
+    ), "num_splits is too large: offsets of partial results must fit into int32"
     if sliding_window:
         order = shared_lens = None
     work = DecodeWork(

@@ -27,12 +27,13 @@ def check_launchable(name: str, *tensors: torch.Tensor | None) -> None:
     """
     devices = {tensor.device for tensor in tensors if tensor is not None}
     if len(devices) > 1:
-        raise ValueError(f"{name}: tensors on several devices: {sorted(map(str, devices))}")
+        raise ValueError(f"{name}: the tensors are on several devices: {sorted(map(str, devices))}")
     (device,) = devices
     if device.type != "cuda" and not INTERPRETED:
         raise RuntimeError(
-            f"{name}: tensors are on {device.type!r}, the Triton kernel needs a CUDA device. "
-            "Elsewhere use the CPU path, or set TRITON_INTERPRET=1 before triton is imported."
+            f"{name}: the tensors are on {device.type!r}, but the Triton kernel "
+            "needs a CUDA device. On other devices, use the CPU path, or set "
+            "TRITON_INTERPRET=1 before triton is imported."
         )
 
 

@@ -64,7 +64,7 @@ def matmul(
     check_launchable("matmul", x, weight, bias, out)
     (num_rows, depth), num_outputs = x.shape, len(weight)
     assert weight.shape[1] == depth, "rows and weight differ in width"
-    assert out.shape == (num_rows, num_outputs), "out has another shape"
+    assert out.shape == (num_rows, num_outputs), "out has the wrong shape"
     assert x.stride(1) == weight.stride(1) == out.stride(1) == 1, "rows must be contiguous"
     if num_rows == 0:
         return

@@ -75,7 +75,7 @@ def paged_attention(
     )  # fmt: skip
     heads = Heads.of(query, key_cache, value_cache)
     if work is not None:
-        assert work.window == sliding_window, "the work list is for another window"
+        assert work.window == sliding_window, "the work list was made for another window"
         attend_decodes(shared, heads, work, launch, transposed=is_transposed(value_cache))
     if chunks is not None:
         attend_chunks(shared, heads, chunks)
@@ -99,8 +99,10 @@ def shared_arguments(
     assert scale > 0, "the scale must be positive"
     assert query.shape[2] == key_cache.shape[3], "query and key differ in width"
     assert key_cache.shape[:3] == value_cache.shape[:3], "key and value caches differ in shape"
-    assert query.shape[1] % num_kv_heads == 0, "query heads do not divide into KV heads"
-    assert out.shape == (*query.shape[:2], value_cache.shape[3]), "out has another shape"
+    assert query.shape[1] % num_kv_heads == 0, (
+        "the number of query heads must be a multiple of the number of KV heads"
+    )
+    assert out.shape == (*query.shape[:2], value_cache.shape[3]), "out has the wrong shape"
     assert key_cache.dtype == value_cache.dtype, "key and value caches differ in dtype"
     assert key_cache.dtype in (query.dtype, FP8), "query and cache differ in dtype"
     assert block_tables.stride(1) == 1, "a row of the block table must be contiguous"

@@ -96,7 +96,7 @@ def test_job_with_mixed_adapters_equals_peft(folder: Path, tmp_path: Path) -> No
         )
         assert row["outputs"][0]["token_ids"] == wanted[0, -OUTPUT_TOKENS:].tolist(), name
     message = rows[5]["error"]["message"]
-    assert message == "column lora: there is no adapter 'nope'; known: one, two"
+    assert message == "column lora: there is no adapter 'nope'; the loaded adapters are: one, two"
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert summary["tokens"]["prompt_cached"] > summary["tokens"]["prompt_computed"]
     planned = plan_job(spec, device="cpu")
@@ -171,7 +171,7 @@ def test_adapter_of_another_model_exits_5(
         assert done.value.code == ExitCode.MODEL
         said = capsys.readouterr().err
         assert f"model.adapters.two: {tmp_path / 'two'} is not an adapter of this model" in said
-        assert "q_proj.lora_A.weight is 4 x 64, but should be 4 x 32" in said
+        assert "q_proj.lora_A.weight is 4 x 64, but it should be 4 x 32" in said
     assert not list((tmp_path / "out" / "data").iterdir())
 
 
@@ -202,7 +202,9 @@ def test_generate_selects_adapter_per_prompt(folder: Path) -> None:
     chat = [{"role": "user", "content": "hi"}]
     answers = [llm.chat(chat, GREEDY, adapter=n, use_tqdm=False) for n in (None, "one")]
     assert answers[0][0].outputs[0].text != answers[1][0].outputs[0].text
-    with pytest.raises(ValueError, match="there is no adapter 'three'; known: one, two"):
+    with pytest.raises(
+        ValueError, match="there is no adapter 'three'; the loaded adapters are: one, two"
+    ):
         llm.generate("a", GREEDY, adapter="three", use_tqdm=False)
 
 
@@ -257,6 +259,6 @@ def test_enable_lora_loads_adapters_on_first_use(folder: Path) -> None:
     assert tokens(llm, lora_request=again) == two
     with pytest.raises(ModelError, match=r"model.adapters.broken"):
         tokens(llm, lora_request=LoRARequest("broken", 3, str(folder / "broken")))
-    with pytest.raises(ValueError, match="has no lora_path"):
+    with pytest.raises(ValueError, match="its lora_path is empty"):
         tokens(llm, lora_request=LoRARequest("other"))
     assert tokens(llm, lora_request=first) == one

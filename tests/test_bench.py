@@ -68,7 +68,7 @@ def test_prompts_of_a_dataset(model: Path, column: str, values: Any) -> None:
         ("token_ids", [[-1]], "row 0: token id -1 is out of vocabulary"),
         ("prompt", [5, 6], "column prompt is int64; it must be string or list<int32>"),
         ("text", pa.array([b"\xff"]).view(pa.string()), "row 0: text is not valid UTF-8"),
-        ("answer", ["one"], "has no column of prompts"),
+        ("answer", ["one"], "has no prompt column"),
     ],
 )
 def test_a_bad_prompt_is_named(model: Path, column: str, values: Any, message: str) -> None:
@@ -146,7 +146,10 @@ def test_bench_shows_the_cost_of_deterministic(model: Path) -> None:
     result = run_bench(options, show=shown.append)
     ratio = result["deterministic"]["requests_per_s"] / result["requests_per_s"]
     assert result["deterministic_ratio"] == ratio
-    assert shown[-1] == f"engine.deterministic: {ratio:.2f} times the requests/s without it"
+    assert (
+        shown[-1]
+        == f"engine.deterministic: true reaches {ratio:.2f} times the requests/s of the default"
+    )
 
 
 @pytest.mark.parametrize("missing", ["model", "dataset"])

@@ -311,7 +311,10 @@ def test_status_and_verify_of_a_folder(batchinfer: Run, tmp_path: Path) -> None:
     assert (done.code, done.out.splitlines()[1]) == (0, "rows     3 of 3 (100%), 1 failed")
     assert json.loads(batchinfer("status", out, "--json").out)["state"] == "finished"
     done = batchinfer("verify", out)
-    assert (done.code, done.out) == (0, "finished: 1 of 1 parts, 3 rows; all as recorded\n")
+    assert (done.code, done.out) == (
+        0,
+        "finished: 1 of 1 parts, 3 rows; everything matches its record\n",
+    )
     (Path(out) / "summary.json").unlink()
     assert batchinfer("verify", out).code == ExitCode.DATA
     found = json.loads(batchinfer("verify", out, "--json").out)

@@ -55,32 +55,50 @@ def test_sampling_parameter_of_wrong_type_is_named(fields: dict[str, Any], messa
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"temperature": float("nan")}, "temperature is (nan|NaN); it must be 0 to"),
+        ({"temperature": float("nan")}, "temperature is (nan|NaN); it must be from 0 to"),
         ({"logit_bias": {5: float("inf")}}, "logit_bias is .*; it must be"),
-        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "has regex and choice; give one"),
+        (
+            {"structured_outputs": {"regex": "a", "choice": ["b"]}},
+            "has regex and choice; give exactly one",
+        ),
         ({"structured_outputs": {"json": "{"}}, "structured_outputs json is not JSON: Expecting"),
         ({"structured_outputs": {"json": {"a": float("nan")}}}, "json is not JSON: Out of range"),
-        ({"structured_outputs": {"choice": []}}, r"choice is \[\]; it must be a list of strings"),
+        (
+            {"structured_outputs": {"choice": []}},
+            r"choice is \[\]; it must be a non-empty list of strings",
+        ),
         ({"structured_outputs": {"regex": "\ud800"}}, "regex contains half of a surrogate pair"),
-        ({"structured_outputs": {"regex": "a" * 2**21}}, "regex has over 1,048,576 characters"),
+        (
+            {"structured_outputs": {"regex": "a" * 2**21}},
+            "regex has more than 1,048,576 characters",
+        ),
         ({"structured_outputs": {"json_object": False}}, "json_object is false; it must be true"),
         ({"structured_outputs": {"type": "xml"}}, 'type is "xml"; it must be text, json_object'),
         (
             {"structured_outputs": {"regex": "a", "whitespace_pattern": " "}},
-            "whitespace_pattern goes with json, not with regex",
+            "whitespace_pattern can be combined with json, but not with regex",
         ),
-        ({"structured_outputs": {"regex": "a"}, "ignore_eos": True}, "ignore_eos does not go with"),
+        (
+            {"structured_outputs": {"regex": "a"}, "ignore_eos": True},
+            "ignore_eos cannot be combined with",
+        ),
         (
             {"bad_words": ["\ud800"]},
             "bad_words is .*; it must be non-empty strings of valid Unicode",
         ),
         ({"stop": ["a", ""]}, "stop is .*; it must be non-empty strings"),
-        ({"beam_width": 0}, "beam_width is 0; it must be 1 to 256"),
+        ({"beam_width": 0}, "beam_width is 0; it must be from 1 to 256"),
         ({"beam_width": 2, "n": 3}, "n is 3; it must be at most beam_width, which is 2"),
-        ({"beam_width": 2, "length_penalty": 99}, "length_penalty is 99.0; it must be -32 to 32"),
-        ({"length_penalty": 2}, "length_penalty is 2.0; it must be left out, or beam_width be set"),
+        (
+            {"beam_width": 2, "length_penalty": 99},
+            "length_penalty is 99.0; it must be from -32 to 32",
+        ),
+        (
+            {"length_penalty": 2},
+            "length_penalty is 2.0; it must be left out unless beam_width is set",
+        ),
         ({"beam_width": 2, "stop": "x"}, "not yet: sampling.stop with beam_width"),
-        ({"prompt_logprobs": 21}, "prompt_logprobs is 21; it must be 0 to 20"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs is 21; it must be from 0 to 20"),
         ({"beam_width": 2, "top_k": 5}, "not yet: sampling.top_k with beam_width"),
     ],
 )

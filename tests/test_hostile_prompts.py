@@ -94,8 +94,8 @@ def test_rows_that_kill_text_processes_become_errors(tmp_path: Path, model: Path
     assert [error and error["code"] for error in errors] == CODES
     assert [error["message"] for error in errors if error] == [
         "the tokenizer failed: Onig: Regex search error: retry-limit-in-match over",
-        "the template took over 0.5 s of processor time",
-        "the template needed over 256 MiB of memory",
+        "the template took more than 0.5 s of processor time",
+        "the template needed more than 256 MiB of memory",
     ]
     assert planned["errors"] == {"template_error": 2, "tokenizer_error": 1}
 

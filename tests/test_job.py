@@ -68,7 +68,7 @@ def test_token_id_outside_vocabulary_is_refused_before_weights_are_loaded(
 ) -> None:
     monkeypatch.delattr("batchinfer.builders.engine.load_model")
     ids: Any = {259: 1.0} if name == "logit_bias" else (259,)
-    message = f"^sampling.{name} has 259; the model's token ids are below 259"
+    message = f"^sampling.{name} has token id 259; the model's token ids are below 259"
     with pytest.raises(UsageError, match=message):
         run_job(job(dataset, model, sampling={name: ids}), quiet=True)
 

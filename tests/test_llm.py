@@ -52,7 +52,7 @@ def test_engine_choices_are_logged_and_not_printed(
         LLM(str(model), num_kv_blocks=8, num_threads=1)
     threads, linear, *memory = caplog.messages
     assert threads == "1 thread: engine.num_threads"
-    assert linear.startswith("linear layers by ")
+    assert linear.startswith("linear layers use ")
     assert memory[0].startswith("weights")
     shown = capfd.readouterr()
     assert "engine.num_threads" not in shown.out + shown.err

@@ -25,11 +25,11 @@ GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
         ([{"prompt": "a", "zork": 3}], "prompt 0 has no key zork; known: prompt, "),
         ({}, "prompt 0 must have prompt or prompt_token_ids"),
         ([""], "prompt 0: the decoder prompt cannot be empty"),
-        ({"prompt": [1]}, "prompt 0: its prompt is a list; give a text"),
+        ({"prompt": [1]}, "prompt 0: its prompt is a list; give a string"),
         ({"prompt_token_ids": "a"}, "its prompt_token_ids is a str; give a list of token ids"),
-        (["fine", None], "prompt 1 is None; give a text"),
-        (b"a", "prompts is a bytes; give a text"),
-        ({"a", "b"}, "prompts is a set; give a text"),
+        (["fine", None], "prompt 1 is None; give a string"),
+        (b"a", "prompts is a bytes; give a string"),
+        ({"a", "b"}, "prompts is a set; give a string"),
         ((text for text in "ab"), "prompts is a generator; .*put them into a list first"),
         (["fine", "a\ud800"], r"prompt 1 is not valid text: character 1 is half .*U\+D800"),
     ],
@@ -113,7 +113,11 @@ def test_invalid_llm_arguments_are_named(
     ("arguments", "error", "message"),
     [
         ({"lora_request": "a"}, TypeError, r"lora_request is a str; give LoRARequest\(...\), or"),
-        ({"adapter": "a"}, ValueError, r"there is no adapter 'a'; known: \(none\)"),
+        (
+            {"adapter": "a"},
+            ValueError,
+            r"there is no adapter 'a'; the loaded adapters are: \(none\)",
+        ),
         ({"adapter": 3}, TypeError, "adapter is an int; give a name, or a list"),
         ({"adapter": [None, None]}, ValueError, "1 prompts, but 2 adapters"),
         ({"errors": "keep"}, ValueError, "errors is 'keep'; it must be 'raise' or 'return'"),
@@ -135,9 +139,9 @@ def test_invalid_generate_arguments_are_named(
         (
             {"continue_final_message": True, "add_generation_prompt": True},
             ValueError,
-            "add_generation_prompt starts a new one; keep one",
+            "add_generation_prompt starts a new message; keep only one",
         ),
-        ({"messages": []}, TypeError, "give conversations, or messages"),
+        ({"messages": []}, TypeError, "give conversations or messages"),
         ({"zork": 1}, TypeError, r"LLM\.chat has no argument zork; known: sampling_params, "),
     ],
 )
@@ -167,7 +171,7 @@ def test_nested_call_is_refused(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> No
         llm.generate("b", GREEDY, use_tqdm=False)
 
     monkeypatch.setattr(llm._context.engine._runner, "submit", call_again)
-    with pytest.raises(RuntimeError, match="generate is called from within another call"):
+    with pytest.raises(RuntimeError, match="generate was called during another call"):
         llm.generate("a", GREEDY, use_tqdm=False)
     monkeypatch.undo()
     assert len(llm.generate("a", GREEDY, use_tqdm=False)) == 1
@@ -196,7 +200,7 @@ def test_unsupported_llm_arguments_are_refused(
     ("name", "instead"),
     [
         ("sleep", "delete the LLM"),
-        ("collective_rpc", "there is one process"),
+        ("collective_rpc", "an LLM has one process"),
         ("zork", "LLM has no attribute zork"),
     ],
 )
@@ -212,7 +216,11 @@ def test_missing_llm_methods_name_the_alternative(llm: LLM, name: str, instead: 
     ("arguments", "error", "message"),
     [
         ({"n": 2, "temperature": 0.0}, ValueError, "n is 2; n must be 1 when using greedy"),
-        ({"stop": "a", "detokenize": False}, ValueError, "stop strings do not go with detok"),
+        (
+            {"stop": "a", "detokenize": False},
+            ValueError,
+            "stop strings cannot be combined with detok",
+        ),
         ({"logprobs": -2}, ValueError, "logprobs is -2; it must be 0 or more, or -1"),
         (
             {"min_tokens": 4, "max_tokens": 3},

@@ -139,10 +139,10 @@ def test_prompt_logprob_token_ids_with_chunks_and_preemptions(
     [
         ({"logprob_token_ids": [-1]}, "logprob_token_ids has -1; token ids are 0 or more"),
         ({"logprob_token_ids": [5, 9999]}, "has 9999, which is out-of-vocab; .* below"),
-        ({"logprob_token_ids": [5] * 129}, "has 129 ids; the most are 128"),
+        ({"logprob_token_ids": [5] * 129}, "has 129 ids; at most 128 are"),
         ({"logprob_token_ids": [5], "logprobs": 3}, "logprobs is 3, but logprob_token_ids has 1"),
         ({"prompt_logprob_token_ids": [1, 2]}, r"shape \[num_rows, num_ids\]"),
-        ({"prompt_logprob_token_ids": [[], []]}, "non-empty: all of its 2 rows"),
+        ({"prompt_logprob_token_ids": [[], []]}, "non-empty, but all of its 2 rows"),
         ({"prompt_logprob_token_ids": [[5], [True]]}, "row 1 must be a list of integer token ids"),
         ({"prompt_logprob_token_ids": [[5], [9999]]}, "has 9999, which is out-of-vocab; .* below"),
         ({"prompt_logprob_token_ids": [[5] * 21] * 2}, "max_logprobs, .* 20; .* at least 21"),

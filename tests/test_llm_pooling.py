@@ -115,7 +115,7 @@ def test_embed_raises_or_returns_prompt_errors(llm: LLM) -> None:
     ("call", "error", "message"),
     [
         (lambda llm: llm.generate("a"), ValueError, 'give runner="generate"'),
-        (lambda llm: llm.chat([{"role": "user", "content": "a"}]), ValueError, "writes no text"),
+        (lambda llm: llm.chat([{"role": "user", "content": "a"}]), ValueError, "generates no text"),
         (lambda llm: llm.classify("a"), ModelError, "no classification head"),
         (lambda llm: llm.embed("a", pooling_params={}), TypeError, "a dict; give PoolingParams"),
         (
@@ -132,12 +132,16 @@ def test_embed_raises_or_returns_prompt_errors(llm: LLM) -> None:
         (
             lambda llm: llm.embed("a", pooling_params=PoolingParams(dimensions=99)),
             ValueError,
-            "dimensions is 99; the model's embeddings have 32",
+            "dimensions is 99, but the model's embeddings have only 32",
         ),
         (lambda llm: llm.embed("a", adapter="x"), ValueError, "no adapter 'x'"),
         (lambda llm: llm.encode("a", pooling_task="token_embed"), NotYetError, "token_embed"),
-        (lambda llm: llm.score(["a", "b"], ["c"]), ValueError, "data_1 has 2 texts and data_2 1"),
-        (lambda llm: llm.score("a", [7]), TypeError, "data_2: 0 is an int; give a text"),
+        (
+            lambda llm: llm.score(["a", "b"], ["c"]),
+            ValueError,
+            "data_1 has 2 texts and data_2 has 1",
+        ),
+        (lambda llm: llm.score("a", [7]), TypeError, "data_2: 0 is an int; give a string"),
         (
             lambda llm: llm.score("a", ["b"], pooling_params=[PoolingParams()]),
             TypeError,
@@ -146,7 +150,7 @@ def test_embed_raises_or_returns_prompt_errors(llm: LLM) -> None:
         (
             lambda llm: llm.classify("a", pooling_params=PoolingParams(dimensions=2)),
             ValueError,
-            "dimensions is 2; it cuts embeddings",
+            "dimensions is 2, but it applies only to embeddings",
         ),
     ],
 )
@@ -211,7 +215,7 @@ def test_classify_equals_transformers(tmp_path: Path, model: Path) -> None:
     raw = PoolingParams(activation=False)
     (output,) = llm.classify(prompt, pooling_params=raw, use_tqdm=False)
     assert output.outputs.probs == pytest.approx(logits(folder, prompt).tolist(), abs=1e-4)
-    with pytest.raises(ValueError, match="needs a model with one label; this one has 3"):
+    with pytest.raises(ValueError, match="needs a model with one label, but this model has 3"):
         llm.score("a", "b")
 
 
@@ -269,7 +273,7 @@ def test_modules_json_chooses_the_pooling(tmp_path: Path) -> None:
     llm = LLM(folder, dtype="float32", device="cpu")
     (output,) = llm.embed("a b c", use_tqdm=False)
     assert output.outputs.embedding == pytest.approx(unit(states.mean(0)).tolist(), abs=1e-5)
-    with pytest.raises(ValueError, match="writes no text"):
+    with pytest.raises(ValueError, match="generates no text"):
         llm.generate("a")
 
 
@@ -306,7 +310,7 @@ def test_texts_are_embedded_and_compared(folder: Path) -> None:
     scores = llm.score(TEXTS[0], TEXTS[1:], use_tqdm=False)
     expected = [float(vectors[0] @ other) for other in vectors[1:]]
     assert [score.outputs.score for score in scores] == pytest.approx(expected, abs=1e-5)
-    with pytest.raises(ValueError, match="has 27 tokens, over 20"):
+    with pytest.raises(ValueError, match="has 27 tokens; at most 20 fit in max_model_len"):
         llm.embed("a " * 25, use_tqdm=False)
 
 
@@ -320,7 +324,7 @@ def test_texts_are_cut_as_the_tokenizer_cuts_them(folder: Path, most: int) -> No
     cut = tokenizer(texts, truncation=True, max_length=longest)["input_ids"]
     outputs = llm.embed(texts, pooling_params=params, use_tqdm=False)
     assert [output.prompt_token_ids for output in outputs] == cut
-    with pytest.raises(ValueError, match="is 21, more than max_model_len, which is 20"):
+    with pytest.raises(ValueError, match="is 21; it must be at most max_model_len, which is 20"):
         llm.embed("a", pooling_params=PoolingParams(truncate_prompt_tokens=21), use_tqdm=False)
 
 

@@ -201,7 +201,7 @@ def test_score_and_rerank_requests(tmp_path: Path, reranker: Path) -> None:
     said = {name: found[name]["error"]["message"] for name in ("blank", "null", "both")}
     assert said["blank"] == "prompt 1: body: the document is empty or whitespace only"
     assert said["null"].startswith("body.documents is [null]; it must be a string")
-    assert said["both"] == "body has text_1 and text_2, and queries too; leave it out"
+    assert said["both"] == "body has queries besides text_1 and text_2; leave it out"
 
 
 def test_classify_requests(tmp_path: Path, text_model: Path) -> None:
@@ -229,7 +229,9 @@ def test_classify_requests(tmp_path: Path, text_model: Path) -> None:
     assert found["ids"]["usage"]["prompt_tokens"] == 3
     assert {found[name]["error"]["code"] for name in ("none", "pair")} == {"invalid_request"}
     (tmp_path / "pairs").mkdir()
-    with pytest.raises(UsageError, match="need a model with one label; this one has 3"):
+    with pytest.raises(
+        UsageError, match="has 3 labels, but requests for scores need a model with one label"
+    ):
         answers(tmp_path / "pairs", model, [request("x", "/v1/rerank", query="a", documents=["b"])])
 
 

@@ -53,12 +53,27 @@ HEAD = {"score.weight": torch.ones(3, 4)}
         ({"architectures": []}, {}, HEAD, "no classification head"),
         ({"architectures": "x"}, {}, HEAD, "no classification head"),
         ({}, {}, {"x": torch.ones(1)}, "no tensor score.weight"),
-        ({"hidden_size": 5}, {}, HEAD, "score.weight is 3 x 4; by config.json it takes 5"),
-        ({}, {}, {"score.weight": torch.ones(3)}, "score.weight is 3; by config.json it takes 4"),
+        ({"hidden_size": 5}, {}, HEAD, "score.weight is 3 x 4, but the width in config.json is 5"),
+        (
+            {},
+            {},
+            {"score.weight": torch.ones(3)},
+            "score.weight is 3, but the width in config.json is 4",
+        ),
         ({}, {}, {**HEAD, "score.bias": torch.ones(2)}, "score.bias does not belong"),
         ({}, {}, {"score.weight": torch.ones(3, 4, dtype=torch.int8)}, "not yet: .* stored as I8"),
-        ({"id2label": {"0": "a"}}, {}, HEAD, "id2label has 1 labels and the head 3"),
-        ({"id2label": dict(enumerate("abcd"))}, {}, HEAD, "id2label has 4 labels and the head 3"),
+        (
+            {"id2label": {"0": "a"}},
+            {},
+            HEAD,
+            "id2label has 1 labels, but the classification head has 3",
+        ),
+        (
+            {"id2label": dict(enumerate("abcd"))},
+            {},
+            HEAD,
+            "id2label has 4 labels, but the classification head has 3",
+        ),
         ({"sbert_ce_default_activation_function": "x.GELU"}, {}, HEAD, "the activation x.GELU"),
         (
             {"architectures": ["LlamaForCausalLM"]},
@@ -76,7 +91,7 @@ HEAD = {"score.weight": torch.ones(3, 4)}
                 "1/config.json": {"true_token_id": 9},
             },
             {"lm_head.weight": torch.ones(3, 4)},
-            "lm_head.weight has no row 9",
+            "lm_head.weight has no row for token id 9",
         ),
     ],
 )
@@ -103,7 +118,9 @@ def test_classify_tokens_refuses_models_with_changed_logits(tmp_path: Path) -> N
     config = {"architectures": ["Gemma2ForCausalLM"], "final_logit_softcapping": 30.0}
     folder = folder_of(tmp_path / "m", config, {"model.embed_tokens.weight": torch.ones(3, 4)})
     asked = ClassifyConfig(tokens=("no", "yes"))
-    with pytest.raises(JobError, match=r"not yet: labels of changed logits \(final_logit"):
+    with pytest.raises(
+        JobError, match=r"not yet: token labels of a model that changes its logits \(final_logit"
+    ):
         read_classifier(str(folder), None, asked, TOKENS.get)
 
 

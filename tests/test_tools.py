@@ -129,7 +129,7 @@ def test_invalid_tools_and_parsers_are_refused(model: Path, tmp_path: Path) -> N
     rows = {"prompt": ["a"]}
     with pytest.raises(UsageError, match=r"prompt.*tool_choice needs tools"):
         job(tmp_path, model, rows, prompt={"tool_choice": "required"})
-    with pytest.raises(UsageError, match=r"prompt\.tools cannot be used: two tools are called"):
+    with pytest.raises(UsageError, match=r"prompt\.tools cannot be used: two tools have the name"):
         job(tmp_path, model, rows, prompt={"tools": [LAMP, LAMP]})
     with pytest.raises(UsageError, match=r"prompt\.tools: there is no file .*no\.json"):
         job(tmp_path, model, rows, prompt={"tools": "no.json"})
@@ -143,7 +143,7 @@ def test_invalid_tools_and_parsers_are_refused(model: Path, tmp_path: Path) -> N
     plain.write_text("{{ messages[0].content }}")
     prompt = {"tools": [LAMP], "chat_template": str(plain)}
     output = {"path": str(tmp_path / "out"), "tool_parser": "hermes"}
-    with pytest.raises(UsageError, match="the chat template does not write tools"):
+    with pytest.raises(UsageError, match="the chat template does not use tools"):
         run_job(job(tmp_path, model, rows, prompt=prompt, output=output), quiet=True)
 
 
@@ -222,8 +222,8 @@ def test_invalid_tool_choices_are_refused(llm: LLM, model: Path) -> None:
         ([LAMP], "often", plain, 'tool_choice is "often"; it must be auto, none, required or'),
         ([LAMP], named, plain, r"tool_choice names \"window\"; the tools are: lamp$"),
         ([LAMP], None, plain, "tool_choice is null; it must be"),
-        ([], "required", plain, "tool_choice is 'required', but the chat has no tools"),
-        (None, CALL_LAMP, plain, "but the chat has no tools"),
+        ([], "required", plain, "tool_choice is 'required', but the call has no tools"),
+        (None, CALL_LAMP, plain, "but the call has no tools"),
         (
             [LAMP],
             "required",
@@ -239,7 +239,9 @@ def test_invalid_tool_choices_are_refused(llm: LLM, model: Path) -> None:
     )
     assert [output.error is None for output in outputs] == [False, True]
     without = LLM(model, dtype="float32", num_kv_blocks=8)
-    with pytest.raises(ValueError, match=r"needs LLM\(tool_parser='auto'\), or the name of"):
+    with pytest.raises(
+        ValueError, match=r"needs LLM\(tool_parser='auto'\), or tool_parser with the name of"
+    ):
         without.chat(TALK, plain, tools=[LAMP], tool_choice="required")
 
 

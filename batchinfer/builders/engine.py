@@ -79,7 +79,7 @@ def build_engine(
     device = choose_device(engine.device)
     if is_run_as_encoder(model):
         if random_weights:
-            raise NotYetError("random weights of an encoder or a bidirectional model")
+            raise NotYetError("random weights for an encoder or a bidirectional model")
         return build_encoder(model, engine, device, log, pinned_kernels or {}, tokenizer)
     if engine.deterministic and device.type == "cuda" and model.quantization is not None:
         raise ModelError(
@@ -113,7 +113,7 @@ def build_engine(
     )
     log(str(loaded.kernels))
     for kind in loaded.kernel_names.keys() & {"int8", "int4", "fp8"}:
-        log(f"quantized linear layers by {loaded.kernel_names[kind]}")
+        log(f"quantized linear layers use {loaded.kernel_names[kind]}")
     layout = loaded.layout(engine.block_size, engine.kv_cache_dtype)
     if engine.deterministic:
         check_batch_invariance(loaded.model, layout, loaded.kernels.kernel)
@@ -132,11 +132,15 @@ def build_engine(
     if layout.state is not None:
         state_bytes = layout.slots_per_state * layout.bytes_per_block
         log(
-            f"recurrent state: {layout.slots_per_state} blocks ({state_bytes / 2**20:.2f} MiB) for "
-            "each sequence; rows are not swapped yet but recomputed"
+            f"recurrent state: {layout.slots_per_state} blocks "
+            f"({state_bytes / 2**20:.2f} MiB) for each sequence; preempted rows "
+            "are recomputed, because recurrent state cannot be swapped yet"
         )
     if any(layout.windows) and engine.preemption != "recompute":
-        log("blocks of a model with sliding windows are not swapped yet: rows are recomputed")
+        log(
+            "preempted rows are recomputed, because blocks of a model with sliding "
+            "windows cannot be swapped yet"
+        )
     dtype, host_blocks = getattr(torch, loaded.dtype), memory.num_host_blocks
     with phase("allocating the KV pool"):
         cache = KVCache(layout, memory.num_blocks, device, dtype, host_blocks)

@@ -36,8 +36,8 @@ def read_dataset(path: Path, limit: int) -> list[str | list[int]]:
         column = next((name for name in _COLUMNS if name in names), None)
         if column is None:
             raise DataError(
-                f"{path} has no column of prompts: it has {', '.join(names)}",
-                hint=f"rename the column of prompts to {' or '.join(_COLUMNS)}",
+                f"{path} has no prompt column; its columns are: {', '.join(names)}",
+                hint=f"rename the prompt column to {' or '.join(_COLUMNS)}",
             )
         values = pq.read_table(path, columns=[column])[column].slice(0, limit)
     except (OSError, pa.ArrowException) as error:
@@ -100,7 +100,7 @@ def run_bench(options: BenchOptions, *, show: Callable[[str], None]) -> dict[str
         gc.collect()  # frees the first model and its KV pool
         other = _measure(options, dataset_prompts, show, deterministic=True)
         ratio = other["requests_per_s"] / result["requests_per_s"]
-        show(f"engine.deterministic: {ratio:.2f} times the requests/s without it")
+        show(f"engine.deterministic: true reaches {ratio:.2f} times the requests/s of the default")
         result |= {"deterministic": other, "deterministic_ratio": ratio}
     if options.output_json is not None:
         _write(options.output_json, result)
@@ -169,7 +169,7 @@ def _measure(
 def _nothing_measured(options: BenchOptions, errors: Sequence[RowError]) -> JobError:
     problem = f"none of the {len(errors)} prompts could be run; the first: {errors[0]}"
     if options.dataset is not None:
-        return DataError(problem, hint=f"give shorter prompts than those of {options.dataset}")
+        return DataError(problem, hint=f"shorten the prompts in {options.dataset}")
     return UsageError(problem, hint="give a smaller --input-len or --output-len")
 
 

@@ -55,7 +55,7 @@ Output = Annotated[
     str | None, typer.Option("--output", metavar="DIR", help="Override the output directory.")
 ]
 Folder = Annotated[str, typer.Argument(metavar="OUT", help="The output directory, or its URL.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print it as JSON.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 PricePerHour = Annotated[
     float | None, typer.Option(min=0, metavar="PRICE", help="Hourly price of one device.")
 ]
@@ -67,7 +67,7 @@ Limit = Annotated[
 ]
 Reuse = Annotated[
     list[str] | None,
-    typer.Option("--reuse", metavar="DIR", help="Reuse matching rows of another output."),
+    typer.Option("--reuse", metavar="DIR", help="Reuse matching rows from another output."),
 ]
 
 
@@ -317,7 +317,7 @@ def status(
         follow_status(output_at(out), 2.0 if every is None else every)
         return
     if every is not None:
-        raise UsageError("--every needs --watch: without it the status is shown once")
+        raise UsageError("--every needs --watch: without --watch, the status is shown once")
     progress = read_status(output_at(out), time.time())
     print_stdout(
         to_json(progress.data())
@@ -343,7 +343,7 @@ def verify(out: Folder, as_json: AsJson = False) -> None:
     raise typer.Exit(int(ExitCode.DATA if verification.problems else ExitCode.OK))
 
 
-@app.command(short_help="Write an HTML report, also of a running job.")
+@app.command(short_help="Write an HTML report of a running or finished job.")
 def report(
     out: Folder,
     price_per_hour: Annotated[

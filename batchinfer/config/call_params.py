@@ -34,8 +34,8 @@ _ALIASES: Mapping[str, str] = {
 _WITHOUT_EFFECT = ("skip_reading_prefix_cache", "spaces_between_special_tokens", "stream_interval")
 _ELSEWHERE: Mapping[str, str] = {
     "early_stopping": "LLM.beam_search stops as transformers does with early_stopping=False",
-    "repetition_detection": "give max_tokens, or a repetition_penalty",
-    "trace_decode_token_ids": "score given tokens with prompt_logprobs, or a job of task: score",
+    "repetition_detection": "set max_tokens or repetition_penalty",
+    "trace_decode_token_ids": "score existing tokens with prompt_logprobs, or a task: score job",
     "use_beam_search": "call LLM.beam_search",
 }
 """Refused parameters of vLLM, with their alternatives."""
@@ -115,12 +115,13 @@ class _CallParams(sampling.SamplingParams):
             )
         if self.n > 1 and self.temperature < _GREEDY_BELOW and self.beam_width is None:
             raise ValueError(
-                f"n is {self.n}; n must be 1 when using greedy sampling (temperature 0): all "
-                "samples would be the same"
+                f"n is {self.n}; n must be 1 when using greedy sampling "
+                "(temperature 0), because all samples would be the same"
             )
         if self.stop and not self.detokenize:
             raise ValueError(
-                "stop needs the text: stop strings do not go with detokenize=False; leave one out"
+                "stop strings cannot be combined with detokenize=False, because "
+                "they are searched for in the text; leave one out"
             )
 
     @property

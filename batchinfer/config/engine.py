@@ -76,15 +76,15 @@ class EngineConfig(Record):
         coerce_fields(self)
         most = {"block_size": 1024, "max_num_seqs": 2**16, "max_num_batched_tokens": 2**24}
         for name, bound in (most | {"order_window": 2**31 - 1}).items():
-            self._require(name, 1 <= getattr(self, name) <= bound, f"1 to {bound}")
+            self._require(name, 1 <= getattr(self, name) <= bound, f"from 1 to {bound}")
         if self.latent_cache and self.deterministic:
-            raise ValueError("give latent_cache or deterministic, not both")
+            raise ValueError("set latent_cache or deterministic, not both")
         share = self.gpu_memory_utilization
-        self._require("gpu_memory_utilization", 0.0 < share <= 1.0, "over 0 and at most 1")
+        self._require("gpu_memory_utilization", 0.0 < share <= 1.0, "more than 0 and at most 1")
         threads = self.num_threads
         self._require("num_threads", threads is None or 1 <= threads <= 4096, "1 to 4096")
         blocks = self.num_kv_blocks
-        self._require("num_kv_blocks", blocks is None or 1 <= blocks < 2**31, "1 to 2**31 - 1")
+        self._require("num_kv_blocks", blocks is None or 1 <= blocks < 2**31, "from 1 to 2**31 - 1")
         if self.kv_cache_memory is not None:
             parse_size(self.kv_cache_memory, "kv_cache_memory")
         self._check_swap()
@@ -105,11 +105,13 @@ class EngineConfig(Record):
         space = parse_size(self.swap_space, "swap_space")
         if self.preemption == "swap" and not self.enable_prefix_caching:
             raise ValueError(
-                "preemption: swap finds blocks again as prefixes; set enable_prefix_caching: true "
-                "or preemption: recompute"
+                "preemption: swap needs the prefix cache to find swapped blocks "
+                "again; set enable_prefix_caching: true or preemption: recompute"
             )
         if self.preemption == "swap" and space == 0:
-            raise ValueError("preemption: swap needs room; set swap_space, or preemption: auto")
+            raise ValueError(
+                "preemption: swap needs host memory; set swap_space, or preemption: auto"
+            )
 
 
 _CPU_STEP_TOKENS = 1024

@@ -85,7 +85,7 @@ def longest_text(values: Mapping[str, Any]) -> int | None:
     length = values.get("max_seq_length")
     if length is not None and (type(length) is not int or length < 1):
         raise ValueError(
-            f"max_seq_length is {format_value(length)}; it must be a whole number of 1 or more: "
-            "fix the value, or leave it out"
+            f"max_seq_length is {format_value(length)}; it must be a whole number, "
+            "1 or more; fix the value or leave it out"
         )
     return length

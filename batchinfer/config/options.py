@@ -55,7 +55,9 @@ class BatchOptions:
     ] = None
     max_tokens: Annotated[
         int | None,
-        _option("max_tokens of requests without it (default: the model's limit).", "N", min=1),
+        _option(
+            "max_tokens for requests that do not set it (default: the model's limit).", "N", min=1
+        ),
     ] = None
     revision: Annotated[Text, _option("Branch, tag or commit.", "REF")] = None
     tokenizer: Annotated[Text, _option("Hub id or local directory.", "MODEL")] = None
@@ -71,7 +73,7 @@ class BatchOptions:
     tool_call_parser: Annotated[str, _option("Tool call format: auto, hermes, ...", "NAME")] = (
         "none"
     )
-    seed: Annotated[int, _option("Seed of requests without one.", "N", min=0)] = 0
+    seed: Annotated[int, _option("Seed for requests that do not set one.", "N", min=0)] = 0
     max_num_seqs: Count = None
     max_num_batched_tokens: Count = None
     block_size: Count = None
@@ -129,14 +131,14 @@ class BenchOptions:
     num_prompts: Annotated[int, _option("Prompts to run.", "N", min=1)] = 1000
     n: Annotated[int, _option("Samples per prompt.", "N", "--n", min=1)] = 1
     dtype: Dtype = "auto"
-    seed: Annotated[int, _option("Seed of prompts and sampling.", "N", min=0)] = 0
+    seed: Annotated[int, _option("Seed for prompts and sampling.", "N", min=0)] = 0
     max_num_seqs: Count = None
     max_num_batched_tokens: Count = None
     block_size: Count = None
     num_kv_blocks: Count = None
     task: Annotated[
         str,
-        _option("generate, embed, classify, or auto: by the model's class."),
+        _option("generate, embed, classify, or auto (from the model's class)."),
     ] = "auto"
     dataset: Annotated[
         Path | None, _option("Parquet file of prompts or token ids to run.", "FILE", "--dataset")
@@ -169,6 +171,6 @@ def _check_writable(path: Path) -> None:
     elif not path.parent.is_dir():
         problem = "is in a folder that does not exist"
     elif not os.access(path if path.exists() else path.parent, os.W_OK):
-        problem = "cannot be written: no permission, or a read-only file system"
+        problem = "cannot be written: permission denied, or the file system is read-only"
     if problem is not None:
         raise StorageError(f"--output-json {path} {problem}")

@@ -62,13 +62,13 @@ class PromptConfig(Record):
         sources = ("column", "template", "messages", "token_ids_column")
         used = [name for name in sources if getattr(self, name) is not None]
         if len(used) > 1:
-            raise ValueError(f"give one source of the prompt, not {' and '.join(used)}")
+            raise ValueError(f"give only one source of the prompt, not {' and '.join(used)}")
         if self.tools is not None and self.tools_column is not None:
             raise ValueError("give tools or tools_column, not both")
         if self.tool_choice not in ("auto", "none") and not self.has_tools:
             raise ValueError("tool_choice needs tools or tools_column")
         if self.adapter is not None and self.adapter_column is not None:
-            raise ValueError("give adapter, for all rows, or adapter_column, not both")
+            raise ValueError("give adapter (for all rows) or adapter_column, not both")
 
     @property
     def has_tools(self) -> bool:
@@ -110,20 +110,24 @@ class AcceptConfig(Record):
             try:
                 has_match(self.regex, "")
             except ValueError as error:
-                raise ValueError(f"regex is wrong: {error}") from None
-        self._require("min_tokens", 0 <= self.min_tokens < 2**31, "0 to 2**31 - 1")
-        most = f"1 to {MAX_SAMPLES}"
+                raise ValueError(f"regex is not valid: {error}") from None
+        self._require("min_tokens", 0 <= self.min_tokens < 2**31, "from 0 to 2**31 - 1")
+        most = f"from 1 to {MAX_SAMPLES}"
         self._require("k", self.k is None or 1 <= self.k <= MAX_SAMPLES, most)
         self._require("max_tries", 1 <= self.max_tries <= MAX_SAMPLES, most)
         if self.k is not None and self.k > self.max_tries:
-            raise ValueError(f"k is {self.k}, more than max_tries, which is {self.max_tries}")
+            raise ValueError(
+                f"k is {self.k}; it must be at most max_tries, which is {self.max_tries}"
+            )
 
     def check(self, params: SamplingParams) -> None:
         """Raise ValueError if a row's parameter conflicts with the filter; the message names it."""
         if params.beam_width is not None:
-            raise ValueError("beam_width does not go with accept")
+            raise ValueError("beam_width cannot be combined with accept")
         if params.n > self.max_tries:
-            raise ValueError(f"n is {params.n}, more than accept.max_tries, {self.max_tries}")
+            raise ValueError(
+                f"n is {params.n}; it must be at most accept.max_tries, which is {self.max_tries}"
+            )
 
     def wanted(self, n: int) -> int:
         """Return the number of samples to keep for a row that requests ``n`` samples."""

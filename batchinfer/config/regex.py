@@ -12,7 +12,7 @@ text.
 
 from __future__ import annotations
 
-_SYNTAX = "write it in the syntax of RE2, which has no look-around and no back-references"
+_SYNTAX = "write it in RE2 syntax, which has no look-around and no back-references"
 
 _BLANKS = r"\t\n\f\r "
 """Characters of ``\\s`` in RE2."""

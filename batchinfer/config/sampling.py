@@ -113,25 +113,27 @@ class SamplingParams(Record):
         self._check_beams()
         if self.structured_outputs is not None and self.ignore_eos:
             raise ValueError(
-                "ignore_eos does not go with structured_outputs: such a text ends with an "
-                "end-of-sequence token"
+                "ignore_eos cannot be combined with structured_outputs, because a "
+                "structured answer ends with an end-of-sequence token"
             )
         budget = self.max_reasoning_tokens
         self._require("max_reasoning_tokens", budget is None or budget >= 0, "0 or more")
         if budget is not None and self.ignore_eos:
-            raise ValueError("ignore_eos does not go with max_reasoning_tokens; leave one out")
-        self._require("max_tokens", 1 <= self.token_limit < 2**31, "1 to 2**31 - 1")
-        self._require("n", 1 <= self.n <= MAX_SAMPLES, f"1 to {MAX_SAMPLES}")
+            raise ValueError(
+                "ignore_eos cannot be combined with max_reasoning_tokens; leave one out"
+            )
+        self._require("max_tokens", 1 <= self.token_limit < 2**31, "from 1 to 2**31 - 1")
+        self._require("n", 1 <= self.n <= MAX_SAMPLES, f"from 1 to {MAX_SAMPLES}")
         self._check_min_tokens()
-        self._require("temperature", 0.0 <= self.temperature <= HUGE, f"0 to {HUGE:g}")
-        self._require("top_p", 0.0 < self.top_p <= 1.0, "over 0 and at most 1")
-        self._require("top_k", -1 <= self.top_k < 2**31, "-1, 0 or more, below 2**31")
-        self._require("min_p", 0.0 <= self.min_p <= 1.0, "0 to 1")
+        self._require("temperature", 0.0 <= self.temperature <= HUGE, f"from 0 to {HUGE:g}")
+        self._require("top_p", 0.0 < self.top_p <= 1.0, "more than 0 and at most 1")
+        self._require("top_k", -1 <= self.top_k < 2**31, "from -1 to 2**31 - 1")
+        self._require("min_p", 0.0 <= self.min_p <= 1.0, "from 0 to 1")
         for name in ("presence_penalty", "frequency_penalty"):
-            self._require(name, -2.0 <= getattr(self, name) <= 2.0, "-2 to 2")
+            self._require(name, -2.0 <= getattr(self, name) <= 2.0, "from -2 to 2")
         positive = 1 / HUGE <= self.repetition_penalty <= HUGE
-        self._require("repetition_penalty", positive, f"over 0 and at most {HUGE:g}")
-        self._require("seed", self.seed is None or 0 <= self.seed < 2**64, "0 to 2**64 - 1")
+        self._require("repetition_penalty", positive, f"more than 0 and at most {HUGE:g}")
+        self._require("seed", self.seed is None or 0 <= self.seed < 2**64, "from 0 to 2**64 - 1")
         self._check_logprobs()
         for name in ("stop", "bad_words"):
             valid = all(map(_is_text, getattr(self, name)))
@@ -139,11 +141,17 @@ class SamplingParams(Record):
         self._require("stop_token_ids", all(i >= 0 for i in self.stop_token_ids), "0 or more")
         if self.allowed_token_ids is not None:
             ids = self.allowed_token_ids
-            self._require("allowed_token_ids", bool(ids) and min(ids) >= 0, "ids, at least one")
+            self._require(
+                "allowed_token_ids", bool(ids) and min(ids) >= 0, "a non-empty list of token ids"
+            )
         if self.logit_bias is not None:
             small = all(abs(value) <= HUGE for value in self.logit_bias.values())
             known = all(token_id >= 0 for token_id in self.logit_bias)
-            self._require("logit_bias", small and known, f"token ids with values up to {HUGE:g}")
+            self._require(
+                "logit_bias",
+                small and known,
+                f"a map from token ids to values from {-HUGE:g} to {HUGE:g}",
+            )
 
     @property
     def has_penalties(self) -> bool:
@@ -159,25 +167,25 @@ class SamplingParams(Record):
     def _check_logprobs(self) -> None:
         for name in ("logprobs", "prompt_logprobs"):
             wanted = getattr(self, name)
-            self._require(name, wanted is None or 0 <= wanted <= MAX_LOGPROBS, "0 to 20")
+            self._require(name, wanted is None or 0 <= wanted <= MAX_LOGPROBS, "from 0 to 20")
 
     def _check_min_tokens(self) -> None:
         problem = ""
         if self.min_tokens < 0:
             problem = "greater than or equal to 0"
         elif self.min_tokens > self.token_limit:
-            problem = f"less than or equal to max_tokens, {self.token_limit}"
+            problem = f"less than or equal to max_tokens, which is {self.token_limit}"
         if problem:
             raise ValueError(f"min_tokens is {self.min_tokens}; min_tokens must be {problem}")
 
     def _check_beams(self) -> None:
         width, penalty = self.beam_width, self.length_penalty
         if width is None:
-            self._require("length_penalty", penalty == 1.0, "left out, or beam_width be set")
+            self._require("length_penalty", penalty == 1.0, "left out unless beam_width is set")
             return
-        self._require("beam_width", 1 <= width <= MAX_BEAMS, f"1 to {MAX_BEAMS}")
+        self._require("beam_width", 1 <= width <= MAX_BEAMS, f"from 1 to {MAX_BEAMS}")
         most = MAX_LENGTH_PENALTY
-        self._require("length_penalty", -most <= penalty <= most, f"{-most:g} to {most:g}")
+        self._require("length_penalty", -most <= penalty <= most, f"from {-most:g} to {most:g}")
         self._require("n", self.n <= width, f"at most beam_width, which is {width}")
         for name in _NOT_WITH_BEAMS:
             value = getattr(self, name)
@@ -204,7 +212,7 @@ class SamplingParams(Record):
             highest = max(getattr(self, name) or (), default=0)
             if highest >= vocab_size:
                 raise ValueError(
-                    f"{name} has {highest}; the model's token ids are below {vocab_size}"
+                    f"{name} has token id {highest}; the model's token ids are below {vocab_size}"
                 )
 
 

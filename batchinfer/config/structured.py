@@ -62,11 +62,11 @@ def normalised(value: Mapping[str, Any]) -> Mapping[str, Any] | None:
     kinds = [kind for kind in KINDS if kind in value]
     if len(kinds) != 1:
         named = " and ".join(kinds) if kinds else "nothing"
-        raise _error(f"has {named}; give one of {', '.join(KINDS)}")
+        raise _error(f"has {named}; give exactly one of {', '.join(KINDS)}")
     (kind,) = kinds
     result = {kind: _checked(kind, value[kind]), **_options(kind, value)}
     if len(str(result[kind])) > MAX_CHARACTERS:
-        raise _error(f"{kind} has over {MAX_CHARACTERS:,} characters")
+        raise _error(f"{kind} has more than {MAX_CHARACTERS:,} characters")
     return result
 
 
@@ -112,14 +112,14 @@ def schema_text(key: str, value: Any) -> str:
         raise ValueError(f"{key} is not JSON: {error}") from None
     if not isinstance(loaded, Mapping | bool):
         raise ValueError(
-            f"{key} is {format_value(loaded)}; it must be a JSON schema: keys and values"
+            f"{key} is {format_value(loaded)}; it must be a JSON schema, which is an object"
         )
     return text
 
 
 def _choices(value: Any) -> list[str]:
     if not isinstance(value, list | tuple) or not value:
-        raise _error(f"choice is {format_value(value)}; it must be a list of strings, at least one")
+        raise _error(f"choice is {format_value(value)}; it must be a non-empty list of strings")
     for text in value:
         if not isinstance(text, str):
             raise _error(
@@ -131,9 +131,9 @@ def _choices(value: Any) -> list[str]:
 def _options(kind: str, value: Mapping[str, Any]) -> dict[str, Any]:
     options = {key: value[key] for key in _OPTIONS if key in value}
     if options and kind not in ("json", "json_object"):
-        raise _error(f"{next(iter(options))} goes with json, not with {kind}")
+        raise _error(f"{next(iter(options))} can be combined with json, but not with {kind}")
     if all(key in options for key in _WHITESPACE):
-        raise _error(f"has {' and '.join(_WHITESPACE)}; keep one")
+        raise _error(f"has both {' and '.join(_WHITESPACE)}; keep one")
     compact = options.get("disable_any_whitespace", False)
     if not isinstance(compact, bool):
         raise _error(f"disable_any_whitespace is {format_value(compact)}; it must be true or false")

@@ -58,7 +58,9 @@ class StructuredOutputsParams:
         kinds = [kind for kind in _KINDS if getattr(self, kind) is not None]
         if len(kinds) != 1:
             what = " and ".join(kinds) if kinds else "nothing"
-            raise ValueError(f"{type(self).__name__} has {what}; give one of {', '.join(_KINDS)}")
+            raise ValueError(
+                f"{type(self).__name__} has {what}; give exactly one of {', '.join(_KINDS)}"
+            )
 
     def mapping(self) -> dict[str, Any]:
         """Return the value for ``SamplingParams.structured_outputs``."""
@@ -127,11 +129,13 @@ def _parts(tag: Mapping[str, Any]) -> tuple[list[Mapping[str, Any]], list[str], 
         form = tag.get("format") or {}
         if form.get("type") != "triggered_tags":
             kind = format_value(form.get("type"))
-            raise ValueError(f"not yet: {_TAG} format {kind}; triggered_tags is supported")
+            raise ValueError(f"not yet: {_TAG} format {kind}; only triggered_tags is supported")
         tags = form.get("tags") or []
     triggers = form.get("triggers") or []
     if not tags or not triggers or not all(isinstance(one, str) and one for one in triggers):
-        raise ValueError(f"{_TAG} must have tags, and triggers, which are strings")
+        raise ValueError(
+            f"{_TAG} must have tags and triggers, and triggers must be non-empty strings"
+        )
     once, first = form.get("at_least_one", False), form.get("stop_after_first", False)
     return list(tags), list(triggers), bool(once), bool(first)
 
@@ -146,13 +150,13 @@ def _rules(name: str, tag: Mapping[str, Any], triggers: list[str]) -> list[str]:
     opened = f"{name}: {name}_begin {_text(begin.removeprefix(trigger))}"
     if content.get("type") == "any_text":
         if not end:
-            raise ValueError(f"{_TAG}: any_text needs an end")
+            raise ValueError(f"{_TAG}: any_text needs an end string")
         return [*head, f"{opened} {name}_text", f"{name}_text[lazy]: TEXT {json.dumps(end)}"]
     schema = content.get("json_schema")
     if not isinstance(schema, Mapping | bool):
         raise ValueError(
-            f"not yet: {_TAG} content {format_value(content.get('type'))}; json_schema, with a "
-            "schema, and any_text are supported"
+            f"not yet: {_TAG} content {format_value(content.get('type'))}; only "
+            "any_text and json_schema (with a schema) are supported"
         )
     return [*head, f"{opened} %json {json.dumps(schema)} {_text(end)}"]
 

@@ -93,7 +93,7 @@ class ClassifyConfig(Record):
             given, other = "query_column", "document_column"
             if self.query_column is None:
                 given, other = other, given
-            raise ValueError(f"{given} needs {other}; name both, or neither")
+            raise ValueError(f"{given} needs {other}; name both columns, or neither")
         for name in ("query_column", "document_column"):
             self._require(name, getattr(self, name) != "", "the name of a column")
         if self.instruction is not None and not self.has_pairs:

@@ -102,8 +102,9 @@ class MeteredProgress(Progress):
         if self._warn is not None and waited >= self._patience_s:
             self._patience_s *= 2
             self._warn(
-                f"no step has ended for {duration(waited)}; if that is long for this model, check "
-                "that its threads have cores: other processes, OMP_NUM_THREADS, cgroup limits"
+                f"no step has finished for {duration(waited)}; if that is unusual "
+                "for this model, check whether other processes, OMP_NUM_THREADS or "
+                "cgroup limits leave its threads too few cores"
             )
 
     def _show_if_due(self) -> None: ...

@@ -89,7 +89,9 @@ class EncoderEngine:
         if length == 0:
             return "empty_prompt", "the prompt has no tokens"
         if length > self.max_model_len:
-            return "prompt_too_long", f"the prompt has {length} tokens, over {self.max_model_len}"
+            return "prompt_too_long", (
+                f"the prompt has {length} tokens; at most {self.max_model_len} fit in max_model_len"
+            )
         return beyond_vocabulary(request, self._vocab_size)
 
     def reset_prefix_cache(self) -> None:
@@ -156,8 +158,8 @@ class EncoderEngine:
         """Halve the token limit of a step."""
         if len(requests) == 1:
             raise DeviceError(
-                "the device has no memory for the smallest step, one text of "
-                f"{requests[0].num_prompt_tokens} tokens: {error}",
+                "the device has too little memory for the smallest step, which is "
+                f"one text of {requests[0].num_prompt_tokens} tokens: {error}",
                 hint="free memory that other processes use, then run again",
             )
         tokens = sum(request.num_prompt_tokens for request in requests)

@@ -219,7 +219,8 @@ class Engine:
         if prompt >= room:
             return (
                 "prompt_too_long",
-                f"the prompt has {prompt} tokens; max_model_len {room} leaves no room for output",
+                f"the prompt has {prompt} tokens; max_model_len is {room}, which "
+                "leaves no room for output",
             )
         beyond = beyond_vocabulary(request, self._vocab_size)
         if beyond is not None:

@@ -58,8 +58,8 @@ def recover(scheduler: Scheduler, lost: Iterable[InFlight], error: OutOfMemory) 
     least = max((sequence.request.group_size for sequence in scheduler.waiting), default=0)
     if most <= least:
         raise DeviceError(
-            "the device has no memory for the smallest step "
-            f"(engine.max_num_batched_tokens {most}): {error}",
+            "the device has too little memory for the smallest step "
+            f"(engine.max_num_batched_tokens: {most}): {error}",
             hint="free memory that other processes use, or make the KV pool smaller: lower "
             "engine.kv_cache_memory or engine.gpu_memory_utilization; then run again",
         )

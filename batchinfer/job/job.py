@@ -166,7 +166,10 @@ def load(job: Job, build: BuildEngine) -> LoadedJob | None:
         with phase("starting text processes"):
             processes.load(context.tokenizer)
         if not BOUNDS_MEMORY:
-            log.append("this system cannot limit a process's memory: a hostile row may use all")
+            log.append(
+                "this system cannot limit the memory of a process, so a hostile row "
+                "may use all of it"
+            )
         grammars = GrammarCompiler(context.tokenizer, context.eos_token_ids, context.vocab_size)
         reader = _row_reader(job, context, grammars, processes)
         task = TASKS[job.spec.task].load(job.spec, context, grammars)
@@ -273,7 +276,9 @@ def _params_check(spec: JobSpec, processes: TextProcesses) -> Callable[[Sampling
 
     def check(params: SamplingParams) -> None:
         if params.max_reasoning_tokens is not None and spec.output.reasoning == "none":
-            raise ValueError("max_reasoning_tokens needs output.reasoning of the job")
+            raise ValueError(
+                "max_reasoning_tokens needs output.reasoning to be set in the job file"
+            )
         if spec.accept is not None:
             spec.accept.check(params)
         for prompt in texts.build([{"text": word} for word in params.bad_words]):

@@ -97,7 +97,7 @@ class Manifest:
             )
         for problem in file_differences(self.inputs, other.inputs):
             raise DataError(
-                f"the input has changed since the output was begun: {problem}",
+                f"the input has changed since the job was started: {problem}",
                 hint="use --update to recompute only the rows that changed, or restore the input, "
                 "or use --output (run-batch: -o) for another place, or --overwrite to start over",
             )
@@ -115,7 +115,7 @@ class Manifest:
         if self.input_paths == other.input_paths:
             return ""
         was, now = (printable(", ".join(m.input_paths), 120) for m in (self, other))
-        return f"input.path was {was}, is {now}"
+        return f"input.path was {was} and is now {now}"
 
     @property
     def name(self) -> str:
@@ -175,6 +175,6 @@ def _changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
     if len(changed) > 1:
         return listed(list(changed))
     return ", ".join(
-        f"{key} was {format_value(was)}, is {format_value(now)}"
+        f"{key} was {format_value(was)} and is now {format_value(now)}"
         for key, (was, now) in changed.items()
     )

@@ -125,7 +125,10 @@ def template_text(template: str | os.PathLike[str] | None) -> str | None:
     if template is None:
         return None
     if not isinstance(template, str | os.PathLike):
-        raise TypeError(f"chat_template is {reprlib.repr(template)}; give a template or its file")
+        raise TypeError(
+            f"chat_template is {reprlib.repr(template)}; give the text of a template, "
+            "or the path of its file"
+        )
     text = os.fspath(template)
     if isinstance(template, str) and ("{" in text or "\n" in text):
         return text

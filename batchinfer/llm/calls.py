@@ -61,8 +61,9 @@ class Calls:
         thread = threading.get_ident()
         if self._caller == thread:
             raise RuntimeError(
-                f"{name} is called from within another call of the same LLM "
-                "(in a signal handler or a callback); call it after that call has returned"
+                f"{name} was called during another call of the same LLM (from a "
+                "signal handler or a callback); call it after that call has "
+                "returned"
             )
         with self._lock:
             self._caller = thread

@@ -107,19 +107,19 @@ ELSEWHERE: Mapping[str, str] = {
 """Refused arguments, with their alternatives."""
 
 _NO_MISTRAL = (
-    "leave it out to use tokenizer.json and the chat template of the model's folder; if they are "
-    "missing, give tokenizer=... with a folder that has them: tekken.json and mistral_common's "
-    "templates are not supported"
+    "leave it out to use tokenizer.json and the chat template in the model's "
+    "folder; if they are missing, give tokenizer=... with a folder that has them, "
+    "because tekken.json and mistral_common's templates are not supported"
 )
 
 METHODS: Mapping[str, str] = {
-    "collective_rpc": "there is one process, and no workers to call",
+    "collective_rpc": "an LLM has one process, and no workers to call",
     "enqueue": "give all prompts in one call of generate",
     "set_tokenizer": "give LLM(tokenizer=...)",
-    "sleep": "delete the LLM, which frees its memory, and make it again",
-    "start_profile": "LLM.report() shows where time and memory went",
-    "update_weights": "save the weights, and make the LLM again",
-    "wake_up": "an LLM does not sleep; delete it, and make it again",
+    "sleep": "delete the LLM, which frees its memory, and create it again",
+    "start_profile": "call LLM.report(), which shows where time and memory went",
+    "update_weights": "save the weights, and create the LLM again",
+    "wake_up": "an LLM does not sleep; delete it, and create it again",
 }
 """Missing methods and attributes of vLLM's ``LLM``, with their alternatives."""
 
@@ -161,4 +161,6 @@ def settle(
             raise TypeError(f"{call} has no argument {name}{did_you_mean(name, known)}")
     if ignored:
         has = "has" if len(ignored) == 1 else "have"
-        warnings.warn(f"{call}: {', '.join(ignored)} {has} no effect here", stacklevel=stacklevel)
+        warnings.warn(
+            f"{call}: {', '.join(ignored)} {has} no effect in batchinfer", stacklevel=stacklevel
+        )

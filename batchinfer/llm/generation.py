@@ -160,9 +160,11 @@ class GenerationCalls:
         check_errors(errors)
         given_conversations = messages if conversations is None else conversations
         if given_conversations is None or (conversations is not None and messages is not None):
-            raise TypeError("give conversations, or messages, which is another name for them")
+            raise TypeError(
+                "give conversations or messages, but not both, because they mean the same"
+            )
         if not self._has_tokenizer:
-            raise ValueError("LLM.chat needs a tokenizer; leave skip_tokenizer_init out")
+            raise ValueError("LLM.chat needs a tokenizer; leave out skip_tokenizer_init")
         if not isinstance(chat_template, str | None):
             raise TypeError(
                 f"chat_template is {kind_of(chat_template)}; give the text of a template, or None"
@@ -298,8 +300,8 @@ class GenerationCalls:
         if not self._has_tokenizer:
             if structure is not None or checked.stop or checked.bad_words:
                 raise ValueError(
-                    "structured_outputs, stop and bad_words need a tokenizer; leave "
-                    "skip_tokenizer_init out"
+                    "structured_outputs, stop and bad_words need a tokenizer; "
+                    "leave out skip_tokenizer_init"
                 )
             return replace(checked, detokenize=False)
         if structure is None:

@@ -211,7 +211,7 @@ class LLM(GenerationCalls, PoolingCalls):
             ValueError: ``skip_tokenizer_init`` was given.
         """
         if not self._has_tokenizer:
-            raise ValueError("there is no tokenizer; leave skip_tokenizer_init out")
+            raise ValueError("this LLM has no tokenizer; leave out skip_tokenizer_init")
         from transformers import AutoTokenizer
 
         name, revision = self._model.tokenizer, None

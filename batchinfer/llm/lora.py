@@ -71,7 +71,9 @@ class Adapters:
         )
         for name in names_of_each:
             if name is not None and name not in numbers:
-                raise ValueError(f"there is no adapter {name!r}; known: {_listed(numbers)}")
+                raise ValueError(
+                    f"there is no adapter {name!r}; the loaded adapters are: {_listed(numbers)}"
+                )
         return [0 if name is None else numbers[name] for name in names_of_each]
 
     def _loaded_name(self, request: LoRARequest) -> str:
@@ -83,11 +85,12 @@ class Adapters:
         if same:
             return same[0]
         if self._load is None or not path:
-            missing = "" if path else ", and has no lora_path to load it from"
+            missing = "" if path else " and its lora_path is empty"
             raise ValueError(
-                f"lora_request: the adapter {name!r} is not loaded{missing}; load it with the "
-                f"model, LLM(..., adapters={{{name!r}: {path or 'its folder'!r}}}), or give "
-                f"enable_lora=True and its path; known: {_listed(self._paths)}"
+                f"lora_request: the adapter {name!r} is not loaded{missing}; load "
+                f"it with the model, as in LLM(..., adapters={{{name!r}: "
+                f"{path or 'its folder'!r}}}), or give enable_lora=True and its "
+                f"path; the loaded adapters are: {_listed(self._paths)}"
             )
         new_name = name if name not in self._paths else f"{name} ({path})"
         self._load(new_name, path)

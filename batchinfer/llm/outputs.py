@@ -106,7 +106,7 @@ def _drop_unknown_fields(record: type[_Record]) -> type[_Record]:
     @wraps(make)
     def init(self: _Record, *args: Any, **given: Any) -> None:
         for name in given.keys() - known:
-            warnings.warn(f"{record.__name__}: {name} has no effect here", stacklevel=2)
+            warnings.warn(f"{record.__name__}: {name} has no effect in batchinfer", stacklevel=2)
             del given[name]
         make(self, *args, **given)
 

@@ -54,8 +54,8 @@ def check_params(
         is_over = max_logprobs is not None if wanted == -1 else wanted > most
         if most != -1 and is_over:
             raise ValueError(
-                f"{name} is {wanted}, more than max_logprobs, which is {most}; "
-                "give LLM(max_logprobs=...), -1 for any number"
+                f"{name} is {wanted}, but max_logprobs is {most}; raise "
+                "LLM(max_logprobs=...), or set it to -1 for any number"
             )
     check_named_tokens(params.logprob_token_ids or (), "logprob_token_ids", vocab_size)
     if params.prompt_logprob_token_ids is not None:
@@ -113,8 +113,8 @@ def _with_prompt(processor: Callable[..., Any]) -> LogitsProcessor:
         return processor
     if not _takes(processor, 2):
         raise TypeError(
-            f"logits processor {name} must take (output token ids, logits), or the prompt's token "
-            "ids before them"
+            f"logits processor {name} must take (output token ids, logits) or "
+            "(prompt token ids, output token ids, logits)"
         )
 
     def without_prompt(_: list[int], output_token_ids: list[int], logits: Any) -> Any:
@@ -139,7 +139,8 @@ def rows_to_score_problem(params: SamplingParams, num_prompt_tokens: int) -> str
     if table is None or len(table) == wanted:
         return None
     return (
-        f"prompt_logprob_token_ids has {len(table)} rows, but the prompt of {num_prompt_tokens} "
-        f"tokens has {wanted} scored rows: one for each token but the first"
-        + (f" and the {skipped} of prompt_logprob_start" if skipped else "")
+        f"prompt_logprob_token_ids has {len(table)} rows, but the prompt of "
+        f"{num_prompt_tokens} tokens has {wanted} scored rows: one for each token "
+        "except the first"
+        + (f" and the {skipped} tokens that prompt_logprob_start skips" if skipped else "")
     )

@@ -32,7 +32,7 @@ PromptLike = str | Sequence[int] | TextPrompt | TokensPrompt | Mapping[str, Any]
 Conversation = Sequence[Mapping[str, Any]]
 """Messages: ``[{"role": "user", "content": "..."}]``."""
 _KEYS = ("prompt", "prompt_token_ids")
-_FORMS = "a text, a list of token ids, {'prompt': ...} or {'prompt_token_ids': ...}"
+_FORMS = "a string, a list of token ids, {'prompt': ...} or {'prompt_token_ids': ...}"
 _MESSAGES = "a list of messages such as [{'role': 'user', 'content': '...'}]"
 
 
@@ -50,8 +50,9 @@ def read_prompts(
     for at, prompt in enumerate(read):
         if isinstance(prompt, str) and not has_tokenizer:
             raise ValueError(
-                f"prompt {at} is a text: you cannot pass text prompts when skip_tokenizer_init is "
-                "True; with `skip_tokenizer_init=True` give token ids"
+                f"prompt {at} is a string, but you cannot pass text prompts when "
+                "skip_tokenizer_init is True; give token ids, or leave out "
+                "`skip_tokenizer_init=True`"
             )
     return read
 
@@ -98,8 +99,8 @@ def final_message(
     if continue_final_message:
         if add_generation_prompt:
             raise ValueError(
-                "continue_final_message continues the last message, add_generation_prompt starts "
-                "a new one; keep one"
+                "continue_final_message continues the last message, but "
+                "add_generation_prompt starts a new message; keep only one of them"
             )
         return "continue"
     if add_generation_prompt is None and continue_final_message is None:
@@ -119,13 +120,13 @@ def chat_tools(tools: object, choice: object, *, has_parser: bool) -> RowTools |
     checked = checked_tools([] if tools is None else tools)
     if not checked:
         if choice not in ("auto", "none"):
-            raise ValueError(f"tool_choice is {choice!r}, but the chat has no tools; give tools")
+            raise ValueError(f"tool_choice is {choice!r}, but the call has no tools; give tools")
         return None
     chosen = checked_choice(choice, checked)
     if chosen not in ("auto", "none") and not has_parser:
         raise ValueError(
-            "a tool_choice that requires a call needs LLM(tool_parser='auto'), or the name of the "
-            "format in which the model writes calls"
+            "a tool_choice that requires a call needs LLM(tool_parser='auto'), or "
+            "tool_parser with the name of the model's format of calls"
         )
     return None if chosen == "none" else RowTools(checked, chosen)
 
@@ -164,7 +165,7 @@ def _value_of(item: Mapping[Any, Any], name: str) -> tuple[Any, str | None, str]
         raise ValueError(f"{name} must have prompt or prompt_token_ids")
     for key, value in values.items():
         if isinstance(value, str) != (key == "prompt") or isinstance(value, Mapping):
-            expected = "a text" if key == "prompt" else "a list of token ids"
+            expected = "a string" if key == "prompt" else "a list of token ids"
             raise TypeError(f"{name}: its {key} is {kind_of(value)}; give {expected}")
     if "prompt_token_ids" in values:
         return values["prompt_token_ids"], values.get("prompt"), f"{name}: its prompt_token_ids"
@@ -235,9 +236,9 @@ def one_for_each(
     """
     if isinstance(value, kinds):
         return [value] * count
-    values = listed(value, name, f"{what}, or a list of one for each prompt")
+    values = listed(value, name, f"{what}, or a list with one for each prompt")
     if len(values) != count:
-        raise ValueError(f"{count} prompts, but {len(values)} {plural}")
+        raise ValueError(f"there are {count} prompts, but {len(values)} {plural}")
     for at, item in enumerate(values):
         if not isinstance(item, kinds):
             raise TypeError(f"{name} {at} is {kind_of(item)}; give {what}")

@@ -165,7 +165,10 @@ class CallRunner:
             message = "the decoder prompt cannot be empty: it has no tokens"
             raise RowError("empty_prompt", message)
         if row.sampling.params.max_reasoning_tokens is not None and self._reasoning is None:
-            problem = 'max_reasoning_tokens needs LLM(reasoning="auto"), or the markers'
+            problem = (
+                'max_reasoning_tokens needs LLM(reasoning="auto"), or reasoning with '
+                "the model's markers"
+            )
             raise RowError("bad_sampling_params", problem)
         if (misfit := rows_to_score_problem(params, length)) is not None:
             raise RowError("bad_sampling_params", misfit)
@@ -204,7 +207,8 @@ def _truncated(prompt: Prompt, kept: int | None, max_model_len: int) -> Prompt:
         return prompt
     if kept > max_model_len:
         raise ValueError(
-            f"truncate_prompt_tokens is {kept}, more than max_model_len, which is {max_model_len}"
+            f"truncate_prompt_tokens is {kept}; it must be at most max_model_len, "
+            f"which is {max_model_len}"
         )
     most = max_model_len - 1 if kept == -1 else kept
     if len(prompt.token_ids) <= most:

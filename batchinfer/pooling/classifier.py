@@ -126,10 +126,10 @@ def asks_questions(name: str, revision: str | None, config: ClassifyConfig) -> b
         return False
     if values.get("model_type") not in _RERANKERS or tokens[0] is None:
         raise ModelError(
-            f"{folder}: not yet: the format in which this model takes a query and a document is "
-            "not known",
-            hint="write its template in prompt.template, with both columns, in place of "
-            "classify.query_column and document_column",
+            f"{folder}: not yet: this version does not know how the model expects "
+            "a query and a document to be written",
+            hint="instead of classify.query_column and document_column, write a "
+            "prompt.template that uses both columns",
         )
     return True
 
@@ -147,8 +147,9 @@ def _head_tokens(
     if config.tokens is not None:
         if attends_both_ways(values):
             raise ModelError(
-                f"{folder}/config.json: classify.tokens needs a model that continues texts, and "
-                f"one of the family {values.get('model_type')!r} reads them whole; leave it out"
+                f"{folder}/config.json: classify.tokens needs a model that "
+                "continues texts, but models of the family "
+                f"{values.get('model_type')!r} read texts whole; leave it out"
             )
         return config.tokens
     if _class_name(values).endswith("ForSequenceClassification"):
@@ -159,10 +160,11 @@ def _head_tokens(
     if config.has_pairs and values.get("model_type") in _RERANKERS:
         return ("no", "yes")
     raise ModelError(
-        f"{folder}/config.json: architectures names a {_class_name(values)[:80]!r}, which has no "
-        "classification head",
-        hint="take a model ...ForSequenceClassification, a reranker with classify.query_column and "
-        "document_column, or name tokens as labels in classify.tokens",
+        f"{folder}/config.json: the model's class (architectures) is "
+        f"{_class_name(values)[:80]!r}, which has no classification head",
+        hint="use a model of a class ...ForSequenceClassification, use a reranker with "
+        "classify.query_column and document_column, or name tokens as labels in "
+        "classify.tokens",
     )
 
 
@@ -242,7 +244,9 @@ def _weight_and_bias(
     weight = stored.read()
     offset = np.zeros(len(weight), np.float32) if bias is None else bias.read()
     if offset.shape != (len(weight),):
-        raise ModelError(f"{folder}: {name}.bias does not belong to {name}.weight; fetch it again")
+        raise ModelError(
+            f"{folder}: {name}.bias does not belong to {name}.weight; fetch the model again"
+        )
     return weight, offset
 
 
@@ -262,8 +266,9 @@ def _labels(folder: Path, values: Mapping[str, Any], count: int) -> tuple[str, .
     ids = [str(at) for at in range(count)]
     if set(names) != set(ids):
         raise ModelError(
-            f"{folder}/config.json: id2label has {len(names)} labels and the head {count}; take "
-            "both from the same model"
+            f"{folder}/config.json: id2label has {len(names)} labels, but the "
+            f"classification head has {count}; take config.json and the "
+            "safetensors files from the same model"
         )
     return tuple(str(names[at]) for at in ids)
 
@@ -296,7 +301,10 @@ def _of_tokens(
 ) -> Classifier:
     for part in (values, _mapping(values.get("text_config"))):
         if key := next((key for key in _CHANGED_LOGITS if part.get(key)), None):
-            raise ModelError(f"{folder}/config.json: not yet: labels of changed logits ({key})")
+            raise ModelError(
+                f"{folder}/config.json: not yet: token labels of a model that changes "
+                f"its logits ({key})"
+            )
     stored = find_tensor(
         folder, "lm_head.weight", "embed_out.weight", "embed_tokens.weight", "wte.weight"
     )
@@ -309,8 +317,8 @@ def _of_tokens(
                 ".bias"
             ):
                 raise ModelError(
-                    f"{one.path}: not yet: labels of a head that is stored in fewer bits "
-                    f"({one.name})"
+                    f"{one.path}: not yet: token labels of a model with a "
+                    f"quantized output head ({one.name})"
                 )
     _check_width(stored, values)
     places = [_row(stored, token, token_id) for token in tokens]
@@ -336,7 +344,7 @@ def _check_width(stored: StoredTensor, values: Mapping[str, Any]) -> None:
     if len(stored.shape) != 2 or stored.shape[1] != width:
         shape = " x ".join(map(str, stored.shape))
         raise ModelError(
-            f"{stored.path}: {stored.name} is {shape}; by config.json it takes {width} numbers"
+            f"{stored.path}: {stored.name} is {shape}, but the width in config.json is {width}"
         )
 
 
@@ -346,10 +354,12 @@ def _row(stored: StoredTensor, token: str | int | None, token_id: TokenId) -> in
     if id_ is None and token is not None:
         raise UsageError(
             f"classify.tokens: {token!r} is not a single token of the model",
-            hint="name tokens that the model can answer with, often a word with a leading space "
-            "(such as ' yes'), or the start of a word; labels of several words need a model with a "
-            "head",
+            hint="name single tokens that the model can answer with, such as a word "
+            "with a leading space (' yes') or the start of a word; labels of "
+            "several words need a model with a classification head",
         )
     if id_ is not None and not 0 <= id_ < stored.shape[0]:
-        raise ModelError(f"{stored.path}: {stored.name} has no row {id_}, a label's token")
+        raise ModelError(
+            f"{stored.path}: {stored.name} has no row for token id {id_}, which stands for a label"
+        )
     return id_

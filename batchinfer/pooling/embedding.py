@@ -127,7 +127,7 @@ def read_embedding_modules(name: str, revision: str | None) -> EmbeddingModules:
             attends_both_ways=both_ways,
         )
     if not (isinstance(listed, list) and all(isinstance(module, Mapping) for module in listed)):
-        raise ModelError(f"{folder}/modules.json must be a list of objects, one for each module")
+        raise ModelError(f"{folder}/modules.json must be a list with an object for each module")
     dense, width, pools_prompt = list[Dense](), hidden_size, True
     kinds = [str(module.get("type", "")).rpartition(".")[2] for module in listed]
     if others := [kind for kind in kinds if kind not in _ORDER]:
@@ -138,8 +138,8 @@ def read_embedding_modules(name: str, revision: str | None) -> EmbeddingModules:
     for before, after in pairwise(kinds):
         if _ORDER.index(before) > _ORDER.index(after) or before == after == "Pooling":
             raise ModelError(
-                f"{folder}/modules.json: not yet: a module {after!r} after one {before!r} is not "
-                "supported by this version"
+                f"{folder}/modules.json: not yet: a module {after!r} after a "
+                f"module {before!r} is not supported by this version"
             )
     for kind, module in zip(kinds, listed, strict=True):
         path = folder / str(module.get("path", ""))
@@ -179,7 +179,7 @@ def _prompts(path: Path) -> tuple[dict[str, str], str | None]:
     default = values.get("default_prompt_name")
     if default is not None and default not in prompts:
         raise ModelError(
-            f"{path}: default_prompt_name is {str(default)[:80]!r}, not a name in prompts"
+            f"{path}: default_prompt_name is {str(default)[:80]!r}, which is not a name in prompts"
         )
     return dict(prompts), default
 
@@ -190,7 +190,7 @@ def _hidden_size(folder: Path) -> tuple[int, bool]:
     text = config.get("text_config") or config
     size = text.get("hidden_size", text.get("n_embd", text.get("dim")))
     if type(size) is not int or size < 1:
-        raise ModelError(f"{folder}/config.json has no hidden_size; task: embed needs it")
+        raise ModelError(f"{folder}/config.json has no hidden_size, which task: embed needs")
     return size, attends_both_ways(config)
 
 
@@ -219,8 +219,9 @@ def _dense(path: Path, width: int) -> Dense:
     config, weights = read_json(path / "config.json"), path / "model.safetensors"
     if not isinstance(config, Mapping) or not weights.is_file():
         raise ModelError(
-            f"{path} must hold config.json and model.safetensors of a Dense layer that "
-            "modules.json names; without it the embeddings would be wrong: fetch the model again"
+            f"{path} must hold config.json and model.safetensors of a Dense layer "
+            "that modules.json names, because the embeddings would be wrong "
+            "without this layer; fetch the model again"
         )
     taken = config.get("module_input_name", "sentence_embedding")
     if taken != "sentence_embedding" or config.get("use_residual"):
@@ -246,6 +247,6 @@ def _dense(path: Path, width: int) -> Dense:
         raise ModelError(f"{weights} cannot be read: {one_line(error)}") from error
     if weight.ndim != 2 or weight.shape[1] != width:
         shape = " x ".join(map(str, weight.shape))
-        raise ModelError(f"{weights}: linear.weight is {shape}; it must take {width} numbers")
+        raise ModelError(f"{weights}: linear.weight is {shape}; its second size must be {width}")
     bias = tensors.get("linear.bias", np.zeros(len(weight)))
     return Dense(weight, bias.astype(np.float32), activation)

@@ -45,7 +45,7 @@ def find_folder(name: str, revision: str | None, patterns: Sequence[str]) -> Pat
         raise ModelError(
             f"model.name: {name} is not a local folder and cannot be fetched from the hub: "
             f"{one_line(error)}",
-            hint="download it where there is a network and give the folder's path",
+            hint="download it on a machine with network access and use the folder's path",
         ) from error
     return Path(snapshot)
 
@@ -97,8 +97,8 @@ class StoredTensor:
         """
         if self.dtype not in _DTYPES:
             raise ModelError(
-                f"{self.path}: not yet: {self.name} is stored as {self.dtype}; heads must be "
-                "stored as floats"
+                f"{self.path}: not yet: {self.name} is stored as {self.dtype}; "
+                "heads must have a floating-point dtype"
             )
         kind = np.dtype(_DTYPES[self.dtype])
         try:

@@ -84,7 +84,7 @@ def progress(data: ReportData) -> list[Piece]:
     return [
         Piece("good", good / whole, f"{counted(good, 'row')} {_good(data)}"),
         Piece("bad", failed / whole, f"{counted(failed, 'row')} failed"),
-        Piece("used", begun, "running rows, by their tokens"),
+        Piece("used", begun, "work on running rows, counted in tokens"),
         Piece("rule", 1 - data.rows_done / whole - begun, f"{left:,} not done"),
     ]
 
@@ -106,9 +106,9 @@ def _ended(data: ReportData) -> Outcome:
         word,
         f": {share} of {rows}, more than the {100 * data.max_error_rate:g}% that the job allows",
         "bad",
-        "All rows are written, but there is no _SUCCESS. Run the failed ones again with "
-        "--retry-errors, or raise errors.max_error_rate (run-batch: --max-error-rate) and run "
-        "again.",
+        "All rows are written, but there is no _SUCCESS. Run the failed rows again "
+        "with --retry-errors, or raise errors.max_error_rate (run-batch: "
+        "--max-error-rate) and run again.",
     )
 
 
@@ -150,12 +150,12 @@ def memory(data: ReportData) -> str:
     subject = "Sharing and paging" if shares else "Paging"
     if peak.contiguous_bytes > peak.pool_bytes:
         fits = int(peak.running * peak.pool_bytes / peak.contiguous_bytes)
-        would = f"would have fit {fits:,}" if fits else "would not have fit one"
-        return f"{subject} ran {at_once} where contiguous allocation {would}."
+        would = f"would have fit {fits:,}" if fits else "would not have fit even one"
+        return f"{subject} ran {at_once}, where contiguous allocation {would}."
     if peak.contiguous_bytes > 1.15 * peak.used_bytes:
         return (
-            f"{subject} ran {at_once} in {size(peak.used_bytes)} where contiguous allocation "
-            f"would have taken {size(peak.contiguous_bytes)}."
+            f"{subject} ran {at_once} in {size(peak.used_bytes)}, where contiguous "
+            f"allocation would have taken {size(peak.contiguous_bytes)}."
         )
     return (
         f"At most {running} ran at once{_on_one_worker(data)}, in {size(peak.used_bytes)} of a "
@@ -183,9 +183,9 @@ def figures(data: ReportData, price: Price | None) -> Iterator[Figure]:
     failed = f"{data.rows_failed:,} failed" if data.rows_failed else "none failed"
     reused = f", {data.rows_reused:,} reused" if data.rows_reused else ""
     yield Figure("Rows done", f"{data.rows_done:,}", "", f"{left}{failed}{reused}")
-    load = f"{duration(data.load_s)} of it to load the model"
+    load = f"including {duration(data.load_s)} to load the model"
     if data.wall_s < data.total_s:
-        load = f"{duration(data.total_s)} of all workers together, {load}"
+        load = f"{duration(data.total_s)} for all workers together, {load}"
     yield Figure("Time", *_number_and_unit(duration(data.wall_s)), load)
     if price is not None:
         cost = price.per_hour * data.total_s / 3600
@@ -201,10 +201,14 @@ def figures(data: ReportData, price: Price | None) -> Iterator[Figure]:
         most = percent(data.timeline.peak_utilization)
         used = percent(totals.mean("mean_utilization"))
         yield Figure("Pool in use", used, "", f"{each}on average, {most} at most")
-        reserved = f"; {percent(totals.mean('contiguous_waste'))} if reserved" if data.draws else ""
+        reserved = (
+            f"; {percent(totals.mean('contiguous_waste'))} with contiguous allocation"
+            if data.draws
+            else ""
+        )
         waste = percent(totals.mean("mean_waste"))
-        yield Figure("Waste", waste, "", f"of what is used{reserved}")
-        hits = f"; {percent(data.prefix_hit_rate)} of prompt tokens found"
+        yield Figure("Waste", waste, "", f"of the used memory{reserved}")
+        hits = f"; {percent(data.prefix_hit_rate)} of the prompt tokens were found"
         saved = percent(totals.mean("sharing_saving"))
         note = f"of the memory{hits if data.lengths.rows else ''}"
         yield Figure("Saved by sharing", saved, "", note)
@@ -236,13 +240,18 @@ def time_slices(data: ReportData) -> list[Slice]:
     between = max(span - prompt - answer, 0.0)
     rest = max(data.total_s - data.load_s - max(span, prompt + answer), 0.0)
     steps = [
-        ("Steps with prompts in them", prompt, "shared", "answers continue in the same steps"),
+        (
+            "Steps with prompts",
+            prompt,
+            "shared",
+            "answers of other rows continue in the same steps",
+        ),
         ("Steps with answers only", answer, "used", ""),
     ]
     parts = [
         ("Loading the model", data.load_s, "idle", _waits(data, data.load_s)),
         *(steps if data.draws else [("Steps", prompt + answer, "shared", "")]),
-        ("Between steps", between, "waste", "waiting for rows, or other work of this program"),
+        ("Between steps", between, "waste", "waiting for rows, or doing other work"),
         ("Before and after", rest, "rest", _waits(data, rest, around=True)),
     ]
     return [Slice(label, s, duration(s), color, note) for label, s, color, note in parts if s]
@@ -287,7 +296,7 @@ def sharing_caption(data: ReportData) -> str:
         return "No prompt has been computed yet."
     caption = f"{percent(data.prefix_hit_rate)} of the prompt tokens were found in the pool"
     if data.planned_rate > data.prefix_hit_rate:  # otherwise, all planned prefixes were found
-        caption += f"; rows have {percent(data.planned_rate)} of the tokens in common"
+        caption += f"; rows share {percent(data.planned_rate)} of their tokens"
     if equal := data.lengths.sums["deduplicated"]:
         caption += f". {counted(equal, 'row')} copied the answers of equal rows"
     caption += ". Rows with a common beginning, and the samples of a row, hold the same blocks"
@@ -300,8 +309,10 @@ def pressure_caption(data: ReportData) -> str:
     """Say how many rows ran at a time, and how often memory ran short."""
     sums = data.lengths.sums
     caption = (
-        f"On average {data.timeline.totals.mean('mean_running'):,.0f} ran at a time"
-        f"{_on_one_worker(data)}, at most {data.timeline.peak.running:,}.{together(data)}"
+        "On average "
+        f"{counted(round(data.timeline.totals.mean('mean_running')), data.unit)} "
+        f"ran at a time{_on_one_worker(data)}, and at most "
+        f"{data.timeline.peak.running:,}.{together(data)}"
     )
     if sums["preemptions"]:
         costs = [
@@ -316,11 +327,12 @@ def pressure_caption(data: ReportData) -> str:
         caption += f" {times} a running row gave up its memory so that other rows could finish"
         caption += f": {', '.join(costs)}." if costs else "."
     elif data.has_pool:
-        caption += " None had to give up its memory."
+        caption += " No row had to give up its memory."
     if data.out_of_memory:
         caption += (
-            f" In {counted(data.out_of_memory, 'step')} the device ran out of memory, and the "
-            "program made the step smaller."
+            " The device ran out of memory in "
+            f"{counted(data.out_of_memory, 'step')}, which then ran again in "
+            "smaller steps."
         )
     return caption
 

@@ -38,9 +38,9 @@ def memory(timeline: Timeline) -> Series:
     mean = timeline.mean
     reserved = mean("contiguous_blocks")
     layers = [
-        Layer("contiguous", "reserved: prompt and longest answer", reserved),
-        Layer("logical", "paged alone: nothing shared", mean("kv_logical_blocks")),
-        Layer("used", "paged and shared: memory in use", mean("kv_blocks_used")),
+        Layer("contiguous", "contiguous: room for the longest answer", reserved),
+        Layer("logical", "paged, but nothing shared", mean("kv_logical_blocks")),
+        Layer("used", "paged and shared: the memory in use", mean("kv_blocks_used")),
         *_pool_line(timeline, float(reserved.max(initial=0))),
     ]
     name = "the memory that running rows take"
@@ -54,10 +54,10 @@ def held_by_rows(timeline: Timeline) -> Series:
     # Shared blocks are nearly always full; empty slots of other blocks count as waste.
     shared = np.minimum(timeline.mean("kv_blocks_shared"), used - waste)
     layers = [
-        Layer("used", "used by one row", used - shared - waste),
+        Layer("used", "held by one row", used - shared - waste),
         Layer("waste", "empty slots", waste),
         Layer("shared", "used by several", shared),
-        Layer("saved", "not needed: saved by sharing", saved),
+        Layer("saved", "saved by sharing", saved),
     ]
     return Series("the blocks that running rows hold", timeline.edges_s, layers, "bytes", size)
 

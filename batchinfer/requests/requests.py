@@ -180,8 +180,8 @@ class RequestMaker:
             return answer
         if params.beam_width is not None:
             raise GrammarError(
-                "not yet with beam_width and reasoning: a beam's thinking is not followed; leave "
-                "the reasoning out, or beam_width"
+                "not yet with beam_width and reasoning together, because the "
+                "reasoning of a beam is not tracked; leave one of them out"
             )
         return ReasoningGrammar(
             self._reasoning,

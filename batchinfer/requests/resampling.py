@@ -167,9 +167,12 @@ class Resampling:
         text = self._text(request, sample, _without_stop(request.params))
         why = goal.validator.problem(text)
         if sample.finish_reason == "length":
-            why = f"it was cut at {len(sample.token_ids)} tokens"
+            why = f"it was cut off at {len(sample.token_ids)} tokens"
         drawn = len(samples)
-        return f"too few of {drawn} samples match the schema; the last one that does not: {why}"
+        return (
+            f"too few of {drawn} samples match the schema; the last sample that does "
+            f"not match: {why}"
+        )
 
 
 def _without_stop(params: SamplingParams) -> SamplingParams:

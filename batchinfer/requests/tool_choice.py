@@ -46,8 +46,8 @@ class ToolChoices:
             return RowError("bad_sampling_params", problem)
         if self._format.spans_thinking and sampling.params.max_reasoning_tokens is not None:
             problem = (
-                "max_reasoning_tokens cannot be combined with a tool_choice that requires a call, "
-                "in this model's format of calls"
+                "max_reasoning_tokens cannot be combined with a tool_choice that "
+                "requires a call in this model's format of calls"
             )
             return RowError("bad_sampling_params", problem)
         try:

@@ -197,7 +197,7 @@ class ChatTemplate:
         )
         at = rendered.rfind(_END_MARK.rstrip())
         if at < 0 or text.strip() not in rendered:
-            reason = "the template drops or changes the last message"
+            reason = "the template removes or changes the last message"
             raise RowError("template_error", f"{self._origin}: {reason}, so it cannot be continued")
         trims = not rendered.startswith(_END_MARK, at)
         return rendered[:at].rstrip() if trims else rendered[:at]

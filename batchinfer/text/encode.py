@@ -113,5 +113,7 @@ def each_apart_if_needed(
     # The backend raises plain Exception, for example if a vocabulary has no unknown token.
     except Exception as error:
         if len(group) == 1:
-            return [RowError("unsupported_content", f"the tokenizer refuses the text: {error}")]
+            return [
+                RowError("unsupported_content", f"the tokenizer cannot encode the text: {error}")
+            ]
         return [result for item in group for result in each_apart_if_needed(encode, [item])]

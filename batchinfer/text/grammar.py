@@ -28,7 +28,7 @@ _PROBED_TOKENS = 3
 """Number of tokens to try in a new grammar, because some expressions fail only in use."""
 _BYTES = 256
 
-_IMPOSSIBLE = ("Unsatisfiable schema", "no text fits")
+_IMPOSSIBLE = ("Unsatisfiable schema", "no text can match")
 """Beginnings of messages about grammars that allow no text; widening does not help them."""
 
 
@@ -126,14 +126,16 @@ class GrammarCompiler:
         from llguidance import LLTokenizer
 
         if not self._eos_token_ids:
-            raise GrammarError("the model has no end-of-sequence token to end such a text with")
+            raise GrammarError(
+                "the model has no end-of-sequence token, which ends a structured answer"
+            )
         try:
             return LLTokenizer(
                 self._tokenizer.serialised, n_vocab=self._num_tokens, eos_token=self._eos_token_ids
             )
         except ValueError as error:
             raise GrammarError(
-                f"not with this model's tokenizer: {in_a_line(str(error))}"
+                f"this model's tokenizer cannot be used: {in_a_line(str(error))}"
             ) from None
 
 

@@ -135,7 +135,7 @@ def _refuse_other_templates(tree: nodes.Template) -> None:
     loading = (nodes.Include, nodes.Import, nodes.FromImport, nodes.Extends)
     for node in tree.find_all(loading):
         tag = {"FromImport": "from"}.get(type(node).__name__, type(node).__name__.lower())
-        reason = f"{{% {tag} %}} cannot load another template; write its text here"
+        reason = f"{{% {tag} %}} cannot load another template; copy its text here"
         raise jinja2.TemplateSyntaxError(reason, node.lineno)
 
 
@@ -219,7 +219,7 @@ def make_source(config: PromptConfig, columns: Sequence[str]) -> PromptSource:
             return _column_source(name)
     raise UsageError(
         f"the data has no column messages or prompt; {_found(columns)}",
-        hint="Say where the prompt is: prompt.column, prompt.template or prompt.messages.",
+        hint="set prompt.column, prompt.template or prompt.messages",
     )
 
 
@@ -239,7 +239,7 @@ def checked_template(source: str, key: str, available: frozenset[str]) -> RowTem
     template = RowTemplate(source, key)
     if missing := sorted(template.columns(available) - available):
         names, found = ", ".join(missing), _found(sorted(available), missing[0])
-        raise UsageError(f"{key} reads {names}, not in the data; {found}")
+        raise UsageError(f"{key} reads {names}, which the data does not have; {found}")
     return template
 
 
@@ -263,7 +263,7 @@ def conflicts(config: PromptConfig) -> Iterator[tuple[str, str]]:
     if config.messages is not None and not config.messages:
         yield "prompt.messages", "is empty; give at least one message"
     if config.template is not None and not config.template.strip():
-        yield "prompt.template", "is empty; write what the prompt should say, like '{{ text }}'"
+        yield "prompt.template", "is empty; write the text of the prompt, like '{{ text }}'"
     if isinstance(config.tools, tuple):
         try:
             checked_choice(config.tool_choice, checked_tools(config.tools))
@@ -272,7 +272,7 @@ def conflicts(config: PromptConfig) -> Iterator[tuple[str, str]]:
     if taken := sorted(RESERVED_KWARGS & set(config.chat_template_kwargs)):
         yield (
             "prompt.chat_template_kwargs",
-            f"cannot hold {', '.join(taken)}, which every job sets itself",
+            f"cannot contain {', '.join(taken)}, which batchinfer sets",
         )
     if config.token_ids_column is not None:
         allowed = {"messages"}

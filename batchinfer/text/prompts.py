@@ -59,7 +59,9 @@ class PromptTooLongError(RowError):
     """The prompt leaves no room for an output token."""
 
     def __init__(self, num_tokens: int, most: int, what: str = "the prompt has") -> None:
-        super().__init__("prompt_too_long", f"{what} {num_tokens} tokens, over {most}")
+        super().__init__(
+            "prompt_too_long", f"{what} {num_tokens} tokens; at most {most} fit in max_model_len"
+        )
         self.num_tokens, self.most, self.what = num_tokens, most, what
 
     def __reduce__(self) -> tuple[type[RowError], tuple[Any, ...]]:

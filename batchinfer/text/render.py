@@ -138,7 +138,9 @@ class RowRenderer:
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         if self._chat is None:
             raise RowError(
-                "template_error", f"a conversation, but no chat template. {_GIVE_TEMPLATE}"
+                "template_error",
+                "the prompt is a conversation, but the model has no chat template. "
+                f"{_GIVE_TEMPLATE}",
             )
         if self._system is not None and messages[0]["role"] not in SYSTEM_ROLES:
             messages = [{"role": "system", "content": self._system.render(values)}, *messages]
@@ -161,8 +163,8 @@ def _chat_template(
         return None
     if config.has_tools and source is not None and "tools" not in source:
         raise UsageError(
-            "prompt.tools: the chat template does not write tools, so the model would not see them",
-            hint="remove the tools, or set prompt.chat_template to a file that writes them",
+            "prompt.tools: the chat template does not use tools, so the model would not see them",
+            hint="remove the tools, or set prompt.chat_template to a template that uses tools",
         )
     if source is None:
         raise UsageError(f"prompt.chat_template: the file {config.chat_template} was not read")

@@ -46,7 +46,7 @@ def require_size(value: object, column: str) -> None:
     """Raise ``row_too_large`` if ``value`` is a text that is too long."""
     chars = len(value) if isinstance(value, str | bytes) else 0
     if chars // (_MAX_BYTES_PER_CHAR if isinstance(value, bytes) else 1) > MAX_TEXT_CHARS:
-        what = f"column {column} holds over {MAX_TEXT_CHARS} characters"
+        what = f"column {column} holds more than {MAX_TEXT_CHARS} characters"
         raise RowError("row_too_large", what)
 
 
@@ -100,7 +100,7 @@ def row_token_ids(value: object, where: str, vocab_size: int) -> npt.NDArray[np.
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
         raise RowError("unsupported_content", f"{where} is not a list of integers")
     if ids.min() < 0 or ids.max() >= vocab_size:
-        reason = f"token ids must be 0 to {vocab_size - 1}"
+        reason = f"token ids must be from 0 to {vocab_size - 1}"
         raise RowError("unsupported_content", f"{where}: {reason}")
     return ids.astype(np.int32)
 
@@ -158,7 +158,9 @@ def _part_text(part: object, where: str) -> str:
         text = part.get("text")
         if isinstance(text, str):
             return text
-        problem = f"{where}: a part of type text has no text in its field text"
+        problem = f"{where}: a part of type text has no string in its field text"
         raise RowError("unsupported_content", problem)
     kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-    raise RowError("unsupported_content", f"{where}: a part of type {kind}; only text is supported")
+    raise RowError(
+        "unsupported_content", f"{where}: a part has type {kind}, but only text is supported"
+    )

@@ -81,7 +81,7 @@ class UncomputedCode(CodeGenerator):
         self, node: nodes.EvalContextModifier, frame: Frame
     ) -> None:
         if not all(isinstance(option.value, nodes.Const) for option in node.options):
-            raise jinja2.TemplateSyntaxError("autoescape takes true or false", node.lineno)
+            raise jinja2.TemplateSyntaxError("autoescape must be true or false", node.lineno)
         super().visit_EvalContextModifier(node, frame)
 
     def _output_child_to_const(
@@ -113,7 +113,7 @@ class PromptEnvironment(ImmutableSandboxedEnvironment):
             jinja2.TemplateError: a syntax error, or a private attribute.
         """
         if len(source) > MAX_SOURCE_CHARS:
-            raise jinja2.TemplateError(f"the template is over {MAX_SOURCE_CHARS} characters")
+            raise jinja2.TemplateError(f"the template has more than {MAX_SOURCE_CHARS} characters")
         try:
             tree = self.parse(source)
             _refuse_private(tree)
@@ -152,5 +152,7 @@ def render_template(template: jinja2.Template, variables: Mapping[str, object], 
         reason = f"{type(error).__name__}: {error}"[:_MAX_MESSAGE_CHARS]
         raise RowError("template_error", f"{what}: {reason}") from error
     if len(text) > MAX_TEXT_CHARS:
-        raise RowError("template_error", f"{what}: the result is over {MAX_TEXT_CHARS} characters")
+        raise RowError(
+            "template_error", f"{what}: the result has more than {MAX_TEXT_CHARS} characters"
+        )
     return text

@@ -140,7 +140,7 @@ class ScoringBuilder:
         if are_texts == {True}:
             return tuple(items)
         if True in are_texts:
-            raise RowError("unsupported_content", f"{where} holds texts and other values together")
+            raise RowError("unsupported_content", f"{where} holds both texts and other values")
         return tuple(
             row_token_ids(item, f"{where}: completion {at}", self._renderer.vocab_size)
             for at, item in enumerate(items)
@@ -162,7 +162,10 @@ class ScoringBuilder:
         if len(ids) == 0:
             raise RowError("empty_prompt", "the prompt has no tokens")
         if len(ids) == 1 and not prompt.completions:
-            raise RowError("empty_prompt", "the prompt has one token, and nothing before it")
+            raise RowError(
+                "empty_prompt",
+                "the prompt has only one token, and no token before it to score it by",
+            )
         for at, completion in enumerate(prompt.completions):
             if len(completion) == 0:
                 raise RowError(_EMPTY, f"completion {at} adds no token to the prompt")

@@ -73,14 +73,16 @@ def check_attention(model: torch.nn.Module, layout: KVLayout) -> None:
         raise
     except Exception as error:  # a model's code may raise any error on its first call
         raise ModelError(
-            f"models of the family {config.model_type!r} cannot be run: {error}"
+            f"a model of the family {config.model_type!r} cannot be run: {error}"
         ) from error
 
 
 def _check_calls(layers: list[int], expected: list[int]) -> None:
     for layer, expected_layer in zip(layers, expected, strict=False):
         if layer != expected_layer:
-            raise UnsupportedAttentionError(f"its layers do not attend in order (layer {layer})")
+            raise UnsupportedAttentionError(
+                f"its layers do not call attention in order (layer {layer})"
+            )
     if len(layers) != len(expected):
         raise UnsupportedAttentionError(
             f"{len(layers)} of its {len(expected)} layers ask for paged attention"
@@ -96,12 +98,12 @@ def _check_windows(windows: dict[int, int], config: Any) -> None:
     for layer, window in windows.items():
         if kinds and (kinds[layer] == "sliding_attention") != (window > 0):
             raise UnsupportedAttentionError(
-                f"layer {layer} is of the type {kinds[layer]} and asks for a window of {window}"
+                f"layer {layer} has the type {kinds[layer]}, but asks for a window of {window}"
             )
         kept = configured[layer]
         if kept and window != kept:
             raise UnsupportedAttentionError(
-                f"layer {layer} asks for a window of {window}, its config says {kept}"
+                f"layer {layer} asks for a window of {window}, but its config says {kept}"
             )
 
 
@@ -182,4 +184,4 @@ def _reason(differing: torch.Tensor, shallow: ShallowCopy) -> str:
             f"they apply {key} only in their attention mask, which paged attention does not use; "
             f"set model.max_model_len to {window} or less"
         )
-    return "their logits with paged attention differ from those with transformers' attention"
+    return "their logits with paged attention differ from their logits with transformers' attention"

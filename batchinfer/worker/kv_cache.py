@@ -246,7 +246,8 @@ class KVCache:
         expected = [(shape.num_kv_heads, width) for width in (shape.key_width, shape.value_width)]
         if shapes != expected:
             raise ValueError(
-                f"layer {layer} has keys and values of {shapes}, but its config says {expected}"
+                f"layer {layer} has keys and values of the shapes {shapes}, but "
+                f"its config says {expected}"
             )
         key_cache, value_cache = self.key(layer), self.value(layer)
         if self.pool.is_cuda:

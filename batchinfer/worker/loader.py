@@ -56,8 +56,9 @@ from batchinfer.worker.verify import probe_block_size
 
 _ANY_KERNELS = KernelRequirements()
 _EXPERT_STRIDES = (
-    " (torch multiplies all experts of a layer at once; it needs a hidden size and an intermediate "
-    "size of experts that are multiples of 16 bytes in the model's dtype)"
+    " (torch multiplies all experts of a layer at once, which needs experts whose "
+    "hidden size and intermediate size are multiples of 16 bytes in the model's "
+    "dtype)"
 )
 
 
@@ -323,19 +324,20 @@ def choose_max_model_len(values: Mapping[str, Any], wanted: int | None) -> int:
     allowed = max_positions(values)
     if wanted is None:
         if allowed is None:
-            raise ModelError("the model's config sets no longest sequence; set model.max_model_len")
+            raise ModelError("the model's config sets no maximum length; set model.max_model_len")
         if allowed < 2:
             raise ModelError(
-                f"the model's config.json (max_position_embeddings) allows {allowed} tokens; a "
-                "prompt and an output need 2"
+                "the model's config.json (max_position_embeddings) allows "
+                f"{allowed} tokens, but a prompt and an output need at least 2"
             )
         return allowed
     if wanted < 2:
         raise ModelError(
-            f"model.max_model_len is {wanted}; it must be 2 or more, to hold a prompt and an output"
+            f"model.max_model_len is {wanted}; it must be 2 or more, because a "
+            "prompt and an output need at least one token each"
         )
     if allowed is not None and wanted > allowed:
         raise ModelError(
-            f"model.max_model_len is {wanted}; the model's config allows at most {allowed}"
+            f"model.max_model_len is {wanted}, but the model's config allows at most {allowed}"
         )
     return wanted

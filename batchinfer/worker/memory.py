@@ -151,7 +151,7 @@ class MemoryPlan:
             ("logits (at most)", self.logits_bytes),
             ("graphs (at most)", self.graph_bytes),
             ("available", self.available_bytes),
-            (f"swap space ({self.num_host_blocks} blocks, at most)", self.host_bytes),
+            (f"swap space (at most {self.num_host_blocks} blocks)", self.host_bytes),
         )
         width = max(len(name) for name, _ in rows)
         return [f"{name:<{width}}  {size / 2**20:>12,.1f} MiB" for name, size in rows]
@@ -219,8 +219,9 @@ def fit_memory(
     if num_blocks < 1 or pool_bytes > room:
         raise DeviceError(
             f"a KV pool of {max(num_blocks, 1)} blocks takes "
-            f"{max(num_blocks, 1) * layout.bytes_per_block / 2**20:,.1f} MiB; the device leaves "
-            f"{max(room, 0) / 2**20:,.1f} MiB after weights of {weight_bytes / 2**20:,.1f} MiB",
+            f"{max(num_blocks, 1) * layout.bytes_per_block / 2**20:,.1f} MiB, "
+            f"but the device has only {max(room, 0) / 2**20:,.1f} MiB left after "
+            f"weights of {weight_bytes / 2**20:,.1f} MiB",
             hint=_hint(engine, key),
         )
     host_blocks = _host_blocks(engine, layout, memory, pool_bytes)
@@ -265,12 +266,14 @@ def _host_blocks(
             wanted_bytes = min(wanted_bytes, int(free * _CPU_SHARE_OF_FREE))
         if wanted_bytes > free:
             raise DeviceError(
-                f"engine.swap_space is {engine.swap_space}; the host has {_size(free)} free",
+                f"engine.swap_space is {engine.swap_space}, but the host has only "
+                f"{_size(free)} free",
                 hint="lower engine.swap_space; 0 disables it",
             )
     if engine.preemption == "swap" and wanted_bytes < layout.bytes_per_block:
         raise DeviceError(
-            f"engine.swap_space holds no block; set it to at least {_size(layout.bytes_per_block)}"
+            "engine.swap_space is smaller than a block; set it to at least "
+            f"{_size(layout.bytes_per_block)}"
         )
     return wanted_bytes // layout.bytes_per_block
 

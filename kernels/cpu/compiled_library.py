@@ -65,7 +65,7 @@ def load() -> ctypes.CDLL | None:
         without_command = str(error).rpartition("]' ")[2]
         lines = printed.decode(errors="replace").split("\n") if printed else [without_command]
         reason = next((line for line in lines if "error" in line), lines[0])
-        _why_not = f"they cannot be compiled by {compiler}: {reason[:200]}"
+        _why_not = f"the C kernels cannot be compiled by {compiler}: {reason[:200]}"
         _log.warning("the C kernels cannot be compiled by %s: %s", compiler, reason[:200])
         return None
 
@@ -115,7 +115,7 @@ def chosen(kernels: dict[str, int], instructions: str | None) -> int:
         return next(iter(kernels.values()))
     if instructions not in kernels:
         available = ", ".join(kernels)
-        raise ValueError(f"{instructions} cannot be used here; this machine has {available}")
+        raise ValueError(f"{instructions} cannot be used on this machine, which has {available}")
     return kernels[instructions]
 
 
@@ -134,7 +134,9 @@ def _built(compiler: str) -> Path:
             with tempfile.TemporaryDirectory(dir=folder) as scratch:
                 new = Path(scratch) / name
                 sources = [str(_FOLDER / source) for source in _SOURCES]
-                _log.warning("compiling the C kernels for this processor, once, into %s", folder)
+                _log.warning(
+                    "compiling the C kernels for this processor into %s (only once)", folder
+                )
                 subprocess.run(
                     [compiler, *flags, *sources, "-o", str(new), "-fopenmp", *openmp, "-lm"],
                     capture_output=True,
@@ -145,7 +147,7 @@ def _built(compiler: str) -> Path:
                 return path
         except OSError:
             continue
-    raise OSError("no folder to build kernels in")
+    raise OSError("no folder is writable, so the kernels cannot be built")
 
 
 def for_this_processor() -> tuple[str, ...]:

@@ -65,4 +65,4 @@ def decoder_layers(
     """Run layers one after the other, each with its step. All tensors have ``dtype``."""
     function = getattr(load(), f"decoder_layers_{SUFFIX[dtype]}")
     if function(layers, steps, INT64(len(layers))):
-        raise MemoryError("no memory for the workspace of decoder layers")
+        raise MemoryError("not enough memory for the workspace of decoder layers")

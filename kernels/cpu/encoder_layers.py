@@ -109,4 +109,4 @@ def encoder_layers(
         *(torch.get_num_threads(), ACTIVATIONS.index(activation), scale),
     )
     if getattr(library, f"encoder_layers_{SUFFIX[hidden.dtype]}")(ctypes.byref(arguments)):
-        raise MemoryError("no memory for the workspace of encoder layers")
+        raise MemoryError("not enough memory for the workspace of encoder layers")

@@ -215,7 +215,7 @@ def gemm(
         x = padded_rows(len(x), x.shape[1], x).copy_(x)
     arguments = gemm_args(x, packed, bias, out=out, adds=adds)
     if getattr(load(), f"gemm_{SUFFIX[x.dtype]}")(ctypes.byref(arguments)):
-        raise MemoryError("no memory for the converted rows of a GEMM")
+        raise MemoryError("not enough memory for the converted rows of a GEMM")
 
 
 def gemm_args(

@@ -52,7 +52,7 @@ def _chunk(size: int) -> mmap.mmap:
     try:
         chunk = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
-        raise MemoryError(f"no memory for {size} bytes of weights") from error
+        raise MemoryError(f"not enough memory for {size} bytes of weights") from error
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # the kernel has no huge pages
             chunk.madvise(mmap.MADV_HUGEPAGE)

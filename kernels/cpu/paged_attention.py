@@ -132,7 +132,7 @@ def paged_attention(
     if key_cache.dtype == torch.float8_e4m3fn:
         name += "_e4m3"
     if getattr(library, name)(ctypes.byref(arguments)):
-        raise MemoryError("no memory for the workspace of paged attention")
+        raise MemoryError("not enough memory for the workspace of paged attention")
 
 
 def attention_args(

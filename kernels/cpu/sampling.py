@@ -57,7 +57,7 @@ def draw(
         logits.dtype == torch.bfloat16,
     )
     if library.draw(ctypes.byref(arguments)):
-        raise MemoryError("no memory for the workspace of sampling")
+        raise MemoryError("not enough memory for the workspace of sampling")
 
 
 def random_bits(

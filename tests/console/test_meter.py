@@ -115,8 +115,8 @@ def test_rates_depend_on_the_task(clock: Clock, draws: bool, blocks: int, rates:
     assert (facts["rows_per_s"], facts["prefill_tokens"]) == (2.5, 1600)
     assert facts["output_tokens"] == (120 if draws else 0)
     assert facts["pool_use"] == (0.25 if blocks else None)
-    meter.note = "2 of 2 workers up"
-    assert meter.rates == f"{', '.join(meter.speeds)}, 2 of 2 workers up"
+    meter.note = "2 of 2 workers running"
+    assert meter.rates == f"{', '.join(meter.speeds)}, 2 of 2 workers running"
 
 
 def test_eta_of_encoders_is_not_biased_by_long_texts(clock: Clock) -> None:

@@ -58,12 +58,12 @@ def test_note_replaces_the_pool_and_eta_waits_for_a_finished_row(clock: Clock) -
     progress = lines_into(lines, clock)
     clock.now = 31.0
     progress.update(Counts(tokens=62), HALF_FULL)
-    progress.note("3 of 4 workers up, their pools 50%")
+    progress.note("3 of 4 workers running, their pools 50%")
     clock.now = 62.0
     progress.update(Counts(tokens=62), None)
     assert lines == [
         f"0 of 200 rows (0%), 2 tokens/s, {POOL}",
-        "0 of 200 rows (0%), 2 tokens/s, 3 of 4 workers up, their pools 50%",
+        "0 of 200 rows (0%), 2 tokens/s, 3 of 4 workers running, their pools 50%",
     ]
 
 
@@ -91,7 +91,7 @@ def test_stall_warnings_become_rarer(clock: Clock) -> None:
         if len(lines) > len(warned):
             warned.append(second)
     assert warned == [30, 60, 120, 240]
-    assert lines[2].startswith("no step has ended for 2 min 00 s; ")
+    assert lines[2].startswith("no step has finished for 2 min 00 s; ")
     progress.update(Counts(rows=5), HALF_FULL)
     clock.now += 29
     progress.check()
@@ -167,11 +167,13 @@ def summary_lines(workers: int, *, found: float = 0.4) -> list[str]:
 
 @pytest.mark.parametrize(("workers", "where"), [(1, ""), (2, " on each of 2 workers")])
 def test_summary_names_the_worker_of_the_pool(workers: int, where: str) -> None:
-    pool = f"pool     64 blocks of 16 tokens{where}, 50.0% used on average, 50.0% at most"
+    pool = f"pool     64 blocks of 16 tokens{where}; 50.0% used on average, at most 50.0%"
     assert pool in summary_lines(workers)
 
 
-@pytest.mark.parametrize(("found", "rest"), [(0.4, ", of 50.0% that rows share"), (0.6, " files")])
+@pytest.mark.parametrize(
+    ("found", "rest"), [(0.4, ", of the 50.0% that rows share"), (0.6, " files")]
+)
 def test_summary_never_finds_more_than_rows_have_in_common(found: float, rest: str) -> None:
     lines = " ".join(summary_lines(2, found=found))
     assert f"{found:.1%} of the prompt tokens were cached{rest}" in lines
@@ -262,6 +264,6 @@ def test_run_and_resumed_run_on_a_terminal(tmp_path: Path, monkeypatch: pytest.M
     ends = [line for line in shown if line.startswith("25 of 25 rows")]
     assert ends[0].startswith("25 of 25 rows in ")
     assert ends[1].startswith("25 of 25 rows, 10 of them in ")
-    assert "15 of 25 rows were finished before" in shown
+    assert "15 of 25 rows were already finished" in shown
     assert "\r 60% " in plain(terminal.text)  # where the second run starts
     assert "100%" not in "".join(shown)

@@ -143,7 +143,7 @@ def test_grammar_that_fails_ends_only_its_search(make_engine: MakeEngine) -> Non
     ("settings", "message"),
     [
         ({"max_tokens": 3}, "4 beams run together, but a step has at most 3 tokens"),
-        ({"num_blocks": 12}, "4 beams may need 13 KV blocks, the pool has 12"),
+        ({"num_blocks": 12}, "4 beams may need 13 KV blocks, but the pool has 12"),
     ],
 )
 def test_search_that_can_never_run_gets_an_error(

@@ -31,7 +31,7 @@ output: {path: out}
 
 _VARIES = (
     (r"process \d+ on \S+ \(boot \S+\)", "process P on HOST (boot B)"),
-    (r"leaves [0-9,.]+ MiB", "leaves N MiB"),
+    (r"has only [0-9,.]+ MiB", "has only N MiB"),
     (r"transformers \d+\.\d+\.\d+", "transformers VERSION"),
     # What other libraries say.
     (r"(be read as Parquet|group \d+ cannot be read|not valid YAML|the hub): .*", r"\1: REASON"),

@@ -22,7 +22,11 @@ MOST_S = 10.0
 MAX_LINE = 1000
 _MOST_BYTES = 12 << 30
 """Of address space: what a folder makes us ask for beyond is refused, not the machine's death."""
-_TENSORS = ("by config.json it should be", "tensors are missing", "tensors that have no place")
+_TENSORS = (
+    "according to config.json it should be",
+    "tensors are missing",
+    "tensors that the model in config.json does not have",
+)
 """What is said of tensors, by name, that do not go with a config."""
 _PROMPT = "Once"
 

@@ -53,7 +53,9 @@ def test_every_kernel_refuses_the_cpu_without_the_interpreter(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(launch, "INTERPRETED", False)
-    with pytest.raises(RuntimeError, match="tensors are on 'cpu', the Triton kernel needs a CUDA"):
+    with pytest.raises(
+        RuntimeError, match="tensors are on 'cpu', but the Triton kernel needs a CUDA"
+    ):
         case.launch()
 
 

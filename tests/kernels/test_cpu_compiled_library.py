@@ -68,7 +68,7 @@ def test_library_is_compiled_once_with_a_warning(
     assert compiled_library.load.__wrapped__() is not None
     assert built.stat().st_mtime_ns == built_at
     [line] = caplog.messages
-    assert line == f"compiling the C kernels for this processor, once, into {built.parent}"
+    assert line == f"compiling the C kernels for this processor into {built.parent} (only once)"
 
 
 @compiled
@@ -113,7 +113,10 @@ def test_compiler_error_is_reported(
     assert caplog.messages[-1] == (
         f"the C kernels cannot be compiled by {compiler}: x.c: error: no"
     )
-    assert compiled_library.why_not() == f"they cannot be compiled by {compiler}: x.c: error: no"
+    assert (
+        compiled_library.why_not()
+        == f"the C kernels cannot be compiled by {compiler}: x.c: error: no"
+    )
 
 
 def test_compiler_timeout_is_reported(

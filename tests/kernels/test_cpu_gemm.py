@@ -87,5 +87,5 @@ def test_packed_weight_names_its_instructions(dtype: torch.dtype) -> None:
 
 
 def test_pack_refuses_unavailable_instructions() -> None:
-    with pytest.raises(ValueError, match="AMX cannot be used here"):
+    with pytest.raises(ValueError, match="AMX cannot be used on this machine"):
         gemm.pack(torch.empty(2, 2), "AMX")

@@ -82,5 +82,5 @@ def test_failed_allocation_raises_memory_error(monkeypatch: pytest.MonkeyPatch) 
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
     monkeypatch.setattr(mmap, "mmap", refuse)
-    with pytest.raises(MemoryError, match="no memory for 9437184 bytes of weights"):
+    with pytest.raises(MemoryError, match="not enough memory for 9437184 bytes of weights"):
         HugePages().empty(9 * MIB, torch.uint8)

@@ -101,7 +101,7 @@ def test_rows_are_rounded_half_to_even() -> None:
 @needs_compiler
 def test_pack_low_bit_refuses_unavailable_instructions() -> None:
     for weight in (Int8Weight.rounded(torch.ones(2, 8)), Int4Weight.rounded(torch.ones(2, 8), 8)):
-        with pytest.raises(ValueError, match="SSE cannot be used here"):
+        with pytest.raises(ValueError, match="SSE cannot be used on this machine"):
             gemm.pack_low_bit(weight, "SSE")
 
 

@@ -37,7 +37,7 @@ def test_example_rows_come_from_several_parts(out: Path) -> None:
     assert len(dict(first.inputs)["long"]) == MOST_CHARACTERS
     assert "'content': 'hello'" in dict(first.inputs)["talk"]
     assert first.answer == "0 xxxxxx"
-    assert first.facts == "102 tokens in, 16 out; length x2"
+    assert first.facts == "102 input tokens, 16 output tokens; length x2"
     assert first.error is None
 
 

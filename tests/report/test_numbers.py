@@ -140,7 +140,7 @@ def test_error_of_a_failed_run_is_shown_until_another_run_goes_on(tmp_path: Path
     with pytest.raises(ZeroDivisionError):
         run_job(job(tmp_path, **LENIENT), build=Build(fail_at(1, ZeroDivisionError())), quiet=True)
     found = data_of(tmp_path)
-    assert found.error == "a bug of batchinfer (ZeroDivisionError); see its crash log"
+    assert found.error == "a bug in batchinfer (ZeroDivisionError); see its crash log"
 
 
 @pytest.mark.parametrize("num_blocks", [128, 30])

@@ -111,7 +111,12 @@ def test_progress_bar_shows_answered_failed_running_and_other_rows() -> None:
         ("rule", pytest.approx(0.25)),
     ]
     assert [title for *_, title in shares] == [
-        *("5 rows answered", "1 row failed", "running rows, by their tokens", "4 not done")
+        *(
+            "5 rows answered",
+            "1 row failed",
+            "work on running rows, counted in tokens",
+            "4 not done",
+        )
     ]
     assert sum(share for _, share, _ in progress(replace(found, share=None))) == pytest.approx(1)
 

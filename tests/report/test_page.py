@@ -148,12 +148,12 @@ def test_urls_lose_their_secrets(url: str, shown: str) -> None:
 def test_memory_sentence_compares_with_contiguous_allocation() -> None:
     data = replace(some_data(), lanes=[])
     assert memory(data) == (
-        "Sharing and paging ran 48 rows at once where contiguous allocation would have fit 12."
+        "Sharing and paging ran 48 rows at once, where contiguous allocation would have fit 12."
     )
     data.timeline.peak = replace(data.timeline.peak, pool_bytes=1e13)
     assert memory(replace(data, unit="sequence")) == (
-        "Sharing and paging ran 48 sequences at once in 954 MiB where contiguous allocation would "
-        "have taken 3.73 GiB."
+        "Sharing and paging ran 48 sequences at once in 954 MiB, where contiguous allocation "
+        "would have taken 3.73 GiB."
     )
     assert memory(replace(data, timeline=Timeline(0.0))) == ""
 
@@ -163,7 +163,7 @@ def test_common_prefixes_are_mentioned_if_not_all_were_found(cached: int, is_sai
     data = replace(some_data(), lengths=Lengths())
     sums = {"prompt_tokens": 1000, "cached_tokens": cached, "distinct_tokens": 600}
     data.lengths.sums.update(sums)
-    assert ("; rows have 40% of the tokens in common" in sharing_caption(data)) == is_said
+    assert ("; rows share 40% of their tokens" in sharing_caption(data)) == is_said
 
 
 def test_phases_are_listed_with_the_time_that_they_are_part_of() -> None:

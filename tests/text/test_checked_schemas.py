@@ -213,7 +213,7 @@ def test_unsupported_schema_error_suggests_unsupported_check(keyword: str) -> No
     ],
 )
 def test_invalid_schema_is_refused_with_unsupported_check(schema: Any) -> None:
-    with pytest.raises(GrammarError, match="schema is wrong"):
+    with pytest.raises(GrammarError, match="schema is not valid"):
         grammar_of(schema, unsupported="check")
 
 
@@ -221,7 +221,7 @@ def test_invalid_schema_is_refused_with_unsupported_check(schema: Any) -> None:
     "schema", [False, {"enum": [], "not": {}}, {"type": "integer", "minimum": 5, "maximum": 2}]
 )
 def test_unsatisfiable_schema_is_an_error(schema: Any) -> None:
-    with pytest.raises(GrammarError, match=r"no text fits|Unsatisfiable schema"):
+    with pytest.raises(GrammarError, match=r"no text can match|Unsatisfiable schema"):
         grammar_of(schema, unsupported="check")
 
 
@@ -232,7 +232,10 @@ def test_unsupported_key_needs_a_schema() -> None:
     assert asked(**schema, unsupported="check") == asked(json={}, unsupported="check")
     for wrong, message in [
         ({"json": {}, "unsupported": "ignore"}, "unsupported is .ignore.; it must be refuse or"),
-        ({"regex": "a", "unsupported": "check"}, "unsupported goes with json, not with regex"),
+        (
+            {"regex": "a", "unsupported": "check"},
+            "unsupported can be combined with json, but not with regex",
+        ),
     ]:
         with pytest.raises(ValueError, match=message):
             SamplingParams(structured_outputs=wrong)
@@ -285,7 +288,7 @@ def test_validation_of_exponential_schemas_is_bounded(schema: Any) -> None:
     judge = JsonValidator(json.dumps(schema))
     text = '{"x": {"x": {"x": 1}}}'
     assert not judge.allows(text)
-    assert judge.problem(text) == "checking it takes over 10,000,000 steps"
+    assert judge.problem(text) == "checking it takes more than 10,000,000 steps"
 
 
 def test_cyclic_references_are_validated() -> None:

@@ -111,19 +111,19 @@ def test_random_gbnf_expressions_agree_with_regular_expressions() -> None:
 @pytest.mark.parametrize(
     ("grammar", "message"),
     [
-        ("not a grammar", "Failed to convert the grammar: it has no rules"),
-        ('top ::= "a"', "Failed to convert the grammar from GBNF: there is no rule root"),
-        ("root ::= a\n", "from GBNF: line 1: there is no rule a"),
+        ("not a grammar", "Failed to convert the grammar: it has no Lark rules"),
+        ('top ::= "a"', "Failed to convert the grammar from GBNF: the grammar has no rule root"),
+        ("root ::= a\n", "from GBNF: line 1: the rule a is not defined"),
         ('root ::= "a"\nroot ::= "b"', "line 2: the rule root is defined twice"),
         ('root ::= ("a"\nb ::= "c"', "line 2: a closing parenthesis is missing before b"),
         ('root ::= "a" )', r"line 1: a rule's name is missing before \)"),
         ('root "a"\nx ::= "b"', '::= is missing before "a"'),
-        ('root ::= "a', r'line 1: "\\"a" cannot begin anything'),
-        ('root ::= "a" * * &', '"&" cannot begin anything'),
+        ('root ::= "a', r'line 1: "\\"a" cannot start an element'),
+        ('root ::= "a" * * &', '"&" cannot start an element'),
         (r'root ::= "\uZZZZ"', r"line 1: \\u is not a character"),
         (r'root ::= "\uD800"', r"line 1: \\uD800 is not a character"),
         ("root ::= []", r"\[\] has no characters"),
-        ("root ::= root", "no text fits|Unsatisfiable|no"),
+        ("root ::= root", "no text can match|Unsatisfiable|no"),
     ],
 )
 def test_invalid_gbnf_is_refused(grammar: str, message: str) -> None:

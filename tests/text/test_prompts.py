@@ -363,7 +363,10 @@ class TestTooLong:
         assert isinstance(fits, Prompt)
         assert not fits.truncated
         assert isinstance(error, RowError)
-        assert (error.code, error.message) == ("prompt_too_long", "the prompt has 9 tokens, over 8")
+        assert (error.code, error.message) == (
+            "prompt_too_long",
+            "the prompt has 9 tokens; at most 8 fit in max_model_len",
+        )
         assert isinstance(error, PromptTooLongError)
         assert error.num_tokens == 9
 

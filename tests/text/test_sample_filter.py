@@ -89,7 +89,7 @@ def test_first_accepted_samples_are_kept(texts: list[str], wanted: int, dedup: b
     ],
 )
 def test_invalid_accept_schema_is_an_error(schema: dict[str, Any]) -> None:
-    with pytest.raises(AcceptError, match="schema is wrong"):
+    with pytest.raises(AcceptError, match="schema is not valid"):
         Judge(AcceptConfig(schema=schema))
 
 
@@ -102,16 +102,16 @@ def test_jsonschema_is_optional(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"regex": "("}, "regex is wrong: missing \\): \\(; write it in the syntax of RE2"),
-        ({"regex": "a(?!b)"}, "regex is wrong: invalid perl operator: .*; write"),
-        ({"regex": r"(a)\1"}, "regex is wrong: invalid escape sequence: .*; write it"),
-        ({"regex": "((a{100}){100}){100}"}, "regex is wrong: .*; write it in"),
-        ({"regex": "(" * 999}, "regex is wrong: .*; write it in"),
-        ({"regex": "\ud800"}, "regex is wrong: it contains half of a surrogate pair"),
+        ({"regex": "("}, "regex is not valid: missing \\): \\(; write it in RE2 syntax"),
+        ({"regex": "a(?!b)"}, "regex is not valid: invalid perl operator: .*; write"),
+        ({"regex": r"(a)\1"}, "regex is not valid: invalid escape sequence: .*; write it"),
+        ({"regex": "((a{100}){100}){100}"}, "regex is not valid: .*; write it in"),
+        ({"regex": "(" * 999}, "regex is not valid: .*; write it in"),
+        ({"regex": "\ud800"}, "regex is not valid: it contains half of a surrogate pair"),
         ({"schema": "{"}, "schema is not JSON"),
-        ({"k": 0}, "k is 0; it must be 1 to"),
-        ({"k": 17}, "k is 17, more than max_tries, which is 16"),
-        ({"max_tries": 0}, "max_tries is 0; it must be 1 to"),
+        ({"k": 0}, "k is 0; it must be from 1 to"),
+        ({"k": 17}, "k is 17; it must be at most max_tries, which is 16"),
+        ({"max_tries": 0}, "max_tries is 0; it must be from 1 to"),
         ({"min_tokens": -1}, "min_tokens is -1"),
     ],
 )

@@ -109,8 +109,8 @@ def test_control_tokens_in_completions_stay_text(chatml: Tokenizer) -> None:
         (["a", ""], "empty_completion", "column choices: completion 1 is empty"),
         (["a", None], "empty_completion", "column choices: completion 1 is empty"),
         ([[1], []], "empty_completion", "column choices: completion 1 is empty"),
-        (["a", [1]], "unsupported_content", "holds texts and other values together"),
-        ([[1], [99_999]], "unsupported_content", "completion 1: token ids must be 0 to"),
+        (["a", [1]], "unsupported_content", "holds both texts and other values"),
+        ([[1], [99_999]], "unsupported_content", "completion 1: token ids must be from 0 to"),
         ([[1], ["x"]], "unsupported_content", "completion 1 is not a list of integers"),
         (7, "unsupported_content", "column choices is not a list of completions"),
         ([b"a", b"\xff"], "invalid_utf8", "column choices"),
@@ -168,7 +168,10 @@ def test_prompt_is_cut_to_fit_the_longest_completion(
     strict = builder(chatml, token_ids_column="ids", chat_template="auto", max_model_len=6)
     found = error(strict, **row)
     assert isinstance(found, PromptTooLongError)
-    assert str(found) == "the prompt and its longest completion have 7 tokens, over 6"
+    assert (
+        str(found)
+        == "the prompt and its longest completion have 7 tokens; at most 6 fit in max_model_len"
+    )
     assert len(one(strict, ids=[1, 2, 3, 4], choices=[[6, 7]]).token_ids) == 4
     config = {"token_ids_column": "ids", "chat_template": "auto", "on_too_long": on_too_long}
     cut = one(builder(chatml, max_model_len=5, **config), **row)

@@ -158,12 +158,12 @@ def test_nothing_is_computed_to_find_columns(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_nothing_is_computed_for_autoescape() -> None:
-    with pytest.raises(UsageError, match="autoescape takes true or false"):
+    with pytest.raises(UsageError, match="autoescape must be true or false"):
         compile_template("{% autoescape 10 ** 10 ** 10 %}{% endautoescape %}")
 
 
 def test_a_result_that_is_too_long_is_a_row_error() -> None:
-    with pytest.raises(RowError, match=f"the result is over {MAX_TEXT_CHARS} characters"):
+    with pytest.raises(RowError, match=f"the result has more than {MAX_TEXT_CHARS} characters"):
         render(f"{{{{ 'x' * {MAX_TEXT_CHARS} }}}}y")
 
 
@@ -206,6 +206,9 @@ def test_a_column_called_row_is_that_column() -> None:
 
 
 def test_a_column_of_row_that_is_missing_has_a_name_that_is_near() -> None:
-    message = "prompt.template reads prompt txt, not in the data; did you mean prompt text[?] its"
+    message = (
+        "prompt.template reads prompt txt, which the data does not have; "
+        "did you mean prompt text[?] its"
+    )
     with pytest.raises(UsageError, match=message):
         checked_template("{{ row['prompt txt'] }}", "prompt.template", AVAILABLE)

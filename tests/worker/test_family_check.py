@@ -79,7 +79,7 @@ def test_keys_of_another_shape_than_in_the_config_are_refused() -> None:
 def test_a_layer_without_the_window_of_its_config_is_refused() -> None:
     model, layout = with_layout("gemma2")
     model.model.layers[2].self_attn.sliding_window = None
-    with pytest.raises(ModelError, match="layer 2 is of the type sliding_attention"):
+    with pytest.raises(ModelError, match="layer 2 has the type sliding_attention"):
         check_attention(model, layout)
 
 

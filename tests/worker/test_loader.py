@@ -176,20 +176,32 @@ def _pipe(folder: Path) -> None:
         (_config(model_type="nonesuch"), "'nonesuch'"),
         (_config(model_type="mamba"), "'mamba' cannot be run.*recurrent"),
         (_config(model_type="bloom"), "ALiBi"),
-        (_config(layer_types=["x" * 999] * 3), r"has layers \(layer_types\) of the type x+\.\.\."),
+        (
+            _config(layer_types=["x" * 999] * 3),
+            r"has layers of unknown types \(layer_types\): x+\.\.\.",
+        ),
         (_falcon, "'falcon' cannot be run.*replaced"),
         (_config(model_type="vit"), "vit"),
         (_config(architectures=["LlamaForSequenceClassification"]), "SequenceClassification"),
         (_config(rope_parameters={"rope_type": "dynamic", "factor": 2.0}), "dynamic"),
         (_config(num_hidden_layers=4), r"9 tensors are missing.*: model\.layers\.3\.\w+"),
-        (_config(num_hidden_layers=1), r"18 tensors that have no place.*: model\.layers\.1\.\w+"),
+        (
+            _config(num_hidden_layers=1),
+            r"18 tensors that the model .* does not have: model\.layers\.1\.\w+",
+        ),
         (_config(num_hidden_layers=1), "take config.json and the safetensors files from the same"),
-        (_config(vocab_size=300), "lm_head.weight is 199 x 32, but by config.json .* 300 x 32"),
-        (_with_tensors(f"{_ATTENTION}.q_norm.weight"), "1 tensors that have no place.*q_norm"),
+        (
+            _config(vocab_size=300),
+            "lm_head.weight is 199 x 32, but according to config.json .* 300 x 32",
+        ),
+        (
+            _with_tensors(f"{_ATTENTION}.q_norm.weight"),
+            "1 tensors that the model .* does not have.*q_norm",
+        ),
         (_with_tensors(f"{_ATTENTION}.q_proj.bias"), "q_proj.bias; take config.json and the"),
-        (_with_tensors("model.embed_tokens.scale"), "no place.*: model.embed_tokens.scale;"),
-        (_with_tensors("model.norm.bias"), "no place.*: model.norm.bias;"),
-        (_with_tensors("lm_head.bias"), "no place.*: lm_head.bias;"),
+        (_with_tensors("model.embed_tokens.scale"), "does not have: model.embed_tokens.scale;"),
+        (_with_tensors("model.norm.bias"), "does not have: model.norm.bias;"),
+        (_with_tensors("lm_head.bias"), "does not have: lm_head.bias;"),
         (_with_tensors(f"{_ATTENTION}.q_proj.lora_A.weight"), "lora_A.weight; merge the adapters"),
         (_false_shape, "safetensors files are damaged .*; fetch the model again"),
         (_control_characters_as_dtype, r"files are damaged .* variant `F\\x7f2`, expected"),
@@ -197,12 +209,15 @@ def _pipe(folder: Path) -> None:
         (_config(head_dim=0), "/config.json: head_dim is 0; it must be 1 or more"),
         (_config(num_attention_heads=0), "/config.json: num_attention_heads is 0; it must be 1"),
         (_config(max_position_embeddings=10**15), "/config.json: max_position_embeddings is 10"),
-        (_config(num_hidden_layers=10**8), "/config.json: num_hidden_layers is 100000000; at most"),
+        (
+            _config(num_hidden_layers=10**8),
+            "/config.json: num_hidden_layers is 100000000; it must be at most",
+        ),
         (_config(num_attention_heads=5), "/config.json: num_attention_heads is 5: .*not a multipl"),
         (_config(hidden_act="nope"), '/config.json: hidden_act is "nope": transformers cannot'),
         (_config(vocab_size=10**7), "/config.json describes a model of .*vocab_size"),
         (_config(quantization_config=[4]), "/config.json: quantization_config is"),
-        (_config(layer_types=["\x1b[31m"]), r"layers \(layer_types\) of the type \?\[31m"),
+        (_config(layer_types=["\x1b[31m"]), r"layers of unknown types \(layer_types\): \?\[31m"),
         (_nested_config, "/config.json is nested too deeply"),
         (_nested_header, "/model.safetensors is not a safetensors file"),
         (_endless, "/model.safetensors is not a file"),
@@ -245,7 +260,9 @@ def test_layers_that_only_predict_further_ahead_are_spare(tmp_path: Path) -> Non
     _with_tensors("model.layers.3.eh_proj.weight")(tmp_path)
     assert load(tmp_path).dtype == "float32"
     _with_tensors("model.layers.4.eh_proj.weight")(tmp_path)
-    with pytest.raises(ModelError, match=r"1 tensors that have no place.*model\.layers\.4\."):
+    with pytest.raises(
+        ModelError, match=r"1 tensors that the model .* does not have.*model\.layers\.4\."
+    ):
         load(tmp_path)
 
 

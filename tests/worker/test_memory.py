@@ -128,7 +128,7 @@ def test_pieces_of_contexts_are_those_that_decodes_are_cut_into() -> None:
 def test_what_does_not_fit_names_numbers_and_key(
     device: str, engine: dict[str, Any], key: str
 ) -> None:
-    with pytest.raises(DeviceError, match=r"MiB; the device leaves .* MiB") as raised:
+    with pytest.raises(DeviceError, match=r"MiB, but the device has only .* MiB left") as raised:
         plan(device, **engine)
     assert key in str(raised.value)
     assert raised.value.exit_code == ExitCode.DEVICE
@@ -224,7 +224,7 @@ def test_swap_space_is_at_most_a_quarter_of_what_the_pool_leaves() -> None:
     found = plan(num_kv_blocks=4 * MIB // LAYOUT.bytes_per_block)
     assert found.host_bytes == 15 * MIB
     assert found.num_host_blocks == 15 * MIB // LAYOUT.bytes_per_block
-    assert "swap space (3840 blocks, at most)" in found.lines()[-1]
+    assert "swap space (at most 3840 blocks)" in found.lines()[-1]
 
 
 def test_cuda_pool_takes_no_host_memory() -> None:
@@ -235,7 +235,9 @@ def test_cuda_pool_takes_no_host_memory() -> None:
 def test_swap_space_is_reserved_or_refused(device: str) -> None:
     small = {"num_kv_blocks": 4, "max_num_batched_tokens": 1, "max_num_seqs": 1}
     assert plan(device, swap_space="40MiB", **small).host_bytes == 40 * MIB
-    with pytest.raises(DeviceError, match=r"swap_space is 65MiB; the host has \d+MiB free"):
+    with pytest.raises(
+        DeviceError, match=r"swap_space is 65MiB, but the host has only \d+MiB free"
+    ):
         plan(device, swap_space="65MiB", **small)
 
 

@@ -232,14 +232,14 @@ def test_what_torch_computes_is_looked_at(family: str) -> None:
 @pytest.mark.usefixtures("interpreted")
 def test_operations_that_may_depend_on_the_rows_are_refused(family: str, operation: str) -> None:
     prepared = prepared_model(family)
-    with pytest.raises(ModelError, match=f"'{family}' torch computes .*{operation}"):
+    with pytest.raises(ModelError, match=f"'{family}', torch runs .*{operation}"):
         check_operations(prepared.model, prepared.layout, prepared.kernel)
 
 
 @pytest.mark.usefixtures("interpreted")
 def test_torchs_own_products_are_refused() -> None:
     prepared = prepared_model("llama", packed=False)
-    with pytest.raises(ModelError, match=r"torch computes .*linear"):
+    with pytest.raises(ModelError, match=r"torch runs .*linear"):
         check_operations(prepared.model, prepared.layout)
 
 

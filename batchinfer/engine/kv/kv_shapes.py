@@ -108,7 +108,8 @@ def kv_owners(text: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
     last_of_kind = {kind: layer for layer, kind in enumerate(kinds[: max(first, 0)])}
     if not 0 < first < num_layers or not last_of_kind.keys() >= set(kinds[first:]):
         raise ValueError(
-            f"num_kv_shared_layers is {num_shared!r}: each type of the last layers in layer_types "
-            f"must also be the type of a layer before them; the model has {num_layers} layers"
+            f"num_kv_shared_layers is {num_shared!r}, and the model has "
+            f"{num_layers} layers: each of the last num_kv_shared_layers layers "
+            "needs an earlier layer of the same type (layer_types)"
         )
     return (*range(first), *(last_of_kind[kind] for kind in kinds[first:]))

@@ -310,7 +310,7 @@ def refuse_unsupported(config: Config) -> None:
     family = str(config.get("model_type") or text.get("model_type") or "unknown")
     reason = _unsupported(config, family) or _unsupported(text, str(text.get("model_type")))
     if reason is not None:
-        raise ValueError(f"models of the family {family!r} cannot be run: {reason}")
+        raise ValueError(f"a model of the family {family!r} cannot be run: {reason}")
 
 
 def _unsupported(config: Config, family: str) -> str | None:
@@ -335,7 +335,7 @@ def _unsupported(config: Config, family: str) -> str | None:
     others = layer_types - _OTHER_LAYERS - _RECURRENT_LAYERS
     if others:
         names = ", ".join(sorted(others))
-        return f"it has layers (layer_types) of the type {names}"
+        return f"it has layers of unknown types (layer_types): {names}"
     for key in _PER_LAYER_KEYS:
         if config.get(key):
             return f"its layers differ in the shape of their KV ({key})"

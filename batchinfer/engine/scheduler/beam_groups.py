@@ -81,8 +81,9 @@ class BeamGroups:
         if blocks > pool.num_blocks:
             return (
                 "does_not_fit",
-                f"{width} beams may need {blocks} KV blocks, the pool has {pool.num_blocks}; raise "
-                "engine.kv_cache_memory or lower sampling.max_tokens or beam_width",
+                f"{width} beams may need {blocks} KV blocks, but the pool has "
+                f"{pool.num_blocks}; raise engine.kv_cache_memory or lower "
+                "sampling.max_tokens or beam_width",
             )
         return None
 

@@ -82,7 +82,7 @@ class Scheduler:
             budget = self.max_num_batched_tokens - int(chosen.num_new.sum())
             self._admission.admit(self.waiting, chosen, budget, self.forecast())
         if len(chosen.rows) == 0:
-            assert not self.waiting, "no sequence runs, but none was admitted"
+            assert not self.waiting, "no sequence is running, and none was admitted"
             return None
         return chosen.schedule(self.table, self.pool.take_copies())
 

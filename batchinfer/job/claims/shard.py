@@ -73,7 +73,8 @@ def _of_array(environment: Mapping[str, str]) -> Shard:
         return _of_slurm(environment)
     if "JOB_COMPLETION_INDEX" in environment:
         raise UsageError(
-            "--shard auto: Kubernetes gives the index of this shard, but not the number of shards",
+            "--shard auto: Kubernetes gives the index of this shard, but not how "
+            "many shards there are",
             hint='give both, like --shard "$(JOB_COMPLETION_INDEX)/8" for completions: 8',
         )
     raise UsageError(
@@ -89,7 +90,7 @@ def _of_slurm(environment: Mapping[str, str]) -> Shard:
         at, first, last, count = (int(environment[f"SLURM_ARRAY_{name}"]) for name in names)
     except (KeyError, ValueError):
         raise UsageError(
-            "--shard auto: Slurm does not give the number of tasks of this array",
+            "--shard auto: Slurm does not say how many tasks this array has",
             hint="give the shard and the number of shards, like --shard 0/4",
         ) from None
     step = (last - first) // (count - 1) if count > 1 else 1
@@ -97,6 +98,6 @@ def _of_slurm(environment: Mapping[str, str]) -> Shard:
         raise UsageError(
             "--shard auto: the numbers of this Slurm array have gaps, so they do not identify this "
             "shard",
-            hint='give it, like --shard "$SLURM_ARRAY_TASK_ID/8"',
+            hint='give the shard and the number of shards, like --shard "$SLURM_ARRAY_TASK_ID/8"',
         )
     return Shard((at - first) // step, count)

@@ -202,7 +202,7 @@ class SharedClaim(Claim):
                 clear_output(self.shared, plan)
                 replace(start, is_clear=True).store(self.shared)
             elif start is None or not start.has_begun(self.shared, plan.manifest):
-                raise self._refusal("other writers have begun another job in")
+                raise self._refusal("other writers have started another job in")
         clear_staging(self.out)  # the folder was deleted with the output
 
     @contextmanager
@@ -239,7 +239,11 @@ class SharedClaim(Claim):
         if shard is None:
             return "the same command"
         maker = shard.maker(part.index, len(self._parts))
-        return "the same command" if maker == shard else f"shard {maker}, or all without one,"
+        return (
+            "the same command"
+            if maker == shard
+            else f"the job with --shard {maker} or without --shard"
+        )
 
     def _hold_own_lock(self, stack: ExitStack) -> None:
         """Hold this writer's lock; a worker takes the first number that is free."""
@@ -272,7 +276,9 @@ class SharedClaim(Claim):
             return self._resumed(manifest, start, siblings)
         if siblings:
             if if_exists == "error" or start is None or start.is_clear:
-                raise self._refusal(f"other writers are running without if_exists: {if_exists} in")
+                raise self._refusal(
+                    f"other writers, without if_exists: {if_exists}, are writing to"
+                )
             manifest = replace(manifest, planned_at=start.planned_at)
             return ResumePlan(manifest, self._parts, self._parts, starts_over=True)
         agreed = agree_on_plan(self.shared, manifest, if_exists)
@@ -290,7 +296,7 @@ class SharedClaim(Claim):
         if not agreed.starts_over:
             return agreed
         if siblings:
-            raise self._refusal("other writers have begun another job in")
+            raise self._refusal("other writers have started another job in")
         clear_output(self.shared, agreed)  # immediately, because no row is finished
         return replace(agreed, starts_over=False)
 
@@ -319,5 +325,5 @@ class SharedClaim(Claim):
     def _refusal(self, what: str) -> LockedError:
         return LockedError(
             f"{self.writer}: {what} {printable(str(self.out.root))}",
-            hint="wait until they have ended, or use --output for another directory",
+            hint="wait until they have finished, or use --output for another directory",
         )

@@ -182,7 +182,7 @@ def _check_complete(out: OutputDir, generation: OutputDir) -> None:
         raise DataError(
             f"{printable(str(generation.root))} is about to replace the output in "
             f"{printable(str(out.root))}, but its {missing[0]} is missing",
-            hint="put it back, or use --overwrite to start over",
+            hint="restore it, or use --overwrite to start over",
         )
 
 
@@ -198,5 +198,5 @@ def _stored(out: OutputDir) -> Swap | None:
     except (OSError, ValueError):
         raise DataError(
             f"{printable(str(out.swap))} is damaged",
-            hint="put it back from a backup, or use --overwrite to start over",
+            hint="restore it from a backup, or use --overwrite to start over",
         ) from None

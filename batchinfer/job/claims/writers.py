@@ -153,7 +153,7 @@ def refuse_writers(out: OutputDir, but_of: str = "") -> None:
         if writer.team != but_of and lives(out, writer):
             raise LockedError(
                 f"{writer} is writing to {printable(str(out.root))}",
-                hint="wait until it has ended, or use --output for another directory",
+                hint="wait until it has finished, or use --output for another directory",
             )
 
 
@@ -222,7 +222,8 @@ class Claims:
         if stored is None or stored.token != self._mine.token:
             raise LockedError(
                 "other processes have taken over this process's parts of "
-                f"{printable(str(self._out.root))}, because it was silent for too long",
+                f"{printable(str(self._out.root))}, because it gave no sign of "
+                "life for too long",
                 hint="let them finish, or run this command again",
             )
 

@@ -115,7 +115,7 @@ class Launcher:
 
     def _came_up(self, number: int, slot: _Slot, up: Mapping[str, object]) -> None:
         slot.is_up, slot.failed_starts = True, 0
-        self.log(f"worker {number + 1} is up: {up['device']}")
+        self.log(f"worker {number + 1} is running on {up['device']}")
         if self._has_begun:
             slot.may_run = True
             slot.handle.send("go")
@@ -149,7 +149,7 @@ class Launcher:
         pools = [slot.pool for slot in self._slots.values() if slot.pool is not None]
         mean = f", KV pools {sum(pools) / len(pools):.0%} full" if pools else ""
         num_up = sum(slot.is_up for slot in self._slots.values())
-        self.progress.note(f"{num_up} of {self.num_workers} workers up{mean}")
+        self.progress.note(f"{num_up} of {self.num_workers} workers running{mean}")
         self.progress.update(added, None)
         self.progress.fail(added.failed)
         self.progress.reuse(added.reused)
@@ -186,7 +186,7 @@ class Launcher:
                 raise self._error("no worker could be started")
             return
         if self._deaths > MOST_DEATHS:
-            raise self._error("workers die before they finish a row")
+            raise self._error("workers keep dying before they finish a row")
         self._slots[number] = _Slot(self.start(number), failed_starts=failed_starts)
 
     def _error(self, what: str) -> JobError:

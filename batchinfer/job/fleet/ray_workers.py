@@ -42,7 +42,7 @@ def joined(cluster: str) -> Iterator[int]:
     except Exception as error:  # Ray raises errors of many types
         raise DeviceError(
             f"cannot connect to the Ray cluster ({cluster}): {one_line(error)}",
-            hint="check scale.cluster, and that `ray status` works on this machine",
+            hint="check scale.cluster, and check that `ray status` works on this machine",
         ) from None
     finally:
         for number, handler in handlers.items():

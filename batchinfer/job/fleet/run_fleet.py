@@ -121,7 +121,7 @@ def _check_cores(spec: JobSpec) -> None:
     if not _num_gpus(spec):
         raise UsageError(
             f"scale.workers is {workers}, but this machine has no GPU and only {cores} cores",
-            hint=f"use {cores} workers or fewer; without a GPU one worker is as fast as several",
+            hint=f"use at most {cores} workers; without a GPU, one worker is as fast as several",
         )
 
 
@@ -168,8 +168,8 @@ def is_reachable(cluster: str, timeout_s: float, stop: Event) -> bool:
                 raise DeviceError(
                     f"cannot reach the Ray cluster {match['host']}:{match['port']}{within}: "
                     f"{error.strerror or error}",
-                    hint="check scale.cluster, that the cluster runs, and that this machine can "
-                    "reach it",
+                    hint="check scale.cluster, and check that the cluster is running "
+                    "and that this machine can reach it",
                 ) from None
     return match is None
 

@@ -113,7 +113,8 @@ def main() -> int:
         for name, version in setup.versions.items():
             if versions[name] != version:
                 raise ModelError(
-                    f"{name} is {versions[name]} on this node, {version} on the launcher's",
+                    f"{name} is {versions[name]} on this node, but {version} on "
+                    "the launcher's node",
                     hint="install the same versions on all nodes",
                 )
         return int(

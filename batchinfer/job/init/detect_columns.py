@@ -140,7 +140,10 @@ def _named_prompt(data: _Data, name: str) -> _Prompt:
 def _prompt(data: _Data) -> _Prompt:
     columns = data.conversations
     if name := _first(_CONVERSATIONS, columns) or (columns[0] if len(columns) == 1 else None):
-        why = "conversations of role and content, formatted by the model's chat template"
+        why = (
+            "conversations of messages with role and content, formatted by the model's "
+            "chat template"
+        )
         return {"column": name}, [f"{printable(name)}: {why}"]
     if detected := _two_columns(data) or _text(data):
         return detected
@@ -170,7 +173,7 @@ def _two_columns(data: _Data) -> _Prompt | None:
 
 
 def _text(data: _Data) -> _Prompt | None:
-    name, why = _first(_TEXTS, data.texts), "a text column with a usual name for prompts"
+    name, why = _first(_TEXTS, data.texts), "a text column with a common name for prompts"
     if name is None:
         prose = data.prose()
         if len(prose) != 1:
@@ -186,7 +189,7 @@ def _text(data: _Data) -> _Prompt | None:
 def _no_prompt(data: _Data) -> UsageError:
     choices = data.prose() + data.conversations
     what = (
-        "holds several columns that could be the prompt, and none with a usual name"
+        "holds several columns that could be the prompt, and none has a common name for prompts"
         if len(choices) > 1
         else "holds no column that is clearly a text, a conversation or token ids"
     )
@@ -203,12 +206,10 @@ def _no_prompt(data: _Data) -> UsageError:
     if choices:
         longest = max(choices, key=lambda name: sum(data.lengths(name)))
         example = json.dumps(printable(longest, 60), ensure_ascii=False)
-        lines.append(f"name the column: --prompt-column {example}")
+        lines.append(f"name the prompt column, like --prompt-column {example}")
     elif data.lists:
         example = json.dumps(printable(data.lists[0], 60), ensure_ascii=False)
-        lines.append(
-            f"if its lists are token ids (prompt.token_ids_column): --prompt-column {example}"
-        )
+        lines.append(f"if a column holds token ids, name it, like --prompt-column {example}")
     return UsageError("\n".join(lines))
 
 
@@ -233,7 +234,9 @@ def _id(data: _Data) -> tuple[str | None, str]:
     usual = (_first((name,), named) for name in _IDS)
     candidates = dict.fromkeys([*filter(None, usual), *filter(_is_id, named)])
     if candidates and data.source.num_rows > _MOST_IDS:
-        return None, f"not checked for repeated ids: the data has more than {_MOST_IDS:,} rows"
+        return None, (
+            f"ids are not checked for duplicates, because the data has more than {_MOST_IDS:,} rows"
+        )
     for name in candidates:
         try:
             check_unique_ids(data.source, name)
@@ -242,7 +245,7 @@ def _id(data: _Data) -> tuple[str | None, str]:
         return name, "every row has a value, and no value repeats"
     if candidates:
         return None, f"{listed(candidates)} has nulls or repeated values; row_id identifies rows"
-    return None, "no column has a usual name for ids; row_id, a row's position, identifies rows"
+    return None, "no column has a common name for ids; row_id, a row's position, identifies rows"
 
 
 def _first(names: Sequence[str], among: Sequence[str]) -> str | None:

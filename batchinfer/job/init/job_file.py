@@ -138,7 +138,7 @@ def _lines(
     task = TASK_SPECS[_task_of(options.model)[0]]
     yield f"# yaml-language-server: $schema={SCHEMA_FILE}"
     yield f"# Written by `batchinfer init` for data of {source.num_rows:,} rows."
-    yield "# batchinfer plan says what the job takes; batchinfer run runs or resumes it."
+    yield "# `batchinfer plan` estimates what the job needs; `batchinfer run` runs or resumes it."
     yield "version: 1"
     if not task.draws:
         yield f"task: {task.name}"
@@ -150,24 +150,27 @@ def _lines(
     if is_united:
         yield _key("schema", "union", "the files' columns differ; missing columns are null")
     if source.version is not None:
-        yield _key("# version", source.version, "version of the table; default: the latest")
+        yield _key("# version", source.version, "version of the table (default: the latest)")
     if columns.id_column is None:
         yield f"  # id_column: {columns.id_reason}"
     else:
         yield _key("id_column", columns.id_column, columns.id_reason)
-    yield _key("# limit", 100, "run only the first rows, as a test; or: run --limit 100")
+    yield _key("# limit", 100, "run only the first rows, to test the job; or use run --limit 100")
     yield "prompt:"
     yield from (f"  # {line}" for line in (*columns.prompt_reasons, *columns.notes))
     yield from _prompt_lines(columns.prompt)
     if task.draws:
         yield "sampling:"
-        yield _key("max_tokens", 256, "the most tokens of an answer")
-        yield _key("temperature", 0.0, "0: always the most likely token; 0.7 to 1 for variety")
-        yield _key("# n", 8, "samples for each row; needs a temperature above 0")
+        yield _key("max_tokens", 256, "most tokens per answer")
+        yield _key("temperature", 0.0, "0 = always the most likely token; 0.7 to 1 gives variety")
+        yield _key("# n", 8, "samples per row; needs a temperature above 0")
     yield "output:"
-    yield _key("path", _output(options), "the folder of data/, stats/ and summary.json")
+    yield _key("path", _output(options), "folder for data/, stats/ and summary.json")
     if renamed := _renamed(source, task):
-        yield "  rename:                         # input columns that have names of output columns"
+        yield (
+            "  rename:                         # input columns whose names are taken "
+            "by output columns"
+        )
         yield from (f"    {_text(old)}: {_text(new)}" for old, new in renamed.items())
 
 

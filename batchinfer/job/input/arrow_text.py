@@ -107,7 +107,7 @@ def _python_texts(column: pa.Array, name: str) -> list[Any]:
     if column.type in _HAVE_LENGTHS and column.nbytes > _MOST_BYTES:
         is_large = pc.fill_null(pc.greater(pc.binary_length(column), _MOST_BYTES), False)
         small = iter(column.filter(pc.invert(is_large)).to_pylist())
-        error = RowError("row_too_large", f"column {name} holds over {_MOST_CHARS} characters")
+        error = RowError("row_too_large", f"column {name} holds more than {_MOST_CHARS} characters")
         return [error if large else next(small) for large in is_large.to_pylist()]
     try:
         return column.to_pylist()  # type: ignore[no-any-return]
@@ -119,7 +119,7 @@ def _python_time(value: pa.Scalar, name: str) -> Any:
     try:
         return value.as_py()
     except _NO_PYTHON_TIME:
-        why = "its year is outside 1 to 9999, or its time zone is unknown"
+        why = "its year is not from 1 to 9999, or its time zone is unknown"
         return RowError("template_error", f"column {name} holds a time that cannot be read: {why}")
 
 

@@ -139,7 +139,7 @@ class Source:
             except OSError as error:
                 raise DataError(
                     f"{file.path} can no longer be read: {error.strerror or error}",
-                    hint="restore the file, then run again: finished rows are kept",
+                    hint="restore the file, then run again; finished rows are kept",
                 ) from None
 
     def scan(
@@ -260,7 +260,9 @@ def open_source(
         whole = _open_files(ParquetFormat(), table.partitions, "union", table.schema)
         return _select(replace(whole, version=table.version), limit, condition)
     if version is not None:
-        raise UsageError("input.version: only tables (delta, iceberg) have versions")
+        raise UsageError(
+            "input.version: only tables (delta or iceberg) have versions; leave it out"
+        )
     names = find_files(path, format_name)
     chosen = _FORMATS[named_format(names) if format_name == "auto" else format_name]()
     folders = folder_values(paths, names)

@@ -135,7 +135,7 @@ def add_folder_columns(schema: pa.Schema, folders: Mapping[str, Values]) -> pa.S
         if list(values) != list(names):
             raise DataError(
                 f"{file} and {first} are in key=value folders with different keys",
-                hint="give input.path folders with the same keys, or list files",
+                hint="give input.path folders with the same keys, or list the files",
             )
     for name in names:
         if name not in schema.names:
@@ -157,9 +157,9 @@ def constants(path: str, own: Values, schema: pa.Schema) -> dict[str, object]:
             found[name] = None if value is None else pa.scalar(value).cast(kind).as_py()
         except (pa.ArrowException, ValueError):  # ValueError: the time is outside of Python's range
             raise DataError(
-                f"{path}: its folder says {name}={value}, but {name} in other files has type "
-                f"{kind}",
-                hint=f"write a column {name} into this file, or rename the folder",
+                f"{path}: the folder name says {name}={value}, but {name} has type "
+                f"{kind} in other files",
+                hint=f"add a column {name} to this file, or rename the folder",
             ) from None
     return found
 

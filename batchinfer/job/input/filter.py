@@ -45,17 +45,20 @@ _STEP = re.compile(r"[^\W\d]\w*|[^\s\w,'.()]")
 _ODD = re.compile(r"\w'|--|/\*|[`$;]")
 
 _CAST = "cast one side, as in cast(n as varchar) = '5' or cast(text as double) > 5"
-_QUOTE = "texts are in single quotes: lang = 'en'"
+_QUOTE = "put strings in single quotes, as in lang = 'en'"
 _COMPARE = "compare it with a value, as in score >= 0.5"
 _DATES = "write date '2026-11-20' or timestamp '2026-11-20 12:30:00'"
 _HINTS: tuple[tuple[str, str | None], ...] = (
     ("cannot compare 'date/datetime/time'|'is_in' cannot check for Date", _DATES),
     ("cannot compare|'is_in' cannot|expected `.*`, got|arithmetic on dtypes", _CAST),
     ("casting from .* to Boolean", _COMPARE),
-    ("conversion from", "try_cast gives null for what cannot be converted"),
-    ("unable to parse|Unterminated", "it ends too early, or a bracket or a quote is not closed"),
+    ("conversion from", "use try_cast, which gives null for values that cannot be converted"),
+    (
+        "unable to parse|Unterminated",
+        "the condition ends too early, or a bracket or a quote is not closed",
+    ),
     ("unexpected token", _QUOTE),
-    ("expected an expression", "write only what follows WHERE"),
+    ("expected an expression", "write only the part that would follow WHERE"),
 )
 """Advice on errors of Polars, by a pattern of the message."""
 
@@ -150,27 +153,31 @@ def _check_functions(text: str) -> None:
     odd = _ODD.search(_QUOTED.sub(lambda quoted: quoted[0][0], text))
     if odd or len(text) > _MOST_CHARACTERS:
         what = (
-            f"{format_value(odd[0])} cannot be in it"
+            f"a condition cannot contain {format_value(odd[0])}"
             if odd
-            else f"over {_MOST_CHARACTERS} characters"
+            else f"a condition can have at most {_MOST_CHARACTERS} characters"
         )
-        raise UsageError(f"{_KEY}: {what}", hint="write one condition, texts in single quotes")
+        raise UsageError(
+            f"{_KEY}: {what}", hint="write one condition, with strings in single quotes"
+        )
     if len(_STEP.findall(bare)) > _MOST_STEPS:
-        raise UsageError(f"{_KEY}: over {_MOST_STEPS} words and operators; shorten it")
+        raise UsageError(
+            f"{_KEY}: the condition has more than {_MOST_STEPS} words and operators; shorten it"
+        )
     depths = accumulate(1 if c == "(" else -1 for c in bare if c in "()")
     if max(depths, default=0) > _MOST_DEPTH:
-        raise UsageError(f"{_KEY}: over {_MOST_DEPTH} brackets inside each other")
+        raise UsageError(f"{_KEY}: the condition has more than {_MOST_DEPTH} nested brackets")
     for word in re.findall(r"\w+", bare):
         if word.lower() in _NEVER.split():
             raise UsageError(
-                f"{_KEY}: {word.lower()} does not depend on one row alone",
+                f"{_KEY}: {word.lower()} is not allowed, because a condition sees only one row",
                 hint=f'write a column of this name as "{word}"',
             )
     known = {*_FUNCTIONS.split(), *_BEFORE_BRACKETS.split()}
     for name in _CALL.findall(bare):
         if name.lower() not in known:
             near = did_you_mean(name.lower(), _FUNCTIONS.split())
-            raise UsageError(f"{_KEY}: {printable(name, 60)}() is not a function of one row{near}")
+            raise UsageError(f"{_KEY}: {printable(name, 60)}() is not an allowed function{near}")
 
 
 def select_rows(

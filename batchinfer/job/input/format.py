@@ -196,14 +196,15 @@ def check_unchanged(file: InputFile) -> None:
     stat = store_of(file.path).stat(file.path)
     if (stat.size, stat.mtime_ns, stat.etag) != (file.size, file.mtime_ns, file.etag):
         raise DataError(
-            f"{file.path} was changed while the job ran",
-            hint="restore it and run again, or start over with --overwrite",
+            f"{file.path} was changed while the job was running",
+            hint="restore the file and run again, or start over with --overwrite",
         )
     if stat.ctime_ns != file.ctime_ns:  # size and mtime can be restored on purpose
         raise DataError(
-            f"{file.path}: its content, name, links or permissions were changed while the job ran",
-            hint="if its content is as before, run again: finished rows are kept; if not, start "
-            "over with --overwrite",
+            f"{file.path}: its content, name, links or permissions were changed "
+            "while the job was running",
+            hint="if its content is the same as before, run again (finished rows are "
+            "kept); if not, start over with --overwrite",
         )
 
 

@@ -81,7 +81,7 @@ def file_differences(planned: Sequence[InputFile], found: Sequence[InputFile]) -
             yield f"{file.path} is new"
     pairs = zip(planned, found, strict=False)
     moved = (now.path for was, now in pairs if content(was) != content(now))
-    yield f"the files are in a different order, from {next(moved, found[-1].path)} on"
+    yield f"the files are in a different order, starting with {next(moved, found[-1].path)}"
 
 
 def _as_known(file: InputFile, known: str | None, known_at_s: float) -> InputFile:

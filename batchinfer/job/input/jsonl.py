@@ -55,7 +55,7 @@ def parse_object(line: Line, path: str) -> Row:
     number, text = line
     where = f"{path}, line {number}"
     if len(text) > MAX_LINE_BYTES:
-        return RowError("row_too_large", f"{where} has over {MAX_LINE_BYTES} bytes")
+        return RowError("row_too_large", f"{where} has more than {MAX_LINE_BYTES} bytes")
     try:
         value = from_json(text, cache_strings="keys")
     except ValueError as error:
@@ -64,7 +64,7 @@ def parse_object(line: Line, path: str) -> Row:
         return RowError(code, f"{where} is not JSON: {reason}")
     if not isinstance(value, dict):
         what = _KINDS[type(value)]
-        return RowError("invalid_json", f"{where} is {what}; it must be an object")
+        return RowError("invalid_json", f"{where} is {what}; it must be a JSON object")
     return value
 
 
@@ -80,7 +80,7 @@ class JsonlFormat(TextFormat[Line]):
             types.add([row for row in rows if not isinstance(row, RowError)])
             if len(types) > _MOST_COLUMNS:
                 raise DataError(
-                    f"{path}: its objects have over {_MOST_COLUMNS} different keys; {REWRITE}"
+                    f"{path}: its objects have more than {_MOST_COLUMNS} different keys; {REWRITE}"
                 )
 
         return self.read_whole(path, learn), types.schema()

@@ -137,7 +137,7 @@ class OpenAIFormat(JsonlFormat):
             for at, row in enumerate(rows):
                 if not isinstance(row, RowError) and self._ids.is_repeated(first + at):
                     shown = format_value(row["custom_id"])
-                    what = f"an earlier line has the custom_id {shown} already"
+                    what = f"an earlier line already has the custom_id {shown}"
                     rows[at] = RowError("duplicate_custom_id", what)
             yield first, rows
 

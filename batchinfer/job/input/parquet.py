@@ -151,7 +151,7 @@ class ParquetFormat(Format):
                                 break
                         else:
                             if row != stop:
-                                raise OSError(f"it should have {stop - row} more rows")
+                                raise OSError(f"{stop - row} rows are missing from it")
                     row = stop
         except READ_ERRORS as error:
             raise DataError(
@@ -180,7 +180,9 @@ class ParquetFormat(Format):
 def _num_rows(metadata: pq.FileMetaData) -> int:
     rows: int = sum(metadata.row_group(group).num_rows for group in range(metadata.num_row_groups))
     if rows != metadata.num_rows:
-        raise ValueError(f"its row groups have {rows} rows, its footer says {metadata.num_rows}")
+        raise ValueError(
+            f"its row groups have {rows} rows, but its footer says {metadata.num_rows}"
+        )
     return rows
 
 
@@ -257,7 +259,9 @@ def check_footer(footer: bytes) -> None:
             columns = [chunk[_CHUNK_COLUMN] for chunk in group[_GROUP_COLUMNS]]
             found = [(column[_COLUMN_TYPE], tuple(column[_COLUMN_PATH])) for column in columns]
             if list(_leaves(schema)) != found:
-                raise ValueError("its footer is damaged: its row groups have other columns")
+                raise ValueError(
+                    "its footer is damaged: the columns of its row groups do not match its schema"
+                )
 
 
 def compressed_bytes(footer: bytes, columns: Collection[str]) -> int:

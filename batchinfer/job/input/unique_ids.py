@@ -41,8 +41,10 @@ class BadIds:
         """Make the error of the row at index ``at`` of ``rows``: missing_id or duplicate_id."""
         name, first = format_value(self.column), int(self.firsts[at])
         if first == NO_ID:
-            return RowError("missing_id", f"input.id_column: the row has no {name}")
-        return RowError("duplicate_id", f"input.id_column: row {first} has the same {name}")
+            return RowError("missing_id", f"input.id_column: the row has no value in {name}")
+        return RowError(
+            "duplicate_id", f"input.id_column: row {first} has the same value in {name}"
+        )
 
     def mark(self, piece: Rows) -> Rows:
         """Replace bad rows with their errors. A row that cannot be read keeps its earlier error."""
@@ -89,7 +91,7 @@ def check_unique_ids(source: Source, column: str) -> None:
     if len(bad):
         raise DataError(
             f"row {bad.rows[0]}: {bad.error(0).message}",
-            hint="ids must be unique; remove the duplicates or name another column",
+            hint="every row needs a unique id; correct the ids, or name another column",
         )
 
 
@@ -100,8 +102,8 @@ def _ids(
     kind = source.schema.field(column).type
     if pa.types.is_nested(kind):
         raise DataError(
-            f"input.id_column: {format_value(column)} is a {kind} column; give every row a text or "
-            "a number, or name another column"
+            f"input.id_column: {format_value(column)} is a {kind} column; ids must "
+            "be strings or numbers; name another column"
         )
     for first_row, batch in source.scan([column], [source.rows_there]):
         values = python_values(batch.column(0))

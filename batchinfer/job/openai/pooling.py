@@ -89,7 +89,7 @@ def _parse_input(body: Body) -> ParsedRequest:
     source, value = one_prompt(body, "input")
     if not value and source == "token_ids":
         raise invalid(
-            "body.input is []; it must be a string or a list of token ids, or a list of such"
+            "body.input is []; it must be a string, a list of token ids, or a list of either"
         )
     return ParsedRequest(source, value, model=body.get("model"))
 
@@ -104,14 +104,16 @@ def _parse_pair(url: str, body: Body) -> ParsedRequest:
         if type(top_n) is not int or top_n < 0:
             raise invalid(f"body.top_n is {format_value(top_n)}; it must be 0 (all) or more")
         if not isinstance(shown, bool):
-            raise invalid(f"body.return_documents is {format_value(shown)}; it must be a boolean")
+            raise invalid(
+                f"body.return_documents is {format_value(shown)}; it must be true or false"
+            )
     else:
         check_fields(body, (*_TEXTS, *neutral, *NO_EFFECT), neutral)
         keys = score_keys(body)
     if keys is None:
-        raise invalid("body has no text_1 and text_2 (or queries and documents)")
+        raise invalid("body needs text_1 and text_2 (or queries and documents)")
     if others := [name for name in body if name in _TEXTS and name not in keys]:
-        raise invalid(f"body has {keys[0]} and {keys[1]}, and {others[0]} too; leave it out")
+        raise invalid(f"body has {others[0]} besides {keys[0]} and {keys[1]}; leave it out")
     pair = tuple(_text_of_pair(body, name) for name in keys)
     return ParsedRequest("pair", pair, model=body.get("model"))
 
@@ -123,8 +125,8 @@ def _text_of_pair(body: Body, name: str) -> str:
     if isinstance(text, str):
         return text
     raise invalid(
-        f"body.{name} is {format_value(value)}; it must be a string, or a list of one or of as "
-        "many as the other list"
+        f"body.{name} is {format_value(value)}; it must be a string, a list of one "
+        "string, or a list as long as the other list"
     )
 
 

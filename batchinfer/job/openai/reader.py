@@ -150,8 +150,8 @@ class OpenAIReader:
         if len(self._other_names) < _MOST_WARNINGS and not is_served(name, self._served_names):
             self._other_names.add(name)
             _log.warning(
-                "requests for the model %s are answered by %s; to refuse such, "
-                "say what it is called: --served-model-name, or model.served_model_name",
+                "requests for the model %s are answered by %s; to refuse them, set "
+                "--served-model-name or model.served_model_name",
                 printable(name, 80),
                 printable(self._served_names[0], 80),
             )

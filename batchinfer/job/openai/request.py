@@ -116,8 +116,9 @@ class RequestKind:
             raise invalid(f"method is {format_value(line.get('method'))}; it must be POST")
         if line.get("url") not in self.urls:
             raise invalid(
-                f"url is {format_value(line.get('url'))}; it must be {' or '.join(self.urls)} as "
-                "in the rest of the file: put requests of other kinds into a file of their own"
+                f"url is {format_value(line.get('url'))}; it must be "
+                f"{' or '.join(self.urls)} like the rest of the file; put requests "
+                "for other URLs into another file"
             )
         if not isinstance(body, Mapping):
             raise invalid(f"body is {format_value(body)}; it must be an object")
@@ -156,11 +157,11 @@ def _parse(url: str, body: Mapping[str, Any], *, has_tools: bool) -> ParsedReque
             sampling["prompt_logprobs"] = logprobs
     guided = {key: body[name] for name, key in _GUIDED.items() if name in body}
     if guided and "structured_outputs" in sampling:
-        raise _bad("structured_outputs and guided_... are given; keep one")
+        raise _bad("structured_outputs and guided_... are both given; keep one")
     if guided:
         sampling["structured_outputs"] = guided
     if "best_of" in body and body["best_of"] != body.get("n", 1):
-        raise unsupported("best_of", "; leave it out, and set n")
+        raise unsupported("best_of", "; leave it out and set n instead")
     tools = _tools(body, is_chat=is_chat, has_tools=has_tools)
     if has_tools and is_chat:
         value = [_with_argument_values(message) for message in value]
@@ -191,14 +192,14 @@ def _check_model(
         names = printable(listed((*served_names, *adapters)), 200)
         raise RowError(
             "unknown_model",
-            f"body.model is {format_value(model)}, and this job runs {names}; "
-            "model.served_model_name gives it other names",
+            f"body.model is {format_value(model)}, but this job runs {names}; to "
+            "give the model another name, set model.served_model_name",
         )
 
 
 def _messages(body: Mapping[str, Any]) -> tuple[str, Any]:
     if "prompt" in body:
-        raise invalid(f"body.prompt is not for {CHAT}; give messages")
+        raise invalid(f"body.prompt cannot be used with {CHAT}; give messages")
     messages = body.get("messages")
     if not isinstance(messages, list):
         raise invalid(f"body.messages is {format_value(messages)}; it must be a list of messages")
@@ -207,7 +208,7 @@ def _messages(body: Mapping[str, Any]) -> tuple[str, Any]:
 
 def _prompt(body: Mapping[str, Any]) -> tuple[str, Any]:
     if "messages" in body:
-        raise invalid(f"body.messages is not for {COMPLETIONS}; give a prompt")
+        raise invalid(f"body.messages cannot be used with {COMPLETIONS}; give a prompt")
     return one_prompt(body, "prompt")
 
 
@@ -225,8 +226,8 @@ def one_prompt(body: Mapping[str, Any], name: str) -> tuple[str, Any]:
     if isinstance(value, list) and all(type(token) is int for token in value):
         return "token_ids", value
     raise invalid(
-        f"body.{name} is {format_value(value)}; it must be a string or a list of token ids, or a "
-        "list of such"
+        f"body.{name} is {format_value(value)}; it must be a string, a list of "
+        "token ids, or a list with one of these"
     )
 
 
@@ -242,7 +243,8 @@ def check_fields(
         if name in neutral:
             if not any(type(value) is type(v) and value == v for v in neutral[name]):
                 raise RowError(
-                    "unsupported_parameter", f"body.{name} is {format_value(value)}: not supported"
+                    "unsupported_parameter",
+                    f"body.{name} is {format_value(value)}, which is not supported",
                 )
         elif name not in known:
             raise unsupported(printable(name, 60), did_you_mean(name, known))
@@ -253,11 +255,11 @@ def _tools(body: Mapping[str, Any], *, is_chat: bool, has_tools: bool) -> RowToo
     if not body.get("tools"):
         if choice in (None, "none", "auto"):
             return None
-        raise invalid(f"body.tool_choice is {format_value(choice)}, and there are no tools")
+        raise invalid(f"body.tool_choice is {format_value(choice)}, but the request has no tools")
     if not is_chat:
-        raise RowError("unsupported_parameter", f"body.tools is not for {COMPLETIONS}")
+        raise RowError("unsupported_parameter", f"body.tools cannot be used with {COMPLETIONS}")
     if not has_tools and choice != "none":
-        need = "output.tool_parser: auto of the job, or run-batch --tool-call-parser auto"
+        need = "output.tool_parser: auto in the job file, or run-batch --tool-call-parser auto"
         raise RowError("unsupported_parameter", f"body.tools needs {need}")
     try:
         tools = row_tools(body["tools"], choice, "body")
@@ -291,7 +293,7 @@ def _echo(body: Mapping[str, Any], *, is_chat: bool) -> bool:
     if not isinstance(echo, bool):
         raise _bad(f"echo is {format_value(echo)}; it must be true or false")
     if echo and is_chat:
-        raise RowError("unsupported_parameter", f"body.echo is not for {CHAT}")
+        raise RowError("unsupported_parameter", f"body.echo cannot be used with {CHAT}")
     return echo
 
 
@@ -302,7 +304,7 @@ def _template_variables(body: Mapping[str, Any], *, is_chat: bool) -> Mapping[st
         raise invalid(f"body.{what}; it must be an object")
     if taken := sorted(RESERVED_KWARGS & set(variables)):
         raise invalid(
-            f"body.chat_template_kwargs cannot hold {listed(taken)}, which are set for each request"
+            f"body.chat_template_kwargs cannot contain {listed(taken)}, which batchinfer sets"
         )
     effort = body.get("reasoning_effort")
     if effort is not None and not isinstance(effort, str):
@@ -310,7 +312,8 @@ def _template_variables(body: Mapping[str, Any], *, is_chat: bool) -> Mapping[st
     merged = {**variables, **({} if effort is None else {"reasoning_effort": effort})}
     if merged and not is_chat:
         raise invalid(
-            f"body.{next(iter(merged))} is for {CHAT}: {COMPLETIONS} has no chat template"
+            f"body.{next(iter(merged))} can only be used with {CHAT}, because "
+            f"{COMPLETIONS} has no chat template"
         )
     return merged
 
@@ -323,14 +326,14 @@ def _chat_logprobs(body: Mapping[str, Any]) -> Any:
     if top is not None and not wanted:
         raise _bad("top_logprobs needs logprobs: true")
     if top is not None and (type(top) is not int or not 0 <= top <= MAX_LOGPROBS):
-        raise _bad(f"top_logprobs is {format_value(top)}; it must be 0 to {MAX_LOGPROBS}")
+        raise _bad(f"top_logprobs is {format_value(top)}; it must be from 0 to {MAX_LOGPROBS}")
     return (0 if top is None else top) if wanted else None
 
 
 def _completion_logprobs(body: Mapping[str, Any]) -> Any:
     """Return the number of alternatives per token; None if ``logprobs`` is not set."""
     if "top_logprobs" in body:
-        raise _bad(f"top_logprobs is not for {COMPLETIONS}; give logprobs a number")
+        raise _bad(f"top_logprobs cannot be used with {COMPLETIONS}; set logprobs to a number")
     wanted = body.get("logprobs")
     if isinstance(wanted, bool):
         raise _bad(f"logprobs is {format_value(wanted)}; for {COMPLETIONS} it must be a number")

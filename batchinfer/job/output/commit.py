@@ -53,7 +53,7 @@ def _check_row_ids(table: pa.Table, part: Part) -> None:
         raise ValueError(f"it has {len(row_ids):,} rows, not {part.num_rows:,}")
     known = np.concatenate([[part.rows.start - 1], row_ids, [part.rows.stop]])
     if len(row_ids) and not np.all(np.diff(known) > 0):
-        raise ValueError("its rows are not the input's, in input order")
+        raise ValueError("its rows are not the rows of the input in input order")
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def stage(
     except ValueError as error:
         raise StorageError(
             f"{staged} was written, but reading it back failed: {error}",
-            hint="check the disk, then run again: finished rows are kept",
+            hint="check the disk, then run again; finished rows are kept",
         ) from None
     record = PartRecord(
         rows=part.num_rows,
@@ -138,8 +138,9 @@ def publish(out: OutputDir, part: Part, draft: Draft) -> PartRecord:
     assert requests_stat is not None
     if stat.size != draft.record.size:
         raise StorageError(
-            f"{final} has {stat.size:,} bytes; {draft.record.size:,} were staged",
-            hint="find out what else writes there, then run again: finished rows are kept",
+            f"{final} has {stat.size:,} bytes, but {draft.record.size:,} bytes were written",
+            hint="find out which other program writes to this folder, then run again; "
+            "finished rows are kept",
         )
     record = replace(
         draft.record,

@@ -224,7 +224,7 @@ class OutputDir:
         """
         stat = self._existing(path)
         if stat.size != size:
-            raise DataError(f"{path} has {stat.size} bytes; {size} were written")
+            raise DataError(f"{path} has {stat.size} bytes, but {size} bytes were written")
         return stat
 
     def _existing(self, path: PurePath) -> FileStat:
@@ -244,7 +244,7 @@ class OutputDir:
         except OSError as error:
             raise DataError(f"{path} cannot be read: {error.strerror}") from None
         if actual != sha256:
-            raise DataError(f"{path} holds other bytes than were written (its hash differs)")
+            raise DataError(f"{path} has changed since it was written (its hash differs)")
 
     def read_table(self, path: PurePath, columns: Sequence[str] | None = None) -> pa.Table:
         """Read a Parquet file, or some of its columns, and verify its page checksums.

@@ -40,10 +40,10 @@ def stored_manifest(out: OutputDir) -> Manifest:
     root, manifest = printable(str(out.root)), printable(str(out.manifest))
     missing = out.files.stat(out.manifest) is None
     raise DataError(
-        f"{manifest} is {'missing' if missing else 'damaged'}, and so is its copy: the finished "
-        "rows there may belong to another job",
-        hint=f"put the file back from a backup, or move {root} away and run again "
-        "(--overwrite deletes what is finished)",
+        f"{manifest} is {('missing' if missing else 'damaged')}, and its copy "
+        "cannot be read either: the finished rows may belong to another job",
+        hint=f"restore the file from a backup, or move {root} away and run again "
+        "(--overwrite deletes the finished rows)",
     )
 
 

@@ -56,5 +56,5 @@ def parse_record(data: bytes, part: Part) -> PartRecord:
         and len(set(marked)) == len(marked)
         and all(row_id in part.rows for row_id in marked)
     ):
-        raise ValueError("not this part's record")
+        raise ValueError("the record belongs to another part")
     return record

@@ -51,13 +51,13 @@ def check_partition_columns(columns: Sequence[str], table: OutputTable) -> None:
             raise UsageError(
                 f"output.partition_by: {format_value(name)} is neither a kept input column nor "
                 "status",
-                hint=f"choose among: {listed(known)}",
+                hint=f"choose from: {listed(known)}",
             )
         if name not in _GENERATED and not _can_name_folders(table.kept_schema.field(name).type):
             kind = printable(str(table.kept_schema.field(name).type), 120)
             raise DataError(
                 f"output.partition_by: column {format_value(name)} is {kind}",
-                hint="it must hold texts, whole numbers, dates, or true and false",
+                hint="it must hold strings, whole numbers, dates or booleans",
             )
 
 
@@ -89,22 +89,22 @@ def check_partitions(columns: Sequence[str], kept: Mapping[str, str], source: So
     if len(partitions) > MOST_PARTITIONS:
         count = f"over {_COUNTED:,}" if len(partitions) > _COUNTED else f"{len(partitions):,}"
         raise DataError(
-            f"output.partition_by: {listed(list(inputs))} would make {count} partitions; "
-            f"the limit is {MOST_PARTITIONS:,}",
+            f"output.partition_by: {listed(list(inputs))} would make {count} "
+            f"partitions; at most {MOST_PARTITIONS:,} are allowed",
             hint="choose columns with fewer values",
         )
     for values in partitions:
         for name, value in zip(inputs, values, strict=True):
             if len(_folder_name(name, value)) > _MOST_BYTES:
                 raise DataError(
-                    f"output.partition_by: a value of {format_value(name)} is too long for the "
-                    f"name of a folder: {printable(value or '', 60)}",
+                    f"output.partition_by: a value of {format_value(name)} is too "
+                    f"long for a folder name: {printable(value or '', 60)}",
                     hint="choose another column",
                 )
             if value == _NULL:  # readers would read it as null, because they compare decoded names
                 raise DataError(
-                    f"output.partition_by: {format_value(name)} has the text {_NULL}, which "
-                    "readers of partitioned data take for null",
+                    f"output.partition_by: {format_value(name)} has the value "
+                    f"{_NULL}, which readers of partitioned data treat as null",
                     hint="make it null in the input, or choose another column",
                 )
 
@@ -121,7 +121,7 @@ def refuse_foreign(out: OutputDir, columns: Sequence[str]) -> None:
     is_ours = out.files.stat(out.partitioned_record) is not None
     if columns and not is_ours and out.files.entries(out.partitioned):
         raise LockedError(
-            f"{printable(str(out.partitioned))} is not output of batchinfer",
+            f"{printable(str(out.partitioned))} was not written by batchinfer",
             hint="move it away, or use --output for another directory",
         )
 

@@ -87,7 +87,7 @@ def agree_on_plan(out: OutputDir, manifest: Manifest, if_exists: str) -> ResumeP
         refuse_half_an_update(out)
     if begun and if_exists == "error":
         raise LockedError(
-            f"{printable(str(out.root))} holds output already, and output.if_exists is error",
+            f"{printable(str(out.root))} already holds output, and output.if_exists is error",
             hint="use --output for another directory, or set if_exists to resume or overwrite",
         )
     overwrites = if_exists == "overwrite"
@@ -122,10 +122,9 @@ def only_unfinished(out: OutputDir, plan: ResumePlan, trust: Trust = "marks") ->
     damaged = {part.name: problem for part, problem in unfinished.items() if problem}
     if len(damaged) < len(unfinished) and stored_manifest(out).layout != LAYOUT:
         raise LockedError(
-            f"{printable(str(out.root))} was begun by another version of batchinfer, and is not "
-            "finished",
-            hint="finish it with that version, or use --output for another place, with --reuse for "
-            "its rows, or --overwrite to start over",
+            f"{printable(str(out.root))} holds an unfinished job of another version of batchinfer",
+            hint="finish it with that version; or use --output for another place, and "
+            "--reuse to copy its rows; or use --overwrite to start over",
         )
     return replace(plan, todo=list(unfinished), damaged=damaged)
 
@@ -167,9 +166,8 @@ def refuse_half_an_update(out: OutputDir) -> None:
     """
     if _exists(out, out.swap):
         raise LockedError(
-            f"{printable(str(out.root))} is being updated, and holds files of two generations",
-            hint="if no run is active there, run the job again without --shard: that ends the "
-            "update",
+            f"{printable(str(out.root))} is being updated and holds both old and new files",
+            hint="if no run writes to it, run the job again without --shard to finish the update",
         )
 
 
@@ -183,7 +181,7 @@ def plan_of(out: OutputDir) -> Manifest:
         raise DataError(
             f"{printable(str(out.root))} holds no output of batchinfer"
             f"{'' if out.files.stat(out.root) else near_path(out.root)}",
-            hint="give the folder that output.path of the job file names",
+            hint="give the folder that output.path in the job file names",
         )
     return stored_manifest(out)
 
@@ -277,7 +275,7 @@ def _refuse_foreign(out: OutputDir, begun: bool) -> None:
         ours = (*results, *(out.stats / name for name in STATS_FILES))
         foreign = [*out.files.entries(out.data), *(path for path in ours if _exists(out, path))]
     if foreign:
-        origin = "is not output of batchinfer" if begun else f"exists without {out.manifest.name}"
+        origin = "was not written by batchinfer" if begun else f"exists without {out.manifest.name}"
         raise LockedError(
             f"{printable(str(foreign[0]))} {origin}",
             hint="use --output for another directory, or move the file away",

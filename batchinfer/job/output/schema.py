@@ -106,7 +106,8 @@ def _check_can_be_written(schema: pa.Schema) -> None:
         except pa.ArrowNotImplementedError:
             kind = printable(str(field.type), 120)
             raise DataError(
-                f"input column {format_value(field.name)} is {kind}: Parquet does not support that",
+                f"input column {format_value(field.name)} is {kind}, which Parquet "
+                "does not support",
                 hint="leave it out of input.keep_columns, or cast it to another type",
             ) from None
 
@@ -116,9 +117,10 @@ def _check_collisions(kept: Mapping[str, str], generated: set[str]) -> None:
     for name, new_name in kept.items():
         if new_name in taken:
             raise UsageError(
-                f"input column {format_value(name)} would be {format_value(new_name)} in the "
-                f"output, which is the name of {taken[new_name]}",
+                f"input column {format_value(name)} cannot be called "
+                f"{format_value(new_name)} in the output, because that is the name "
+                f"of {taken[new_name]}",
                 hint=f"rename it with output.rename: {{{name}: input_{name}}}, or leave it out of "
                 "input.keep_columns",
             )
-        taken[new_name] = f"input column {format_value(name)} there"
+        taken[new_name] = f"input column {format_value(name)}"

@@ -92,7 +92,7 @@ def read_segment(files: Files, path: PurePath) -> bytes:
     """
     data, name = read_file(files, path), _NAME.fullmatch(path.name)
     if name is None or _digest(data) != name["digest"]:
-        raise ValueError("it holds other bytes than were written (its hash differs)")
+        raise ValueError("it has changed since it was written (its hash differs)")
     return data
 
 
@@ -156,7 +156,7 @@ class Segments:
             except MemoryError as error:  # pyarrow's MemoryError is also an ArrowException
                 raise StorageError(
                     f"cannot read {path}: {first_line(error)}",
-                    hint="free memory, then run again: finished rows are kept",
+                    hint="free memory, then run again; finished rows are kept",
                 ) from None
             except (OSError, pa.ArrowException, ValueError) as error:
                 damaged[path.name] = first_line(error)
@@ -288,7 +288,7 @@ class Segments:
         except (OSError, pa.ArrowException) as error:
             raise DataError(
                 f"{path} cannot be read: {first_line(error)}",
-                hint="run the same command again: its rows are then computed again",
+                hint="run the same command again, which computes its rows again",
             ) from error
 
 

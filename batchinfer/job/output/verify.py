@@ -29,7 +29,7 @@ from batchinfer.job.row_ids import Part
 from batchinfer.job.storage.filesystem import parse_json, read_file
 
 MOST_SHOWN = 10
-_UPDATING = "an update has begun, whose rows are not checked before they are in place"
+_UPDATING = "an update has started; its rows are not checked until they are in place"
 _FINGERPRINT = b"batchinfer.fingerprint"
 
 
@@ -86,8 +86,8 @@ class Verification:
     def _outcome(self) -> str:
         # Runs trust parts with the right size and time, so bad parts must be moved.
         if self.problems:
-            return "move the files named away and run the job again to repair it"
-        return "all as recorded"
+            return "move these files away and run the job again to repair the output"
+        return "everything matches its record"
 
 
 def verify(out: OutputDir) -> Verification:
@@ -160,7 +160,7 @@ class _Check:
             rows = first_of_rows(reader.read(["row_id", "status"], use_threads=False))
         failed = pc.sum(pc.equal(rows["status"], "error")).as_py() or 0
         if failed != sum(record.error_codes.values()):
-            raise DataError(f"{path} has {failed:,} failed rows; its record says otherwise")
+            raise DataError(f"{path} has {failed:,} failed rows, but its record says otherwise")
 
     def _check_schema(self, path: PurePath, schema: pa.Schema) -> None:
         if (schema.metadata or {}).get(_FINGERPRINT, b"").decode() != self._plan.fingerprint:

@@ -103,7 +103,7 @@ class Outcome:
 
     def _why_not_reused(self) -> Iterator[str]:
         if self.job.spec.output.reuse and self.reuse is None:
-            yield "rows to reuse are not counted where samples are judged (accept)"
+            yield "the plan does not count rows to reuse if the job judges samples (accept)"
         elif self.reuse is not None and not self.reuse.num_reused:
             yield from self.reuse.why_none(self.job.manifest.job, self._num_read)
 
@@ -124,16 +124,16 @@ def plan_facts(plan: dict[str, Any], currency: str = "USD") -> Iterator[SummaryL
         counts = ", ".join(f"{code} {n:,}" for code, n in errors.items())
         yield SummaryLine("errors", counts, tone="bad")
     if plan["reused"]:
-        yield SummaryLine("reused", f"{plan['reused']:,} rows", ", copied and not computed")
+        yield SummaryLine("reused", f"{plan['reused']:,} rows", ", copied instead of computed")
     for line in plan["why_not_reused"]:
         yield SummaryLine("reused", printable(line), tone="bad")
     ends = plan["expect_output_tokens"]
-    answers = "at most" if ends is None else f"if answers end at {ends:,},"
+    answers = "at most" if ends is None else f"with {ends:,} tokens per answer,"
     yield SummaryLine(
         "tokens",
         f"{plan['prompt_tokens']:,} in prompts",
         f", {plan['prompt_computed']:,} of them to compute"
-        + (f"; {answers} {plan['output_tokens']:,} out" if plan["output_tokens"] else ""),
+        + (f"; {answers} {plan['output_tokens']:,} in answers" if plan["output_tokens"] else ""),
     )
     weight_bytes = plan["model"]["weight_bytes"] + plan["model"]["adapter_bytes"]
     quantization = plan["model"]["quantization"]
@@ -142,7 +142,7 @@ def plan_facts(plan: dict[str, Any], currency: str = "USD") -> Iterator[SummaryL
         size(plan[name] * plan["bytes_per_block"]) for name in ("num_blocks", "num_host_blocks")
     )
     if not plan["num_blocks"]:
-        about = f" {weights}; no KV pool: texts are read whole"
+        about = f" {weights}; no KV pool, because the model reads whole texts"
         yield SummaryLine("device", f"{plan['device']}:", about)
         yield from _costs(plan, currency)
         return
@@ -155,9 +155,9 @@ def plan_facts(plan: dict[str, Any], currency: str = "USD") -> Iterator[SummaryL
     yield SummaryLine(
         "pool",
         f"{plan['num_blocks']:,} blocks of {plan['block_size']} tokens",
-        f", {plan['peak_used_blocks']:,} used at most; "
-        f"{plan['rows_in_flight']:,} rows in flight, {plan['preemptions']:,} preemptions, "
-        f"{plan['swapped_blocks']:,} blocks back from the host",
+        f", at most {plan['peak_used_blocks']:,} used; {plan['rows_in_flight']:,} "
+        f"rows in flight, {plan['preemptions']:,} preemptions, "
+        f"{plan['swapped_blocks']:,} blocks swapped in",
     )
     yield SummaryLine(
         "waste",
@@ -167,8 +167,8 @@ def plan_facts(plan: dict[str, Any], currency: str = "USD") -> Iterator[SummaryL
     yield SummaryLine(
         "sharing",
         f"saves {plan['sharing_saving']:.1%} of the blocks",
-        f"; {plan['prefix_hit_rate']:.1%} of the prompt tokens are there already, "
-        f"of {plan['sharing']['planned_rate']:.1%} that rows have in common",
+        f"; finds {plan['prefix_hit_rate']:.1%} of the prompt tokens in the pool, "
+        f"of the {plan['sharing']['planned_rate']:.1%} that rows share",
     )
     yield from _costs(plan, currency)
 
@@ -178,7 +178,7 @@ def _costs(plan: dict[str, Any], currency: str) -> Iterator[SummaryLine]:
     yield SummaryLine(
         "time",
         f"about {duration(plan['time_s'])}",
-        f", at the device's limits {duration(plan['bound_s'])}; loading left out",
+        f", or {duration(plan['bound_s'])} at the device's limits; without loading",
     )
     if plan["workers"] > 1:
         yield SummaryLine(
@@ -189,28 +189,32 @@ def _costs(plan: dict[str, Any], currency: str) -> Iterator[SummaryLine]:
     if plan.get("max_rows_per_part") is not None:
         yield SummaryLine(
             "note",
-            f"output.rows_per_part of at most {plan['max_rows_per_part']:,}",
-            " would keep all workers busy to the end",
+            f"set output.rows_per_part to at most {plan['max_rows_per_part']:,}",
+            " to keep all workers busy until the end",
         )
     if plan["cost"] is not None:
         yield SummaryLine(
-            "cost", f"about {plan['cost']:,.2f} {currency}", ", while devices compute"
+            "cost", f"about {plan['cost']:,.2f} {currency}", ", for the time that devices compute"
         )
     yield SummaryLine("output", f"about {size(plan['output_bytes'])}")
     if plan["control_text"]:
         where = f", in {plan['control_text']:,} rows"
-        yield SummaryLine("note", "control tokens as plain text", where)
+        yield SummaryLine(
+            "note", "prompts contain control tokens, which are treated as plain text", where
+        )
     if plan["truncated"]:
         yield SummaryLine(
-            "note", "prompts cut to max_model_len", f", in {plan['truncated']:,} rows"
+            "note", "prompts are cut to max_model_len", f", in {plan['truncated']:,} rows"
         )
     equal = plan["sharing"]["deduplicated_rows"]
     if equal:
-        yield SummaryLine("note", f"{equal:,} rows equal to others", ", not computed again")
+        yield SummaryLine(
+            "note", f"{equal:,} rows are equal to other rows", " and are computed only once"
+        )
     sampled = plan["sampled"]
     if sampled:
         yield SummaryLine(
             "note",
-            f"from a sample: {sampled['rows_read']:,} of {sampled['rows']:,} rows read",
+            f"estimated from a sample: {sampled['rows_read']:,} of {sampled['rows']:,} rows read",
             f", {sampled['simulated']:.0%} of their output simulated",
         )

@@ -132,7 +132,9 @@ def _lengths(
     if spec.task_spec.draws:
         return ExpectedLengths(*facts)
     if expected is not None:
-        raise UsageError(f"--expect-output-tokens: a job with task: {spec.task} writes no tokens")
+        raise UsageError(
+            f"--expect-output-tokens: a job with task: {spec.task} writes no tokens; leave it out"
+        )
     return ExpectedLengths(*facts, task=task)
 
 

@@ -218,13 +218,15 @@ class RowReuse:
             try:
                 changed = differences(answer_facts(plan.job), answer_facts(facts))
             except (KeyError, TypeError, AttributeError):
-                changed = {"its manifest, which is of another version": (None, None)}
+                changed = {"the version of its manifest": (None, None)}
             names = [key.removeprefix("model_facts.") for key in changed]
             if names:
                 what = "model" if all(key.startswith("model") for key in changed) else "job"
                 yield f"{none}: {what} differs: {listed(names)}"
             elif not len(self._index):
-                why = "it has no finished rows, or an earlier version wrote them without keys"
+                why = (
+                    "the output has no finished rows, or an earlier version wrote them without keys"
+                )
                 yield f"{none}: {why}"
             else:
                 yield f"{none}: prompts or sampling parameters differ"
@@ -259,7 +261,7 @@ class RowReuse:
                 self._is_whole[file] = True
             except DataError as error:
                 self._is_whole[file] = False
-                self._warn(f"not reused, its rows are computed: {error}")
+                self._warn(f"a file is not reused, and its rows are computed: {error}")
         return self._is_whole[file]
 
     def _copied_from(self, file: int, found: pa.Table) -> pa.Table:
@@ -284,7 +286,7 @@ class RowReuse:
             try:
                 self._latest = file, self._files[file].read(self._generated.names)
             except DataError as error:
-                raise DataError(str(error), hint="run again: its rows are then computed") from None
+                raise DataError(str(error), hint="run again, which computes its rows") from None
         return self._latest[1]
 
 
@@ -336,7 +338,7 @@ class FinishedFile:
         except (OSError, ValueError) as error:
             raise DataError(f"{self.path} cannot be read: {first_line(error)}") from None
         if hashlib.sha256(data).hexdigest() != self.record.sha256:
-            raise DataError(f"{self.path} holds other bytes than were written (its hash differs)")
+            raise DataError(f"{self.path} has changed since it was written (its hash differs)")
         return data
 
 

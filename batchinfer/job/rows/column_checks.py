@@ -61,7 +61,7 @@ def check_completions_column(name: str, source: Source) -> None:
     Raises:
         DataError: the column is missing, or its type cannot hold completions.
     """
-    expected = "string, list<string>, or list<list<int>> of token ids"
+    expected = "string, list<string>, or list<list<int>> (token ids)"
     _check_column(source, name, "score.completions_column", _may_be_completions, expected)
 
 
@@ -87,7 +87,7 @@ def _check_prompt(source: Source, name: str, config: PromptConfig) -> None:
 
 
 def _check_sampling_params(source: Source) -> None:
-    expected = "struct, or string (JSON); rename the column if it holds something else"
+    expected = "struct or string (JSON); rename the column if it holds something else"
     kind = _check_column(source, SAMPLING_COLUMN, "sampling", _may_be_params, expected)
     if not pa.types.is_struct(kind):
         return

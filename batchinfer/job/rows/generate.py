@@ -103,7 +103,7 @@ def _summarise(row: Mapping[str, Any]) -> tuple[str | None, str]:
     reasons = Counter(item["finish_reason"] for item in row["outputs"] or ())
     ends = ", ".join(f"{reason} x{n}" if n > 1 else reason for reason, n in reasons.items())
     prompt, output = (row[f"num_{kind}_tokens"] or 0 for kind in ("prompt", "output"))
-    facts = f"{prompt:,} tokens in, {output:,} out"
+    facts = f"{prompt:,} input tokens, {output:,} output tokens"
     return row["generated_text"], f"{facts}; {ends}" if ends else facts
 
 

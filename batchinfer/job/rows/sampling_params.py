@@ -103,11 +103,11 @@ class RowParams:
             return RowError(_CODE, f"{self._where} is not JSON: {error}")
         if not isinstance(fields, Mapping):
             what = printable(text, 60)
-            return RowError(_CODE, f"{self._where} must be an object of parameters, not {what}")
+            return RowError(_CODE, f"{self._where} must be a JSON object of parameters, not {what}")
         fields = {name: _whole(value) for name, value in _without_aliases(fields).items()}
         for name, is_kept in self._kept.items():
             if name in fields and not is_kept:
-                need = f"sampling.{name} and output.include: [{name}] of the job"
+                need = f"sampling.{name} and output.include: [{name}] in the job file"
                 return RowError(_CODE, f"{self._where}: {name} is given, but needs {need}")
         for name in ("stop", "bad_words"):
             if isinstance(fields.get(name), str):
@@ -173,7 +173,7 @@ def _problem(detail: ErrorDetails) -> str:
     if detail["type"] == "value_error":
         return str(detail["ctx"]["error"])
     if detail["type"] == "json_invalid":
-        return "it holds NaN, an infinite number or invalid Unicode"
+        return "the value contains NaN, an infinite number or invalid Unicode"
     name = dotted(detail["loc"])
     if is_unknown_key(detail):
         return f"unknown parameter {name}{did_you_mean(name, _KNOWN)}"
@@ -194,7 +194,7 @@ def _text_of(value: object) -> str:
 
 
 def _refuse(value: object) -> None:
-    raise TypeError(f"a {type(value).__name__} is not a value for a parameter")
+    raise TypeError(f"a parameter cannot be a {type(value).__name__}")
 
 
 def _plain(value: Any) -> Any:

@@ -153,7 +153,7 @@ def _check_columns(job: JobSpec, source: Source) -> None:
 
 
 def _summarise(row: Mapping[str, Any]) -> tuple[str | None, str]:
-    facts = f"{row['num_prompt_tokens'] or 0:,} tokens in"
+    facts = f"{row['num_prompt_tokens'] or 0:,} input tokens"
     if row["score"] is None:
         return None, facts
     scores = ", ".join(f"{at}: {one['sum_logprob']:.3f}" for at, one in enumerate(row["score"]))

@@ -76,30 +76,33 @@ class NothingToDo:
 
 REFUSED: Mapping[tuple[str, str], JobError] = {
     ("--retry-errors", "--overwrite"): UsageError(
-        "--retry-errors keeps the good rows, --overwrite keeps none: choose one"
+        "--retry-errors keeps the good rows, but --overwrite deletes them; choose one"
     ),
     ("--update", "--overwrite"): UsageError(
-        "--update keeps the good rows, --overwrite keeps none: choose one"
+        "--update keeps the good rows, but --overwrite deletes them; choose one"
     ),
     ("--worker", "--workers"): UsageError(
-        "--worker is one of several workers, --workers starts several: choose one"
+        "--worker runs one of several workers, but --workers starts several; choose one"
     ),
     ("--retry-errors", "--worker"): UsageError(
-        "--retry-errors cannot be combined with --worker: other workers may be running already",
-        hint="run it without --worker: it runs only the rows that ended in an error",
+        "--retry-errors cannot be combined with --worker, because other workers "
+        "may already be running",
+        hint="leave out --worker; --retry-errors runs only the failed rows",
     ),
     ("--update", "--worker"): UsageError(
-        "--update cannot be combined with --worker: the new output replaces the old one as a whole",
-        hint="run it without --worker: it runs only the rows that differ",
+        "--update cannot be combined with --worker, because the new output "
+        "replaces the old one as a whole",
+        hint="leave out --worker; --update runs only the rows that differ",
     ),
     ("--retry-errors", "--shard"): UsageError(
-        "--retry-errors cannot be combined with --shard: another shard could end the job before "
-        "this one has reopened its failed rows",
-        hint="run it without --shard: it runs only the rows that ended in an error",
+        "--retry-errors cannot be combined with --shard, because another shard "
+        "could end the job before this one has reopened its failed rows",
+        hint="leave out --shard; --retry-errors runs only the failed rows",
     ),
     ("--update", "--shard"): UsageError(
-        "--update cannot be combined with --shard: the new output replaces the old one as a whole",
-        hint="run it without --shard: it runs only the rows that differ",
+        "--update cannot be combined with --shard, because the new output replaces "
+        "the old one as a whole",
+        hint="leave out --shard; --update runs only the rows that differ",
     ),
 }
 """Pairs of options that cannot be combined, and the error that says why."""
@@ -181,8 +184,8 @@ def _refuse_own_output(source: Source, out: OutputDir) -> None:
     for file in source.files:
         if any(out.files.holds(place, file.path) for place in (out.root, out.data)):
             raise UsageError(
-                f"output.path: {printable(file.path)} is both input and output of this job",
-                hint="give the output a folder of its own",
+                f"output.path: {printable(file.path)} is both an input and an output of this job",
+                hint="choose another folder for the output",
             )
 
 
@@ -294,8 +297,9 @@ def _for_errors(spec: JobSpec, before: JobSpec, planned: Manifest) -> JobSpec:
     if latest.num_rows == planned.num_rows:
         return spec
     print_line(
-        f"{printable(', '.join(spec.input.paths))} has other rows at version {latest.version}: "
-        f"errors are retried at version {planned.table_version}; --update reads the latest",
+        f"{printable(', '.join(spec.input.paths))} has changed since this job "
+        f"started; failed rows are retried at version {planned.table_version} of "
+        f"the table; to read version {latest.version}, use --update",
         to_stderr=True,
     )
     return before

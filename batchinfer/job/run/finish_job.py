@@ -55,7 +55,7 @@ def _finish(job: OutputJob, claim: Claim, reporter: RunReporter) -> ExitCode:
         lineage_of = partial(_lineage, job, records)
         summary = write_summary(job.out, job.manifest, records, warnings.append, lineage_of)
     if job.spec.accept is not None and summary["rows"]["ok"] and not _num_kept(job, summary):
-        warnings.append("accept keeps no sample of any row: see whether its conditions can be met")
+        warnings.append("accept kept no sample of any row; check whether its conditions can be met")
     reporter.end(job.out, summary, warnings)
     job.out.empty(job.out.segments)
     job.out.empty(job.out.tokens)
@@ -116,11 +116,11 @@ def _record(job: OutputJob, claim: Claim, part: Part) -> PartRecord:
     Raises:
         DataError: the part was damaged, or its record is missing.
     """
-    again = f"run {claim.command_for(part)} again: the part is then made again"
+    again = f"to make the part again, run {claim.command_for(part)}"
     try:
         record = job.out.finished(part)
     except DataError as error:
         raise DataError(str(error), hint=again) from None
     if record is None:
-        raise DataError(f"{job.out.part_file(part)} has lost its record", hint=again)
+        raise DataError(f"the record of {job.out.part_file(part)} is missing", hint=again)
     return record

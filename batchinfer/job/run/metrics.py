@@ -33,7 +33,7 @@ _COUNTERS = {
 }
 """Field of ``Counts`` and description, by metric."""
 _OF_STEP = {
-    "kv_blocks": ("kv_blocks_total", "KV blocks of the pool."),
+    "kv_blocks": ("kv_blocks_total", "KV blocks in the pool."),
     "kv_blocks_used": ("kv_blocks_used", "KV blocks of unfinished sequences."),
     "kv_blocks_shared": ("kv_blocks_shared", "KV blocks that several sequences share."),
     "kv_blocks_cached": ("kv_blocks_cached", "KV blocks kept for reuse."),
@@ -68,8 +68,8 @@ def serve_metrics(
     address = _PORT.fullmatch(where)
     if address is None and ":" in where and "/" not in where:
         raise UsageError(
-            f"--metrics {printable(where)!r}: the part after the colon is not a port",
-            hint=f"write host:port, or ./{printable(where)} for a file of that name",
+            f"--metrics {printable(where)!r}: the text after the colon is not a port",
+            hint=f"write host:port, or ./{printable(where)} for a file with that name",
         )
     if address is None:
         return _in_file(where, registry)
@@ -82,7 +82,7 @@ def _on_port(host: str, port: int, registry: CollectorRegistry, display: Display
 
     place = f"{host}:{port}"
     if not 0 <= port < 1 << 16:
-        raise UsageError(f"--metrics {place}: a port is from 0 to 65535")
+        raise UsageError(f"--metrics {place}: the port must be from 0 to 65535")
     try:
         server, thread = start_http_server(port, host.strip("[]"), registry)
     except OSError as error:
@@ -92,7 +92,7 @@ def _on_port(host: str, port: int, registry: CollectorRegistry, display: Display
         ) from None
     try:
         url = f"http://{host}:{server.server_port}/metrics"
-        display.say("metrics", f"metrics are at {url}", url=url)
+        display.say("metrics", f"metrics are available at {url}", url=url)
         yield
     finally:
         server.shutdown()
@@ -151,7 +151,7 @@ class _Collector:
         before = "Rows that other runs have finished."
         yield gauge("rows_finished_before", before, meter.before)
         yield gauge("rows_running", "Rows in the engine.", meter.rows_running)
-        share = "Finished share of the rows, counting running rows by their tokens."
+        share = "Share of the work that is done; running rows count by their tokens."
         yield gauge("progress_ratio", share, meter.share)
         if meter.eta_s is not None:
             yield gauge("eta_seconds", "Seconds until all rows are finished.", meter.eta_s)
@@ -166,7 +166,7 @@ class _Collector:
         seconds, current = dict(phases.seconds), phases.current
         if current is not None:
             seconds[current[0]] = seconds.get(current[0], 0.0) + current[2]
-        name, what = "batchinfer_phase_seconds", "Seconds of each phase, by its name."
+        name, what = "batchinfer_phase_seconds", "Seconds of each phase, by the phase's name."
         family = CounterMetricFamily(name, what, labels=("job", "phase"))
         for phase, lasted_s in seconds.items():
             family.add_metric((self._job, phase), lasted_s)

@@ -98,7 +98,7 @@ def _run_end(
     elif meter is not None:
         total, done = meter.before + meter.total, meter.before + meter.counts.rows
         rows = {"total": total, "finished": done, "error": meter.failed}
-    reason = None if error is None else "a bug of batchinfer; see its crash log"
+    reason = None if error is None else "a bug in batchinfer; see its crash log"
     return RunEnd(
         job=spec.name,
         outcome=_OUTCOMES.get(code, "failed"),
@@ -142,7 +142,7 @@ def _post(url: str, message: bytes) -> str | None:
             return None
     except urllib.error.HTTPError as error:
         error.close()
-        return f"it answered {error.code}"
+        return f"the server answered with HTTP status {error.code}"
     except urllib.error.URLError as error:
         return _problem(error.reason)
     except Exception as error:  # errors of http.client or a proxy may contain the URL
@@ -163,7 +163,7 @@ def _problem(reason: object) -> str:
     """Return the system's message for an OSError, and only the type of other errors."""
     if isinstance(reason, OSError) and reason.strerror:
         return str(reason.strerror)
-    return f"it failed ({type(reason).__name__})"
+    return f"the request failed ({type(reason).__name__})"
 
 
 def _run_command(command: tuple[str, ...], message: bytes) -> str | None:
@@ -184,12 +184,14 @@ def _run_command(command: tuple[str, ...], message: bytes) -> str | None:
         os.close(output)
     try:
         process.communicate(message, timeout=LIMIT_S)
-        return f"it ended with {process.returncode}" if process.returncode else None
+        return (
+            f"the command ended with exit code {process.returncode}" if process.returncode else None
+        )
     except subprocess.TimeoutExpired:
         with suppress(OSError):
             os.killpg(process.pid, signal.SIGKILL)  # including its child processes
         process.wait()
-        return f"it was killed after {LIMIT_S:g} s"
+        return f"the command was killed after {LIMIT_S:g} s"
     finally:
         copying.join(_COPY_S)
 
@@ -203,7 +205,9 @@ def _copy_to_stderr(printed: int) -> None:
             num_left_out += max(0, len(data) - room)
             room = max(0, room - len(data))
         if num_left_out:
-            _write_all(f"\non_end.command: {num_left_out:,} more bytes are left out\n".encode())
+            _write_all(
+                f"\non_end.command: {num_left_out:,} more bytes of output are left out\n".encode()
+            )
 
 
 def _write_all(data: bytes) -> None:

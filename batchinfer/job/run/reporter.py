@@ -25,7 +25,7 @@ Report = Callable[[OutputDir, Callable[[str], None]], bool]
 _MAX_DAMAGE_LINES = 5
 _AGAIN = {
     False: "the same command again",
-    True: "again without --overwrite, and with output.if_exists: resume,",
+    True: "it again without --overwrite and with output.if_exists: resume",
 }
 
 
@@ -50,21 +50,23 @@ def summary_facts(
     yield from error_lines(rows["error_codes"], rows.get("first_errors", ()))
     if rows["control_text"]:
         yield SummaryLine(
-            "note", "control tokens as plain text", f", in {counted_rows(rows['control_text'])}"
+            "note",
+            "prompts contain control tokens, which are treated as plain text",
+            f", in {counted_rows(rows['control_text'])}",
         )
     if rows["reused"]:
         yield SummaryLine("reused", counted_rows(rows["reused"]), ", not computed again")
     equal = summary["sharing"]["deduplicated_rows"]
     if equal:
         yield SummaryLine(
-            "note", f"{counted_rows(equal)} equal to other rows", ", not computed again"
+            "note", f"{counted_rows(equal)} copied from equal rows", ", not computed again"
         )
     memory = summary["out_of_memory"]
     if memory["count"]:
         yield SummaryLine(
             "note",
             f"out of memory in {memory['count']:,} steps",
-            f"; max_num_batched_tokens came down to {memory['max_num_batched_tokens']:,}",
+            f"; max_num_batched_tokens was lowered to {memory['max_num_batched_tokens']:,}",
         )
     draws_none = tokens["prompt"] and not tokens["output"]
     if draws_none:
@@ -72,7 +74,7 @@ def summary_facts(
         yield SummaryLine("tokens", f"{tokens['prompt']:,} in prompts", each)
     elif tokens["prompt"]:
         each = f", {rates['output_tokens_per_s']:,.0f} per second"
-        yield SummaryLine("tokens", f"{tokens['output']:,} out", each)
+        yield SummaryLine("tokens", f"{tokens['output']:,} in answers", each)
     yield from _samples(summary["accept"])
     if kv["num_blocks"] and tokens["prompt"]:  # otherwise, nothing was computed
         workers = summary["workers"]
@@ -81,7 +83,7 @@ def summary_facts(
         yield SummaryLine(
             "pool",
             f"{kv['num_blocks']:,} blocks of {kv['block_size']} tokens",
-            f"{each}, {mean:.1%} used on average, {peak:.1%} at most",
+            f"{each}; {mean:.1%} used on average, at most {peak:.1%}",
         )
         yield SummaryLine(
             "waste",
@@ -91,7 +93,7 @@ def summary_facts(
             else f" (reserving the longest answers would waste {kv['contiguous_waste']:.1%})",
         )
         reused, planned = kv["prefix_hit_rate"], summary["sharing"]["planned_rate"]
-        in_common = f", of {planned:.1%} that rows share" if planned > reused else ""
+        in_common = f", of the {planned:.1%} that rows share" if planned > reused else ""
         yield SummaryLine(
             "sharing",
             f"saved {kv['sharing_saving']:.1%} of the blocks",
@@ -106,7 +108,7 @@ def _samples(tally: Mapping[str, int]) -> Iterator[SummaryLine]:
         return
     counts = [
         (tally["samples_rejected"], "did not pass"),
-        (tally["samples_duplicate"], "repeated the text of a kept one"),
+        (tally["samples_duplicate"], "repeated the text of a kept sample"),
         (tally["samples_surplus"], "were not needed"),
     ]
     yield SummaryLine(
@@ -121,10 +123,11 @@ def too_many_errors(rows: dict[str, Any], max_error_rate: float, output: PurePat
     codes = ", ".join(f"{code} {count:,}" for code, count in rows["error_codes"].items())
     return (
         f"{rows['error']:,} of {counted_rows(rows['total'])} failed, more than "
-        f"errors.max_error_rate {max_error_rate:g} allows: {codes}\n"
-        f"all rows are written to {printable(str(output))}; see their error column. There is no "
-        "_SUCCESS; to run the failed rows again, use --retry-errors; to accept them, raise "
-        "errors.max_error_rate (run-batch: --max-error-rate) and run again"
+        f"errors.max_error_rate ({max_error_rate:g}) allows: {codes}\nall rows are "
+        f"in {printable(str(output))}, with their errors in the column error, but "
+        "there is no _SUCCESS; to run the failed rows again, use --retry-errors; "
+        "to accept them, raise errors.max_error_rate (run-batch: --max-error-rate) "
+        "and run again"
     )
 
 
@@ -149,7 +152,7 @@ class RunReporter:
     def resumes(self, finished: int, total: int) -> None:
         """Say how many rows earlier runs have finished."""
         if finished:
-            line = f"{finished:,} of {counted_rows(total)} were finished before"
+            line = f"{finished:,} of {counted_rows(total)} were already finished"
             self.display.say("resumed", line, rows_finished=finished, rows_total=total)
 
     def damage(self, damaged: Mapping[str, str]) -> None:
@@ -178,15 +181,15 @@ class RunReporter:
 
     def stopped(self, out: OutputDir, *, overwrites: bool) -> None:
         """Say that the run was interrupted. The run has no time left to write a report."""
-        self.display.say("stopped", f"stopped; run {_AGAIN[overwrites]} to resume", "error")
+        self.display.say("stopped", f"stopped; to resume, run {_AGAIN[overwrites]}", "error")
         place = shlex.quote(printable(str(out.root)))
         self.display.say("see_report", f"batchinfer report {place} shows its progress")
 
     def parts_left(self, out: OutputDir, others_left: int) -> None:
         """Say that this process has made its parts, and that another process ends the job."""
-        left = f"left to other processes: {counted(others_left, 'part')}"
+        left = f"other processes still have {counted(others_left, 'part')} to make"
         if not others_left:
-            left = "another process has ended the job"
+            left = "another process has finished the job"
         done = f"this process has made its parts in {printable(str(out.root))}; {left}"
         self.display.say("shard_ended", done, is_result=True, parts_left=others_left)
 
@@ -196,9 +199,10 @@ class RunReporter:
 
     def too_few_rows(self, out: OutputDir, kept: int, least: int) -> None:
         line = (
-            f"{counted_rows(kept)} succeeded, fewer than errors.min_rows, {least:,}\n"
-            f"all rows are written to {printable(str(out.place))}, without _SUCCESS; see whether "
-            "input.filter or accept leaves too few, or lower errors.min_rows and run again"
+            f"{counted_rows(kept)} succeeded, but errors.min_rows is "
+            f"{least:,}\nall rows are in {printable(str(out.place))}, but there is "
+            "no _SUCCESS; check whether input.filter or accept leaves too few "
+            "rows, or lower errors.min_rows and run again"
         )
         self.display.say("too_few_rows", line, "error", rows=kept, min_rows=least)
 

@@ -46,7 +46,7 @@ def batch_job(options: BatchOptions) -> JobSpec:
         raise UsageError(f"-o: {printable(options.output_file)} is a folder; name a file")
     paths = (options.input_file, options.output_file)
     if len({path if is_url(path) else os.path.realpath(path) for path in paths}) == 1:
-        raise UsageError("-o: the output file is the input file; give it a name of its own")
+        raise UsageError("-o: the output file is the input file; choose another name")
     return checked_job(JobDocument(YamlText(_keys(options), {}), "run-batch"), Path.cwd())
 
 

@@ -79,14 +79,14 @@ def _check_adapters(spec: JobSpec, document: JobDocument) -> None:
     adapters, name = spec.model.adapters, spec.prompt.adapter
     has_column = spec.prompt.adapter_column is not None
     if name is not None and name not in adapters:
-        known = did_you_mean(name, tuple(adapters)) if adapters else "; model.adapters is empty"
+        known = did_you_mean(name, tuple(adapters)) if adapters else ", because it is empty"
         problem = f": model.adapters has no {format_value(name)}{known}"
         raise document.error(("prompt", "adapter"), problem)
     if has_column and not adapters:
         problem = " is set, but model.adapters is empty; add name: folder there"
         raise document.error(("prompt", "adapter_column"), problem)
     if adapters and not has_column and name is None and spec.input.format != "openai-batch":
-        problem = " are set, but no row uses them: set prompt.adapter for all rows, "
+        problem = " are set, but no row uses them; set prompt.adapter for all rows, "
         raise document.error(("model", "adapters"), problem + "or prompt.adapter_column")
 
 
@@ -97,13 +97,19 @@ def _check_output_place(output: str, place: str, document: JobDocument) -> None:
     fixed = _fixed_part(place)
     out, folder = _resolved(output), _resolved(fixed)
     if len(out.parts) <= (2 if is_url(output) else 1):
-        raise document.error(key, f" is {printable(output)}, the root; choose a folder below it")
+        raise document.error(
+            key, f" is {printable(output)}, which is the root folder; choose a folder below it"
+        )
     if is_url(output) and ".." in out.parts:
-        raise document.error(key, f" is {printable(output)}; a store has no folder named ..")
+        raise document.error(
+            key, f" is {printable(output)}; an object store has no folder named .."
+        )
     if out.is_relative_to(folder) and (fixed == place or _would_match(place, output)):
-        raise document.error(key, f" is in the input's folder {printable(fixed)}")
+        raise document.error(
+            key, f" is inside the input folder {printable(fixed)}; choose another folder"
+        )
     if folder.is_relative_to(out):
-        problem = f" {printable(output)} holds the input {printable(place)}; "
+        problem = f" {printable(output)} contains the input {printable(place)}; "
         raise document.error(key, problem + "choose another folder")
 
 
@@ -148,9 +154,11 @@ def _check_output_names(spec: JobSpec, document: JobDocument) -> None:
     kept = dict.fromkeys((*spec.input.keep_columns, *filter(None, [spec.input.id_column])))
     for name, new_name in rename.items():
         if name not in kept:
-            raise document.error((*key, name), f": the column is not kept; kept: {listed(kept)}")
+            raise document.error(
+                (*key, name), f": the column is not kept; the kept columns are: {listed(kept)}"
+            )
         if new_name in kept and new_name not in rename:
-            problem = f": {format_value(new_name)} is a kept input column too; choose another name"
+            problem = f": {format_value(new_name)} is also a kept input column; choose another name"
             raise document.error((*key, name), problem)
     for name in kept:
         if name in generated and name not in rename:

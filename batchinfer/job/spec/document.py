@@ -26,7 +26,8 @@ class JobDocument:
     def __init__(self, text: YamlText, source: str) -> None:
         if not isinstance(text.data, dict):
             raise UsageError(
-                f"{source}: a job file must be keys and values; `batchinfer schema` lists the keys"
+                f"{source}: a job file must consist of keys and values; "
+                "`batchinfer schema` lists the keys"
             )
         self.source = source
         self.data: dict[str, Any] = text.data
@@ -82,9 +83,9 @@ class JobDocument:
         origin = printable(option or f"--set {shown}", 80)
         path: KeyPath = tuple(part.strip() for part in keys.split("."))
         if not equals:
-            raise UsageError(f"{origin}: has no =; write --set {printable(keys, 60)}=VALUE")
+            raise UsageError(f"{origin}: it has no =; write --set {printable(keys, 60)}=VALUE")
         if not all(path):
-            raise UsageError(f"{origin}: has no key before the =; write --set section.key=VALUE")
+            raise UsageError(f"{origin}: it has no key before the =; write --set section.key=VALUE")
         if len(path) == 2 and path[0] == "sampling":
             path = ("sampling", SAMPLING_ALIASES.get(str(path[1]), path[1]))
         self.set(path, _set_value(value.strip(), origin), origin)

@@ -31,9 +31,9 @@ _EXPECTED: Mapping[str, str] = {
     "string_too_short": "a non-empty string",
     "bool_type": "true or false",
     "tuple_type": "a list",
-    "dict_type": "keys and values",
-    "model_type": "keys and values",
-    "dataclass_type": "keys and values",
+    "dict_type": "a mapping of keys to values",
+    "model_type": "a mapping of keys to values",
+    "dataclass_type": "a mapping of keys to values",
     "literal_error": "{expected}",
     "greater_than_equal": "{ge} or more",
     "less_than_equal": "{le} or less",
@@ -44,7 +44,7 @@ _LIKE = {
     "model": "Qwen/Qwen3-0.6B",
     "input": "prompts.parquet",
     "sampling": "{max_tokens: 64}",
-    "sampling.max_tokens": "64, the most tokens of an answer",
+    "sampling.max_tokens": "64 (most tokens per answer)",
     "output": "{path: out/answers}",
 }
 """Examples of required keys."""
@@ -181,4 +181,4 @@ def _suggestion(path: KeyPath) -> str:
     for section, keys in known_keys().items():
         if name in keys:
             return f"; did you mean {f'{section}.{name}'.lstrip('.')}?"
-    return f"; known here: {listed(known)}"
+    return f"; the known keys are: {listed(known)}"

@@ -45,7 +45,7 @@ def tools_file(path: str) -> tuple[Any, ...]:
     except RecursionError:
         raise ValueError(f"{where} is nested too deeply") from None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise ValueError(f"{where} must hold a list of tools, {_TOOL} each")
+        raise ValueError(f"{where} must hold a list of tools, each like {_TOOL}")
     return tuple(tools)
 
 
@@ -59,7 +59,7 @@ def text_of(path: str) -> str:
     except OSError as error:
         raise ValueError(f"{where} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
-        raise ValueError(f"{where} is not UTF-8 text; save it as UTF-8") from None
+        raise ValueError(f"{where} is not a UTF-8 text file; save it as UTF-8") from None
 
 
 def shipped_presets() -> tuple[str, ...]:
@@ -86,9 +86,11 @@ def read_preset(preset: str, base_dir: Path) -> tuple[YamlText, str]:
     else:
         near = near_name(preset, shipped_presets()) or ";"
         raise UsageError(
-            f"engine.preset: {printable(preset, 80)} is neither a shipped preset nor a file{near} "
-            f"shipped: {listed(shipped_presets())}"
+            f"engine.preset: {printable(preset, 80)} is neither a shipped preset "
+            f"nor a file{near} the shipped presets are: {listed(shipped_presets())}"
         )
     if not isinstance(text.data, dict):
-        raise UsageError(f"{source}: a preset must be keys and values of the engine section")
+        raise UsageError(
+            f"{source}: a preset must consist of keys and values of the engine section"
+        )
     return text, source

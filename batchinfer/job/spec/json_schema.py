@@ -26,8 +26,8 @@ def json_schema() -> dict[str, Any]:
     records["EngineConfig"]["properties"]["preset"] = {
         "type": ["string", "null"],
         "default": None,
-        "description": "A shipped preset or a file of engine keys. Keys of this section override "
-        "it.",
+        "description": "Name of a shipped preset, or a file of engine keys. Other keys of this "
+        "section override it.",
         "examples": list(shipped_presets()),
     }
     schema["required"].remove("sampling")

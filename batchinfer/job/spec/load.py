@@ -52,7 +52,7 @@ def render_variables(text: str, variables: Mapping[str, str]) -> str:
         return variables[name]
 
     if text.count("{{") != len(_PLACEHOLDER.findall(text)):
-        raise ValueError("has {{ without }}")
+        raise ValueError("a {{ has no matching }}")
     return _PLACEHOLDER.sub(value, text)
 
 
@@ -66,7 +66,10 @@ def parse_variables(assignments: Sequence[str]) -> dict[str, str]:
     for assignment in assignments:
         name, equals, text = assignment.partition("=")
         if not equals or not name.strip():
-            raise UsageError(f"--var {printable(assignment, 60)}: write --var name=text")
+            raise UsageError(
+                f"--var {printable(assignment, 60)}: it has no name or no value; write "
+                "--var name=text"
+            )
         try:
             valid_text(assignment)
         except ValueError:
@@ -84,8 +87,8 @@ def check_token_keys(biases: object) -> None:
     for key in biases if isinstance(biases, Mapping) else ():
         if not _TOKEN_ID.fullmatch(key):
             raise ValueError(
-                f"logit_bias has the key {format_value(key)}; its keys are token ids, "
-                "written as plain whole numbers like 5"
+                f"logit_bias has the key {format_value(key)}; its keys must be "
+                "token ids, written as whole numbers like 5"
             )
 
 
@@ -156,7 +159,9 @@ def _check(document: JobDocument) -> JobSpec:
     _fill_in_sampling(document)
     seed: KeyPath = ("sampling", "seed")
     if document.get(seed, 0) is None:
-        raise document.error(seed, " is null; set a number, like 0, so that runs can be repeated")
+        raise document.error(
+            seed, " is null; set it to a number, like 0, so that runs can be repeated"
+        )
     # Strict mode accepts lists for tuples only in JSON.
     try:
         return JobSpec.model_validate_json(json.dumps(document.data), strict=True)
@@ -170,7 +175,9 @@ def _fill_in_sampling(document: JobDocument) -> None:
     task = TASK_SPECS.get(name) if isinstance(name, str) else None
     if task is not None and task.sampling is not None:
         if document.get(("sampling",)) is not None:
-            problem = f" cannot be used with task: {name}, which draws no tokens; leave it out"
+            problem = (
+                f" cannot be used with task: {name}, which draws no tokens; leave the section out"
+            )
             raise document.error(("sampling",), problem)
         document.data["sampling"] = asdict(task.sampling)
 
@@ -178,11 +185,13 @@ def _fill_in_sampling(document: JobDocument) -> None:
 def _fill_in_variables(document: JobDocument, overrides: Mapping[str, str]) -> None:
     declared = document.get(("vars",), {})
     if not isinstance(declared, dict):
-        raise document.error(("vars",), " must be names with strings, or null if --var is required")
+        raise document.error(
+            ("vars",), " must map names to strings, or to null if --var must set them"
+        )
     for name in overrides:
         if name not in declared:
             near = did_you_mean(name, tuple(declared), "vars")
-            raise UsageError(f"--var {printable(name, 60)}: the job has no such var{near}")
+            raise UsageError(f"--var {printable(name, 60)}: the job has no such variable{near}")
     values = {**declared, **overrides}
     for name, value in values.items():
         if value is None:
@@ -214,7 +223,7 @@ def _set_output(document: JobDocument, output: str) -> None:
     except ValueError as error:
         raise UsageError(f"--output: {error}") from None
     if not output:
-        raise UsageError("--output is empty; name a folder")
+        raise UsageError("--output is empty; give a folder")
     place = output if is_url(output) else os.path.abspath(output)
     document.set(("output", "path"), place, "--output")
 
@@ -235,7 +244,9 @@ def _apply_preset(document: JobDocument, base_dir: Path) -> None:
     if preset is None:
         return
     if not isinstance(preset, str):
-        raise document.error(("engine", "preset"), " must be a shipped name or a file")
+        raise document.error(
+            ("engine", "preset"), " must be the name of a shipped preset, or a file"
+        )
     try:
         text, source = read_preset(preset, base_dir)
     except UsageError as error:

@@ -101,11 +101,11 @@ class ScaleSpec(Section):
     def _check(self) -> Self:
         self.start_timeout_s  # noqa: B018 - raises
         if self.cluster not in ("local", "auto") and not _HOST_PORT.fullmatch(self.cluster):
-            raise ValueError("cluster must be local, auto or host:port")
+            raise ValueError("cluster must be local, auto or HOST:PORT")
         if self.workers != "auto" and self.min_workers > self.workers:
-            raise ValueError("min_workers is more than workers; lower it")
+            raise ValueError("min_workers is more than workers; lower min_workers")
         if self.cluster != "local" and "workers" not in self.model_fields_set:
-            raise ValueError("cluster needs workers; set a number, or auto")
+            raise ValueError("cluster needs workers; set workers to a number or auto")
         return self
 
     @property
@@ -113,7 +113,7 @@ class ScaleSpec(Section):
         """Value of ``start_timeout`` in seconds."""
         match = _DURATION.fullmatch(self.start_timeout)
         if match is None:
-            raise ValueError(f"start_timeout: {self.start_timeout!r}; write it like 90s or 10m")
+            raise ValueError(f"start_timeout is {self.start_timeout!r}; write it like 90s or 10m")
         return float(match[1]) * {"s": 1, "m": 60, "h": 3600}[match[2]]
 
 

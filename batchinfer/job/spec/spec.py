@@ -67,7 +67,7 @@ def _check_place(key: str, path: str, stores: Collection[str] = ()) -> None:
         return
     if match.group(1) in _PLANNED_STORES:
         _refuse_not_yet({f"{key}: {match.group()}": True})
-    raise ValueError(f"{key}: {match.group()} is not a place this version can use; give a path")
+    raise ValueError(f"{key}: this version cannot use {match.group()}; give a path")
 
 
 class ModelSpec(Section):
@@ -223,7 +223,7 @@ class OutputSpec(Section):
         if name is not None and name not in known:
             raise ValueError(f"tool_parser {name!r} is not known{did_you_mean(name, known)}")
         if len(set(self.include)) < len(self.include):
-            raise ValueError("include names something twice")
+            raise ValueError("include has a name twice")
         if len(set(self.rename.values())) < len(self.rename):
             raise ValueError("rename gives two columns the same name")
         if len(set(self.partition_by)) < len(self.partition_by):
@@ -246,14 +246,18 @@ class OutputSpec(Section):
 
 def _check_version(version: int) -> int:
     if version != 1:
-        raise ValueError(f"version is {version}; this batchinfer knows version 1")
+        raise ValueError(
+            f"version is {version}, but this version of batchinfer reads only version 1"
+        )
     return version
 
 
 def _check_messages(prompt: PromptConfig) -> PromptConfig:
     for message in prompt.messages or ():
         if set(message) != {"role", "content"}:
-            raise ValueError("messages: each needs a role and a content, and nothing else")
+            raise ValueError(
+                "messages: each message must have a role and a content, and nothing else"
+            )
     return prompt
 
 
@@ -321,13 +325,17 @@ class JobSpec(Section):
 
     def _check_batch(self) -> None:
         if self.output.explode and self.output.format == "openai-batch":
-            raise ValueError("output.explode: OpenAI's files have all choices of a request in one")
+            raise ValueError(
+                "output.explode cannot be combined with output.format: openai-batch, "
+                "which has all choices of a request in one line"
+            )
         if self.input.format == "openai-batch":
             for name in _PROMPT_COLUMNS:
                 if getattr(self.prompt, name) is not None:
                     raise ValueError(
-                        f"prompt.{name}: with input.format: openai-batch, prompts are in the "
-                        "requests; leave it out"
+                        f"prompt.{name} cannot be combined with input.format: "
+                        "openai-batch, because the requests contain the prompts; "
+                        "leave it out"
                     )
         elif self.output.format == "openai-batch":
             raise ValueError("output.format: openai-batch needs input.format: openai-batch")
@@ -340,9 +348,11 @@ class JobSpec(Section):
 
     def _check_accept(self, accept: AcceptConfig) -> None:
         if accept.k is not None and self.sampling.n > 1:
-            raise ValueError("accept.k and sampling.n both say how many to keep; leave one out")
+            raise ValueError(
+                "accept.k and sampling.n both say how many samples to keep; leave one out"
+            )
         if self.sampling.n > accept.max_tries:
-            raise ValueError("accept.max_tries is less than sampling.n; raise it")
+            raise ValueError("accept.max_tries is less than sampling.n; raise accept.max_tries")
         _refuse_not_yet(
             {
                 "accept with sampling.beam_width": self.sampling.beam_width is not None,

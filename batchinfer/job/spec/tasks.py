@@ -64,15 +64,18 @@ def _check_generate(job: JobSpec) -> None:
             raise ValueError(f"output.include names {name}, but sampling.{name} is not set")
         if asked and name not in job.output.written:
             raise ValueError(
-                f"sampling.{name} is set, but {name} are not written; "
-                f"add to the output section: include: [{name}]"
+                f"sampling.{name} is set, but {name} are not written; add include: "
+                f"[{name}] to the output section"
             )
     if job.sampling.max_reasoning_tokens is not None and job.output.reasoning == "none":
         raise ValueError("sampling.max_reasoning_tokens needs output.reasoning; set it to auto")
     if job.prompt.tool_choice not in ("auto", "none") and job.sampling.structured_outputs:
         raise ValueError("sampling.structured_outputs cannot be combined with prompt.tool_choice")
     if (job.sampling.beam_width or 1) > job.engine.max_num_batched_tokens:
-        raise ValueError("sampling.beam_width is more than engine.max_num_batched_tokens; lower it")
+        raise ValueError(
+            "sampling.beam_width is more than engine.max_num_batched_tokens; lower "
+            "sampling.beam_width"
+        )
 
 
 def _check_score(job: JobSpec) -> None:
@@ -81,8 +84,8 @@ def _check_score(job: JobSpec) -> None:
     _check_draws_nothing(job)
     if "prompt_logprobs" in job.output.include:
         raise ValueError(
-            "output.include: prompt_logprobs needs task: generate; with task: score, include "
-            "logprobs of the scored tokens"
+            "output.include: prompt_logprobs needs task: generate; with task: "
+            "score, include logprobs, which are those of the scored tokens"
         )
 
 
@@ -93,8 +96,8 @@ def _check_classify(job: JobSpec) -> None:
     for name in _NOT_OF_PAIRS:
         if getattr(job.prompt, name) is not None:
             raise ValueError(
-                f"prompt.{name}: with classify.query_column, the query and the document are the "
-                "prompt; leave it out"
+                f"prompt.{name} cannot be combined with classify.query_column, "
+                "because the query and the document are the prompt; leave it out"
             )
     if job.prompt.on_too_long == "truncate_left":
         raise ValueError(
@@ -167,7 +170,9 @@ def check_task(job: JobSpec) -> None:
     for other in TASK_SPECS.values():
         if other is not task and other.section and getattr(job, other.section) is not None:
             section = other.section
-            raise ValueError(f"{section} needs task: {other.name}; set it, or leave {section} out")
+            raise ValueError(
+                f"{section} needs task: {other.name}; set this task, or leave {section} out"
+            )
     if task.sampling is not None and job.sampling.params != task.sampling:
         raise ValueError(f"sampling cannot be used with task: {task.name}; leave it out")
     task.check(job)

@@ -44,13 +44,16 @@ MAX_DEPTH = 32
 _NO_TAG = Tag(suffix="none")
 _QUOTES = 'needs quotes around it, as in "{{ column }}"'
 # Message for ``template: {{ column }}``: in YAML, this is a mapping whose key is a mapping.
-_PLAIN_KEY = f"a key must be plain text, and a string that starts with a brace or bracket {_QUOTES}"
+_PLAIN_KEY = f"a key must be plain text; a string that starts with a brace or bracket {_QUOTES}"
 _REMEDIES = (
-    (r"(found|got) '<scalar>'", "inside quotes use the other kind: \"{{ row['a name'] }}\""),
+    (
+        r"(found|got) '<scalar>'",
+        "inside quotes, use the other kind of quotes, as in \"{{ row['a name'] }}\"",
+    ),
     (r"got '\{'", f"a string with braces {_QUOTES}"),
     (r"found character '\\t'", "indent with spaces"),
     (r"found character '(.)'", rf"a string that starts with \1 {_QUOTES}"),
-    ("found another document", "a job file is one document"),
+    ("found another document", "a job file must be a single document"),
     ("undefined alias", "a string that starts with * needs quotes"),
     (
         "mapping values are not allowed",
@@ -58,7 +61,7 @@ _REMEDIES = (
     ),
     ("found '(<block mapping start>|-)'", "keys of one section need the same indent"),
     ("unexpected end of stream", "a quote is not closed"),
-    ("got ':'", "a brace or bracket before it is not closed"),
+    ("got ':'", "an earlier brace or bracket is not closed"),
 )
 """Advice for texts that are not YAML, by patterns of the parser's messages."""
 
@@ -84,7 +87,7 @@ def plain_scalar(text: str) -> Scalar:
     if _INT.fullmatch(text):
         return _integer(text)
     if _NOT_FINITE.fullmatch(text):
-        raise ValueError(f"{text} is not a number that can be used here")
+        raise ValueError(f"{text} cannot be used as a number here")
     if _FLOAT.fullmatch(text):
         number = float(text)
         if math.isinf(number):
@@ -126,20 +129,22 @@ def read_yaml(path: Path, source: str) -> YamlText:
     try:
         if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would block
             what = "a folder" if path.is_dir() else "a pipe, a socket or a device"
-            raise UsageError(f"{source}: cannot be read: it is {what}; give a file")
+            raise UsageError(f"{source} cannot be read: it is {what}; give a file")
         with path.open("rb") as file:
             raw = file.read(MAX_BYTES + 1)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         meant = near_path(path) if isinstance(error, FileNotFoundError) else ""
-        raise UsageError(f"{source}: cannot be read: {reason}{meant}") from None
+        raise UsageError(f"{source} cannot be read: {reason}{meant}") from None
     if len(raw) > MAX_BYTES:
-        raise UsageError(f"{source}: larger than {MAX_BYTES // 1024} KiB; is it a job file?")
+        raise UsageError(f"{source} is larger than {MAX_BYTES // 1024} KiB; is it a job file?")
     try:
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = raw.count(b"\n", 0, error.start) + 1
-        raise UsageError(f"{source}, line {line}: not UTF-8 text; save it as UTF-8") from None
+        raise UsageError(
+            f"{source}, line {line} is not UTF-8 text; save the file as UTF-8"
+        ) from None
     return parse_yaml(text, source)
 
 
@@ -155,9 +160,9 @@ def parse_yaml(text: str, source: str) -> YamlText:
     except ReaderError as error:
         place = f"{source}, line {text.count(chr(10), 0, error.position) + 1}"
         what = f"U+{error.character:04X}"
-        raise UsageError(f"{place}: a text file does not hold the character {what}") from None
+        raise UsageError(f"{place}: a text file cannot contain the character {what}") from None
     except RecursionError:
-        raise UsageError(f"{source}: nested more than {MAX_DEPTH} deep") from None
+        raise UsageError(f"{source} is nested more than {MAX_DEPTH} levels deep") from None
     except YAMLError as error:
         raise UsageError(f"{source}: not valid YAML: {printable(str(error))}") from None
 
@@ -186,7 +191,7 @@ def _read(text: str, source: str) -> YamlText:
         return YamlText(None, {})
     reader = _NodeReader(source)
     if (version := yaml.doc_infos[-1].doc_version) is not None and version != (1, 2):
-        raise reader.error(root, "only YAML 1.2 is read; drop the %YAML line")
+        raise reader.error(root, "only YAML 1.2 is supported; delete the %YAML line")
     return YamlText(reader.value(root, ()), reader.lines)
 
 
@@ -201,13 +206,15 @@ class _NodeReader:
     def value(self, node: Node, path: KeyPath) -> Any:
         """Convert ``node`` at ``path`` to plain data, with aliases expanded."""
         if node.ctag is not _NO_TAG:
-            problem = f"tags such as {printable(str(node.ctag), 40)} are not read; leave it out"
+            problem = (
+                f"tags such as {printable(str(node.ctag), 40)} are not supported; leave the tag out"
+            )
             raise self.error(node, problem)
         if isinstance(node, ScalarNode):
             return self._scalar(node, plain_scalar if node.style is None else valid_text, path)
         self._grow(node, 1)
         if len(path) >= MAX_DEPTH:
-            raise self.error(node, f"nested more than {MAX_DEPTH} deep")
+            raise self.error(node, f"the value is nested more than {MAX_DEPTH} levels deep")
         if isinstance(node, MappingNode):
             return self._mapping(node, path)
         assert isinstance(node, SequenceNode)
@@ -244,7 +251,7 @@ class _NodeReader:
     def _grow(self, node: Node, size: int) -> None:
         self._size += size
         if self._size > MAX_CHARACTERS:
-            raise self.error(node, "aliases stand for too much text")
+            raise self.error(node, "the aliases expand to too much text")
 
     def error(self, node: Node, problem: str) -> UsageError:
         return UsageError(f"{self._source}, line {_line(node)}: {problem}")

@@ -91,7 +91,7 @@ def read_run(files: Files, path: PurePath) -> Run:
     has_pool = not run.kv or run.kv.keys() >= set(KV_FACTS)
     has_step = run.unsampled is None or isinstance(run.unsampled.get("step"), int)
     if run.run_id != path.stem or not has_pool or not has_step:
-        raise ValueError("not this run's record")
+        raise ValueError("the record belongs to another run")
     return run
 
 
@@ -237,7 +237,7 @@ class Recorder:
 def _reason(error: BaseException) -> str:
     if isinstance(error, JobError):
         return str(error)
-    return f"a bug of batchinfer ({type(error).__name__}); see its crash log"
+    return f"a bug in batchinfer ({type(error).__name__}); see its crash log"
 
 
 _version = cache(version)  # cached, because it searches all installed packages

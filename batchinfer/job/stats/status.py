@@ -46,9 +46,11 @@ class Update:
     def line(self) -> SummaryLine:
         """Line of the status table."""
         if self.is_being_placed:
-            return SummaryLine("update", "made", ", being put in its place; run again to end that")
+            return SummaryLine(
+                "update", "made", ", but not yet in place; run the job again to finish it"
+            )
         done = f"{self.rows_done:,} of {self.rows_total:,} rows"
-        return SummaryLine("update", done, " of the next generation; what is here is the last one")
+        return SummaryLine("update", done, " of the update; the output still has the old rows")
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,7 @@ class Status:
             share=self._rows_share,
         )
         if (work := self._work) is not None:
-            note = ", with what rows in the engine have done"
+            note = ", including the work on running rows"
             yield SummaryLine("work", whole_percent(work), note, share=work)
         yield from error_lines(self.error_codes, self.first_errors)
         if self.phase is not None:
@@ -128,13 +130,17 @@ class Status:
             yield SummaryLine("speed", f"{self.rows_per_s:,.1f} rows/s", note)
         if self.tokens_per_s is not None and self.output_tokens:
             each = f", {self.tokens_per_s:,.0f} per second"
-            yield SummaryLine("tokens", f"{self.output_tokens:,} out", each)
+            yield SummaryLine("tokens", f"{self.output_tokens:,} in answers", each)
         if self.update is not None:
             yield self.update.line
         if self.eta_s is not None:
             yield SummaryLine("left", self._left)
         if self.pool_use is not None:
-            of = "each worker's blocks used, on average" if self.workers else "the blocks used"
+            of = (
+                "each worker's blocks are used, on average"
+                if self.workers
+                else "the blocks are used"
+            )
             yield SummaryLine("pool", f"{self.pool_use:.0%}", f" of {of}", share=self.pool_use)
         for worker in self.workers:
             speed = "" if worker.rows_per_s is None else f", {worker.rows_per_s:,.1f} rows/s"

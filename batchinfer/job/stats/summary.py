@@ -82,8 +82,8 @@ def write_summary(
     for run_id in sorted(stored.keys() | with_steps):
         if stored.get(run_id) is None:
             path = out.runs / f"{run_id}.json"
-            left_out = "that run's time, pool and kernels"
-            warn(f"{path} is damaged or missing: summary.json leaves out {left_out}")
+            left_out = "the time, pool and kernels of that run"
+            warn(f"{path} is damaged or missing, so summary.json leaves out {left_out}")
     latest = ([run for run in runs if run.kv] or runs or [Run("", {})])[-1]
     kernels = _kernels(runs)
     for what, names in kernels.items():
@@ -162,8 +162,8 @@ def kernels_differ(what: str, names: Sequence[str]) -> str:
     """
     did = "computed attention" if what == "attention" else f"multiplied {what}"
     return (
-        f"{' and '.join(names)} {did} in different runs of this job: the last bits of their rows' "
-        "logits may differ"
+        f"{' and '.join(names)} {did} in different runs of this job, so the last "
+        "bits of their rows' logits may differ"
     )
 
 
@@ -198,7 +198,7 @@ def _tables(
         if table is not None and table.schema.equals(schema):
             yield table
         else:
-            warn(f"{file} is damaged: the statistics leave it out")
+            warn(f"{file} is damaged, so the statistics leave it out")
 
 
 def _with_unsampled(tables: Iterable[pa.Table], runs: Iterable[Run]) -> Iterator[pa.Table]:

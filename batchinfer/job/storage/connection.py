@@ -34,8 +34,8 @@ _REFUSED = re.compile(r"status code: 4\d\d")
 _ROLE_REQUEST = re.compile("/latest/(api/token|meta-data)|/computeMetadata/")
 """Paths of a cloud's metadata service, which obstore asks for a role if it has no credentials."""
 _CREDENTIALS = {
-    "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY are not set (a profile's are printed by: "
-    "aws configure export-credentials --format env)",
+    "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY are not set (to print those of a "
+    "profile, run: aws configure export-credentials --format env)",
     "gs": "GOOGLE_APPLICATION_CREDENTIALS is not set",
 }
 
@@ -95,5 +95,5 @@ def errors(url: str, verb: str) -> Iterator[None]:
             raise OSError(reason) from None
         raise StorageError(
             f"cannot {verb} {printable(url)}: {reason}",
-            hint="check the store and the network, then run again: finished rows are kept",
+            hint="check the store and the network, then run again; finished rows are kept",
         ) from None

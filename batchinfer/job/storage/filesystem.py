@@ -39,15 +39,15 @@ _ADVICE = {
     errno.EIO: "check the disk",
     errno.ENOMEM: "free memory",
     errno.ENOSPC: "free space there",
-    errno.EDQUOT: "free space there: your quota is used up",
+    errno.EDQUOT: "free space there, because your quota is used up",
     errno.EFBIG: "allow larger files there (ulimit -f)",
-    errno.EROFS: "use --output for a directory that can be written to",
+    errno.EROFS: "use --output for a directory that is writable",
     errno.EACCES: "fix the permissions, or use --output for another directory",
     errno.EPERM: "fix the permissions, or use --output for another directory",
     errno.EISDIR: "move the folder of this name away",
     errno.EEXIST: "move the file of this name away",
-    errno.ENOTDIR: "move the file away that has the name of a folder in this path",
-    errno.ENOENT: "use --output for a folder that exists or can be made",
+    errno.ENOTDIR: "a file has the name of a folder in this path; move that file away",
+    errno.ENOENT: "use --output for a folder that exists or can be created",
 }
 
 
@@ -286,10 +286,10 @@ def storage_errors(path: PurePath, verb: str = "write") -> Iterator[None]:
     except OSError as error:
         number = error.errno or 0
         reason = os.strerror(number) if number else str(error)  # pyarrow has other messages
-        advice = _ADVICE.get(number, "fix this, or use --output for another directory")
+        advice = _ADVICE.get(number, "fix the problem, or use --output for another directory")
         raise StorageError(
             f"cannot {verb} {printable(str(path))}: {reason}",
-            hint=f"{advice}, then run again: finished rows are kept",
+            hint=f"{advice}, then run again; finished rows are kept",
         ) from error
 
 

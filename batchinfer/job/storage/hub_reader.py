@@ -96,5 +96,5 @@ def _errors(url: str) -> Iterator[None]:
 def _no_answer(url: str, reason: str) -> StorageError:
     return StorageError(
         f"cannot read {printable(url)}: {printable(reason)}",
-        hint="check the network and the Hub, then run again: finished rows are kept",
+        hint="check the network and the Hub, then run again; finished rows are kept",
     )

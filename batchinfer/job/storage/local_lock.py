@@ -141,7 +141,7 @@ class LocalLock:
                 place, holder = printable(str(self._state.parent)), self._living_holder()
                 raise HeldError(
                     f"another run is writing to {place}{named(holder)}",
-                    hint="wait for it, or use --output for another directory",
+                    hint="wait until it has finished, or use --output for another directory",
                     holder=holder,
                 ) from None
         return lock

@@ -182,7 +182,7 @@ class StoreFiles:
                 return
         raise StorageError(
             f"cannot delete {printable(str(path))}: the store lists objects that it does not hold",
-            hint="check the store, then run again: finished rows are kept",
+            hint="check the store, then run again; finished rows are kept",
         )
 
     def entries(self, directory: PurePath) -> list[StorePath]:
@@ -225,7 +225,7 @@ class StoreFiles:
             seen = None if meta is None else meta.version
         raise StorageError(
             f"cannot write {printable(str(path))}: another program keeps changing it",
-            hint="stop the other program, then run again: finished rows are kept",
+            hint="stop the other program, then run again; finished rows are kept",
         )
 
 

@@ -128,7 +128,7 @@ class StoreLock:
                 return
         raise HeldError(
             f"other runs are starting to write to {self._place}",
-            hint="wait for them to end, or use --output for another directory",
+            hint="wait until they have finished, or use --output for another directory",
             holder=None,
         )
 
@@ -199,8 +199,8 @@ class StoreLock:
         raise HeldError(
             f"another run is writing to {self._place}{named(content.holder)}, "
             f"which renewed its lock {max(age_s, 0.0):.0f} s ago",
-            hint="wait for it to end, or use --output for another directory; if it died, its lock "
-            f"lapses {LAPSE_S:.0f} s after the last renewal",
+            hint="wait until it has finished, or use --output for another directory; if "
+            f"it has died, its lock expires {LAPSE_S:.0f} s after the last renewal",
             holder=content.holder,
         )
 
@@ -247,8 +247,8 @@ class StoreLock:
         self._objects.delete(path, [path.key])
         if not (taken and refused and meta):
             raise StorageError(
-                f"the store of {self._place} ignores If-None-Match, which keeps two runs from "
-                "writing to one output",
+                f"the store of {self._place} ignores If-None-Match, so it cannot "
+                "keep two runs from writing to one output",
                 hint="use --output for a store that supports it, or for a local directory",
             )
         return self._store_time() if self._store_time else meta.stat.mtime_ns / 1e9

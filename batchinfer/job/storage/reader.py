@@ -126,7 +126,7 @@ def expand(entry: str, suffixes: tuple[str, ...]) -> list[str]:
     if not files:
         endings = " or ".join(suffix for suffix in suffixes if suffix.count(".") == 1)
         raise DataError(
-            f"input.path: no data in {entry}; names of files in a folder must end in {endings}"
+            f"input.path: {entry} contains no data files; their names must end in {endings}"
         )
     return sorted(files, key=str if is_url(entry) else PurePath)
 
@@ -146,7 +146,7 @@ def _matches(entry: str, suffixes: tuple[str, ...]) -> set[tuple[str, str]]:
     if kind == "other":
         raise DataError(
             f"input.path: {entry} is a pipe, a socket or a device, not a file or a folder",
-            hint="save the data as a file: a job reads its input several times",
+            hint="save the data as a file, because a job reads its input several times",
         )
     raise DataError(
         f"input.path: {entry} does not exist{near_path(entry)}",

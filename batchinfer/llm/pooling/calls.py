@@ -208,7 +208,7 @@ class PoolingCalls:
             )
         pairs = _pairs(data_1, data_2)
         if not self._has_tokenizer:
-            raise ValueError("LLM.score needs a tokenizer; leave skip_tokenizer_init out")
+            raise ValueError("LLM.score needs a tokenizer; leave out skip_tokenizer_init")
         options = _Options(adapter, lora_request, errors, use_tqdm)
         score = self._score_by_head if self._pooling.is_classifier else self._score_by_cosine
         return score(pairs, pooling_params or PoolingParams(), options)
@@ -219,8 +219,8 @@ class PoolingCalls:
         head = self._pooling.classifier(params)
         if len(head.labels) != 1:
             raise ValueError(
-                f"LLM.score needs a model with one label; this one has {len(head.labels)}: "
-                "call LLM.classify"
+                "LLM.score needs a model with one label, but this model has "
+                f"{len(head.labels)}; call LLM.classify instead"
             )
 
         most = self._pooling.most_tokens(params)
@@ -314,7 +314,9 @@ def _pairs(data_1: str | Sequence[str], data_2: str | Sequence[str]) -> list[tup
         [
             _text(text, f"{name}: {at}")
             for at, text in enumerate(
-                [data] if isinstance(data, str) else listed(data, name, "one or several texts")
+                [data]
+                if isinstance(data, str)
+                else listed(data, name, "a string or a list of strings")
             )
         ]
         for name, data in zip(_DATA, (data_1, data_2), strict=True)
@@ -323,15 +325,15 @@ def _pairs(data_1: str | Sequence[str], data_2: str | Sequence[str]) -> list[tup
         left = left * len(right)
     if len(left) != len(right):
         raise ValueError(
-            f"data_1 has {len(left)} texts and data_2 {len(right)}; give one text as data_1, or "
-            "the same number of texts"
+            f"data_1 has {len(left)} texts and data_2 has {len(right)}; give one "
+            "text as data_1, or as many texts as in data_2"
         )
     return list(zip(left, right, strict=True))
 
 
 def _text(value: object, name: str) -> str:
     if not isinstance(value, str):
-        raise TypeError(f"{name} is {kind_of(value)}; give a text")
+        raise TypeError(f"{name} is {kind_of(value)}; give a string")
     return checked_text(value, name)
 
 

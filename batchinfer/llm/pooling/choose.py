@@ -35,7 +35,7 @@ def choose_runner(runner: str, task: str | None, model: str, revision: str | Non
     if runner not in ("auto", "generate", "pooling"):
         raise NotYetError(f"LLM(runner={runner!r})")
     if task_runner != "auto" and runner not in ("auto", task_runner):
-        raise ValueError(f"task is {task!r} and runner {runner!r}; leave one of them out")
+        raise ValueError(f"task is {task!r} and runner is {runner!r}; leave one of them out")
     chosen = runner if task_runner == "auto" else task_runner
     values = _config_values(model, revision)
     name = _class_of(values)
@@ -96,6 +96,6 @@ def classifier_tokens(hf_overrides: Any) -> tuple[str, ...] | None:
 
 def refused_calls(runner: Runner) -> dict[str, str]:
     """Return the names of calls that this runner does not support, with the reasons."""
-    why = 'the model is loaded for pooling and writes no text; give runner="generate"'
+    why = 'the model is loaded for pooling and generates no text; give runner="generate"'
     calls = ("generate", "chat", "beam_search") if runner in ("pooling", "whole_texts") else ()
     return dict.fromkeys(calls, why)

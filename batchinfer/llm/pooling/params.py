@@ -48,7 +48,9 @@ class PoolingParams:
         values = self._given()
         if len(set(values.values())) > 1:
             one, other = (next(name for name in values if values[name] is v) for v in (True, False))
-            raise ValueError(f"{one} is True and {other} is False, which mean the same; give one")
+            raise ValueError(
+                f"{one} is True and {other} is False, but both mean the same; give only one"
+            )
 
     @property
     def activates(self) -> bool:

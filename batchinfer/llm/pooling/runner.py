@@ -86,13 +86,13 @@ class PoolingRunner:
         embedder = Embedder(self._modules, config)
         if embedder.reads_whole_texts and self._context.shares_prefixes:
             raise ValueError(
-                f"LLM.embed: the model pools by {', '.join(embedder.pooling)} and is loaded "
-                'otherwise; give runner="pooling"'
+                f"LLM.embed: the model pools by {', '.join(embedder.pooling)}, "
+                'which needs another way of loading; give runner="pooling"'
             )
         if (params.dimensions or 1) > self.embedding_size:
             raise ValueError(
-                f"dimensions is {params.dimensions}; the model's embeddings have "
-                f"{self.embedding_size}"
+                f"dimensions is {params.dimensions}, but the model's embeddings "
+                f"have only {self.embedding_size}"
             )
         return embedder
 
@@ -106,8 +106,8 @@ class PoolingRunner:
         """
         if params.dimensions is not None:
             raise ValueError(
-                f"dimensions is {params.dimensions}; it cuts embeddings, not labels or scores: "
-                "leave it out"
+                f"dimensions is {params.dimensions}, but it applies only to "
+                "embeddings, not to labels or scores; leave it out"
             )
         if self._random_weights:
             raise NotYetError("LLM(load_format='dummy') of a model that classifies or scores")
@@ -179,7 +179,8 @@ class PoolingRunner:
         most, longest = params.truncate_prompt_tokens, self._context.max_model_len
         if most is not None and most > longest:
             raise ValueError(
-                f"truncate_prompt_tokens is {most}, more than max_model_len, which is {longest}"
+                f"truncate_prompt_tokens is {most}; it must be at most "
+                f"max_model_len, which is {longest}"
             )
         return longest if most == -1 else most
 

@@ -49,7 +49,7 @@ def death(limits: Limits, seconds: float, end: End, failure: tuple[str, str] | N
         seconds: limit of wall-clock time for the process.
         failure: cause and text of the process's message ``failed``, if it sent one.
     """
-    memory = f"needed over {limits.memory_bytes >> 20} MiB of memory"
+    memory = f"needed more than {limits.memory_bytes >> 20} MiB of memory"
     if failure is not None:
         cause, text = failure
         if cause == "bug":
@@ -57,7 +57,7 @@ def death(limits: Limits, seconds: float, end: End, failure: tuple[str, str] | N
         known = {"memory": memory, "recursion": "is nested too deeply"}
         return Death(known.get(cause, f"failed: {_one_line(text)}"))
     if end.exit_code == -signal.SIGPROF:
-        return Death(f"took over {limits.cpu_seconds:g} s of processor time", is_certain=True)
+        return Death(f"took more than {limits.cpu_seconds:g} s of processor time", is_certain=True)
     if end.exit_code == -signal.SIGALRM:
         return _out_of_time(seconds, end.cpu_seconds)
     if end.exit_code == -signal.SIGABRT and _OUT_OF_MEMORY in end.stderr:
@@ -70,11 +70,11 @@ def death(limits: Limits, seconds: float, end: End, failure: tuple[str, str] | N
 
 
 def _out_of_time(seconds: float, cpu_seconds: float) -> Death:
-    predicate = f"took over {seconds:g} s"
+    predicate = f"took more than {seconds:g} s"
     if cpu_seconds < _COMPUTES_S:
         return Death(predicate, is_out_of_time=True)
     # The process computed without reaching its limit of processor time: the machine was too busy.
-    outside = f"the machine let it compute for {cpu_seconds:.1f} s in {seconds:g} s"
+    outside = f"the machine gave it only {cpu_seconds:.1f} s of processor time in {seconds:g} s"
     return Death(predicate, is_out_of_time=True, outside=outside)
 
 

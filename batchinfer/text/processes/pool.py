@@ -125,7 +125,7 @@ class TextProcesses:
 
     def _gather(self, results: list[Result | None], pending: _Pending, owner: int) -> list[Result]:
         if owner != os.getpid():
-            raise not_started("this process was forked from the one that started the call")
+            raise not_started("this process was forked from the process that started the call")
         try:
             for batch, future in pending:
                 for index, result in zip(batch.indices, future.result(), strict=True):
@@ -221,5 +221,5 @@ def _pickled(row: Mapping[str, object]) -> bytes:
         reason = f"a value that cannot be sent to another process: {error}"
         raise RowError("unsupported_content", reason) from error
     if len(data) > MAX_ROW_BYTES:
-        raise RowError("row_too_large", f"its columns hold over {MAX_ROW_BYTES} bytes")
+        raise RowError("row_too_large", f"its columns hold more than {MAX_ROW_BYTES} bytes")
     return data

@@ -222,8 +222,9 @@ def not_started(reason: str) -> DeviceError:
     """Return the error of a process that cannot make prompts, with the reason."""
     return DeviceError(
         f"the process that renders and tokenizes prompts cannot run: {reason}",
-        hint=f"its command is {sys.executable or '(sys.executable is empty)'} -c ...: check that "
-        "this is a Python interpreter, and that memory and a process (ulimit -u) are free",
+        hint=f"its command is {sys.executable or '(sys.executable is empty)'} -c ...; "
+        "check that this is a Python interpreter, that memory is free, and that "
+        "another process may start (ulimit -u)",
     )
 
 
@@ -233,8 +234,9 @@ def _require_interpreter() -> None:
         raise not_started(f"{sys.executable} is a frozen application, not a Python interpreter")
     if not sys.executable:
         raise not_started(
-            "Python is part of another program here, and does not know its interpreter; set "
-            "sys.executable to the interpreter of the same environment"
+            "Python is embedded in another program and does not know its "
+            "interpreter; set sys.executable to the interpreter of the same "
+            "environment"
         )
 
 

@@ -105,7 +105,9 @@ class Workers:
             if answer.outside is not None:
                 num_outside += 1
                 if num_outside == _MAX_OUTSIDE:
-                    raise not_started(f"{answer.outside}: {_MAX_OUTSIDE} times for one row")
+                    raise not_started(
+                        f"{answer.outside}; this happened {_MAX_OUTSIDE} times for one row"
+                    )
             elif not is_hasty and (answer.is_certain or is_first):
                 if worker.has_rendered:
                     return RowError("tokenizer_error", f"the tokenizer {answer.predicate}")

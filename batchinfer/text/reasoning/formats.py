@@ -92,7 +92,8 @@ def find_reasoning_format(
         raise UsageError(
             "reasoning is auto, but neither the chat template nor the tokenizer has known "
             "reasoning markers",
-            hint="name them, like reasoning: {start: <think>, end: </think>}, or set none",
+            hint="name the markers, like reasoning: {start: <think>, end: </think>}, or "
+            "set reasoning: none",
         )
     return marked
 

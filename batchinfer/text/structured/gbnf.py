@@ -95,14 +95,14 @@ def lark_of(grammar: str) -> str:
     if groups:
         raise _missing("a closing parenthesis", [])
     if "root" not in seen:
-        raise GbnfError("there is no rule root ::= ..., which texts begin with")
+        raise GbnfError("the grammar has no rule root ::= ..., which is the start of every text")
     return f"start: {names['root']}" + " ".join(out)
 
 
 def _atom(token: _Token, names: Mapping[str, str]) -> str:
     if token.kind == "name":
         if token.text not in names:
-            raise GbnfError(f"line {token.line}: there is no rule {token.text}")
+            raise GbnfError(f"line {token.line}: the rule {token.text} is not defined")
         return names[token.text]
     if token.kind == "string":
         text = "".join(one for one, _ in _characters(token.text[1:-1], token.line))
@@ -126,7 +126,7 @@ def _tokens(grammar: str) -> Iterator[_Token]:
         match = _TOKEN.match(grammar, at)
         if match is None:
             shown = json.dumps(grammar[at : at + 20], ensure_ascii=False)
-            raise GbnfError(f"line {line}: {shown} cannot begin anything in a grammar")
+            raise GbnfError(f"line {line}: {shown} cannot start an element of a grammar")
         kind, text = str(match.lastgroup), match.group()
         if kind != "space":
             yield _Token(kind, text, line)

@@ -31,7 +31,7 @@ an indent. JSON allows endless whitespace, in which small models get stuck.
 """
 _UNSUPPORTED = ("Unimplemented keys", "oneOf constraints", "min/maxProperties", "patternProperty")
 """Beginnings of messages about valid schemas that grammars cannot enforce."""
-_HINT = "with unsupported: check, finished texts are judged by the whole schema"
+_HINT = "with unsupported: check, finished texts are checked against the whole schema"
 
 
 class GrammarError(ValueError):
@@ -70,7 +70,7 @@ def _schemas(
 ) -> Iterator[Any]:
     exact = exact_schema(json.loads(text))
     if exact is False:
-        raise GrammarError("no text fits: the schema is false")
+        raise GrammarError("no text can match: the schema is false")
     if checked_schema(structured_outputs) is None:
         if inexact := inexact_numbers(exact):
             raise GrammarError(f"no grammar can enforce {inexact[0]} exactly; {_HINT}")
@@ -123,8 +123,8 @@ def _lark(grammar: str) -> str:
             raise GrammarError(f"Failed to convert the grammar from GBNF: {error}") from None
     if ":" not in grammar:
         raise GrammarError(
-            "Failed to convert the grammar: it has no rules, neither of Lark (start: ...) nor of "
-            "GBNF (root ::= ...)"
+            "Failed to convert the grammar: it has no Lark rules (start: ...) and "
+            "no GBNF rules (root ::= ...)"
         )
     return grammar
 
@@ -134,10 +134,10 @@ def in_a_line(text: str) -> str:
     lines = [line.strip() for line in text.partition("<state>")[0].splitlines()]
     of_expression = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     if of_expression:
-        return f"a regular expression is invalid: {of_expression[0]}"
+        return f"a regular expression is not valid: {of_expression[0]}"
     if "NoExtension" in text:
-        return "no text fits"
-    line = next(filter(None, lines), "it is wrong").partition(":  (And")[0]
+        return "no text can match"
+    line = next(filter(None, lines), "it is not valid").partition(":  (And")[0]
     if line.startswith(_UNSUPPORTED):
         return f"{line}; {_HINT}"
     return line

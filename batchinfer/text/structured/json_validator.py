@@ -53,9 +53,11 @@ class JsonValidator:
             )
             self._may_grow = any(f'"{key}"' in schema for key in GROWING)
         except (jsonschema_rs.ValidationError, jsonschema_rs.ReferencingError) as error:
-            raise SchemaError(f"schema is wrong: {error.message}") from None
+            raise SchemaError(f"schema is not valid: {error.message}") from None
         except (ValueError, RecursionError) as error:
-            raise SchemaError(f"schema is wrong: {error or 'it is nested too deeply'}") from None
+            raise SchemaError(
+                f"schema is not valid: {error or 'it is nested too deeply'}"
+            ) from None
 
     def allows(self, text: str) -> bool:
         """Return True if a text is JSON that the schema allows."""
@@ -83,7 +85,7 @@ class JsonValidator:
     def _value(self, text: str) -> Any:
         value = json.loads(text, parse_constant=_no_json, parse_float=_number)
         if self._may_grow and num_steps(self._schema, value) > MAX_STEPS:
-            raise _TooMuchWorkError(f"checking it takes over {MAX_STEPS:,} steps")
+            raise _TooMuchWorkError(f"checking it takes more than {MAX_STEPS:,} steps")
         return value
 
 
@@ -99,5 +101,5 @@ def _no_json(constant: str) -> Any:
 def _number(text: str) -> float:
     value = float(text)
     if math.isinf(value):
-        raise ValueError(f"{text} is too large")
+        raise ValueError(f"the number {text} is too large")
     return value

@@ -92,6 +92,6 @@ def find_tool_format(
         return FORMATS[name]
     raise UsageError(
         "tool_parser is auto, but the chat template does not show a known format of tool calls",
-        hint=f"name one (run-batch: --tool-call-parser): {', '.join(FORMATS)}; or set none, to "
-        "leave calls in the text",
+        hint=f"name the format (run-batch: --tool-call-parser): {', '.join(FORMATS)}; "
+        "or set none to leave calls in the text",
     )

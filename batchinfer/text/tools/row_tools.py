@@ -94,7 +94,7 @@ def checked_tools(value: object) -> Tools:
     names = [tool["function"]["name"] for tool in tools]
     for name in names:
         if names.count(name) > 1:
-            raise ValueError(f"two tools are called {name}; rename one")
+            raise ValueError(f"two tools have the name {name}; rename one")
     return tools
 
 
@@ -105,11 +105,13 @@ def _checked(value: object, at: int) -> Mapping[str, Any]:
         raise ValueError(f"tools[{at}] is not {{type: function, function: {{name: ...}}}}")
     name, parameters = function.get("name"), function.get("parameters", {})
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise ValueError(f"tools[{at}] has the name {format_value(name)}; it must be a short word")
+        raise ValueError(
+            f"tools[{at}] has the name {format_value(name)}; a name must be a short word"
+        )
     if isinstance(parameters, str):  # columns of structs contain schemas as JSON text
         parameters = json.loads(parameters)
     if not isinstance(parameters, Mapping):
-        raise ValueError(f"tools[{at}]: parameters must be a JSON schema: keys and values")
+        raise ValueError(f"tools[{at}]: parameters must be a JSON schema, which is an object")
     known = {"parameters": parameters} if parameters else {}
     return {"type": "function", **tool, "function": {**function, **known}}
 

@@ -131,7 +131,7 @@ class AttentionKernel:
         Args:
             before: the kernels of the runs that this one resumes, by ``ATTENTION`` and other keys.
         """
-        line = f"attention by {self.name}{self.why and f': {self.why}'}"
+        line = f"attention uses {self.name}{self.why and f': {self.why}'}"
         earlier = before.get(ATTENTION, self.name)
         if earlier != self.name:
             line += f"; earlier runs used {earlier}, so bits may differ"
@@ -231,7 +231,7 @@ def _check_call(
     if getattr(module, "layer_idx", None) is None:
         raise UnsupportedAttentionError(f"{type(module).__name__} does not know its layer number")
     if attention_mask is not None:
-        raise UnsupportedAttentionError(f"{type(module).__name__} makes its own attention mask")
+        raise UnsupportedAttentionError(f"{type(module).__name__} builds its own attention mask")
     if query.shape[0] != 1:
         raise UnsupportedAttentionError(f"{type(module).__name__} reshapes its batch")
     if kwargs.get("is_causal", getattr(module, "is_causal", True)) is False:

@@ -77,9 +77,11 @@ def check_latents(config: Config, device_type: str, adapted: Iterable[str]) -> N
     elif device_type != "cpu" and (rank < 32 or rank & (rank - 1)):
         reason = f"GPU kernels need latents of 32, 64, 128, ... elements; the model has {rank}"
     elif any(name.endswith(f".{_PROJECTION}") for name in adapted):
-        reason = f"an adapter changes {_PROJECTION}, which would not be applied"
+        reason = f"an adapter changes {_PROJECTION}, and this change would not be applied"
     if reason is not None:
-        raise ModelError(f"engine.latent_cache is true: {reason}", hint="leave it false")
+        raise ModelError(
+            f"engine.latent_cache is true, but {reason}", hint="set engine.latent_cache: false"
+        )
 
 
 def keep_latents(model: nn.Module) -> int:

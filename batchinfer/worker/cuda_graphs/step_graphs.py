@@ -169,13 +169,13 @@ class StepGraphs:
             try:
                 self.capture(size)
             except WaitsForDeviceError as error:
-                log(f"steps run without CUDA graphs: {error}")
+                log(f"steps run without CUDA graphs, because {error}")
                 return
             except (RuntimeError, OutOfMemory) as error:
                 lost.setdefault(str(error), []).append(size)
             captured()
         for reason, sizes in lost.items():
-            log(f"no CUDA graph for steps of {_listed(sizes)}: {reason}")
+            log(f"CUDA graphs could not be captured for steps of {_listed(sizes)}: {reason}")
         log(f"CUDA graphs: {self.num_captured} sizes captured in {clock() - began:.0f} s")
 
     @torch.inference_mode()

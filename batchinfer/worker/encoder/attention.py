@@ -76,7 +76,7 @@ def encoder_attention_forward(
         UnsupportedAttentionError: the model passes a mask, a bias or changed scores.
     """
     if attention_mask is not None:
-        raise UnsupportedAttentionError(f"{type(module).__name__} makes its own attention mask")
+        raise UnsupportedAttentionError(f"{type(module).__name__} builds its own attention mask")
     if query.shape[0] != 1:
         raise UnsupportedAttentionError(f"{type(module).__name__} reshapes its batch")
     for name in _UNSUPPORTED:

@@ -74,8 +74,8 @@ def describe_encoder(model: ModelConfig, *, weights_too: bool = False) -> Encode
             raise ModelError(f"not yet: model.{key} with an encoder model; remove the key")
     if is_recurrent(text_config(values)):
         raise ModelError(
-            f"{folder}/config.json: models of the family {pretrained.model_type!r} have recurrent "
-            "layers, which cannot compute texts whole",
+            f"{folder}/config.json: models of the family {pretrained.model_type!r} "
+            "have recurrent layers, which cannot compute whole texts in one step",
             hint="set embed.pooling: lasttoken",
         )
     check_vocabulary(folder, model.tokenizer, int(text_config(values)["vocab_size"]))
@@ -119,7 +119,7 @@ def _longest_text(folder: Path, values: Mapping[str, Any], wanted: int | None) -
     if wanted is not None:
         if allowed is not None and wanted > allowed:
             raise ModelError(
-                f"model.max_model_len is {wanted}; the model's config allows at most {allowed}"
+                f"model.max_model_len is {wanted}, but the model's config allows at most {allowed}"
             )
         return wanted
     path = folder / "sentence_bert_config.json"
@@ -131,5 +131,5 @@ def _longest_text(folder: Path, values: Mapping[str, Any], wanted: int | None) -
         named = (read_json(folder / "tokenizer_config.json") or {}).get("model_max_length")
     lengths = [value for value in (named, allowed) if isinstance(value, int | float) and value > 0]
     if not lengths:
-        raise ModelError("the model's config sets no longest text; set model.max_model_len")
+        raise ModelError("the model's config sets no maximum length; set model.max_model_len")
     return int(min(lengths))

@@ -254,16 +254,17 @@ def check_encoder_invariance(loaded: LoadedEncoder) -> None:
     why = ""
     if encoder.body.device.type == "cuda":
         why = (
-            "linear layers and attention on a CUDA device give last bits that depend on other texts"
+            "the last bits of linear layers and attention on a CUDA device depend "
+            "on the other texts in the step"
         )
     elif not torch.equal(
         encoder.states([text for text in texts for _ in range(_COUNT)]),
         torch.cat([encoder.states([text]).repeat(_COUNT, 1) for text in texts]),
     ):
-        why = "a text's last bits depend on other texts in the step, in some layers"
+        why = "in some layers, the last bits of a text depend on the other texts in the step"
     if why:
         raise ModelError(
-            "engine.deterministic is true, but in models of the family "
-            f"{encoder.body.config.model_type!r}, which are encoders, {why}",
+            "engine.deterministic is true, but in encoders of the family "
+            f"{encoder.body.config.model_type!r}, {why}",
             hint="set engine.deterministic: false",
         )

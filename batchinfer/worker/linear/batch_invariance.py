@@ -60,14 +60,15 @@ def check_batch_invariance(
             if not torch.equal(batch, alone.repeat(count, 1)):
                 raise _refused(
                     model,
-                    "in some layers a row's last bits depend on the other rows in its batch",
+                    "in some layers, the last bits of a row depend on the other rows in its batch",
                 )
         for size in _CHUNKS:
             ends = (*range(size, len(tokens), size), len(tokens))
             if not torch.equal(logits_in_chunks(model, layout, tokens, ends, kernel), alone):
                 raise _refused(
                     model,
-                    "a token's last bits depend on how many tokens of its row are computed at once",
+                    "the last bits of a token depend on how many tokens of its row "
+                    "are computed at once",
                 )
 
 
@@ -92,8 +93,8 @@ def check_operations(
         named = (name + _EXPLANATIONS.get(name, "") for name in sorted(operations.names))
         raise _refused(
             model,
-            f"torch computes {', '.join(named)}, whose last bits on a CUDA device may depend on "
-            "the number of rows",
+            f"torch runs {', '.join(named)}, whose last bits may depend on the "
+            "number of rows on a CUDA device",
             hint="set engine.deterministic: false, or engine.device: cpu",
         )
 
@@ -125,6 +126,6 @@ def _refused(
 ) -> ModelError:
     config: Any = model.config
     return ModelError(
-        f"engine.deterministic is true, but in models of the family {config.model_type!r} {why}",
+        f"engine.deterministic is true, but in models of the family {config.model_type!r}, {why}",
         hint=hint,
     )

@@ -85,8 +85,8 @@ class KernelChoice:
         speeds = ", ".join(f"{name} {speed:,.0f}" for name, speed in self.gflops.items())
         measured = f" (GFLOP/s of one thread: {speeds})" if speeds else ""
         varies = self.kernel is not None and not self.kernel.is_batch_invariant
-        warning = "; a row's last bits may depend on other rows" if varies else ""
-        return f"linear layers by {self.name}: {self.why}{measured}{warning}"
+        warning = "; the last bits of a row may depend on other rows" if varies else ""
+        return f"linear layers use {self.name}: {self.why}{measured}{warning}"
 
 
 def choose_kernel(
@@ -130,9 +130,9 @@ def choose_cuda_kernel(
 
 def _pinned_is_missing(pinned: str) -> DeviceError:
     return DeviceError(
-        "engine.deterministic is true, and the finished rows were computed by "
+        "engine.deterministic is true, but the finished rows were computed by "
         f"{pinned}, which does not run on this machine",
-        hint="resume on the machine where the job was begun, or start over with --overwrite",
+        hint="resume on the machine where the job was started, or start over with --overwrite",
     )
 
 
@@ -145,7 +145,8 @@ def _choose(
     if not kernels:
         return KernelChoice(
             None,
-            f"no other kernel supports {_dtype_name(dtype)}; a row's bits may depend on other rows",
+            f"no other kernel supports {_dtype_name(dtype)}; the bits of a row may "
+            "depend on other rows",
         )
     # A deterministic job must not depend on timings.
     if len(kernels) == 1 or required.deterministic:
@@ -180,19 +181,21 @@ def _allowed(
     if required.kind not in ("auto", "torch") and not suitable:
         needs = "a C compiler (cc, or $CC)" if required.kind == "own" else "oneDNN"
         raise DeviceError(
-            f"engine.cpu_kernels is {required.kind}, and no such kernel multiplies "
-            f"{_dtype_name(dtype)} on this machine: {needs} is needed, and {_DTYPE_NAMES}",
-            hint="install it, choose another model.dtype, or set engine.cpu_kernels: auto",
+            f"engine.cpu_kernels is {required.kind}, but this machine has no such "
+            f"kernel for {_dtype_name(dtype)}, which needs {needs} and "
+            f"{_DTYPE_NAMES}",
+            hint="install {needs}, choose another model.dtype, or set engine.cpu_kernels: auto",
         )
     if not required.deterministic:
         return suitable
     invariant = [kernel for kernel in suitable if kernel.is_batch_invariant]
     if not invariant:
         raise DeviceError(
-            "engine.deterministic is true, and no batch-invariant kernel multiplies "
-            f"{_dtype_name(dtype)} on this machine: a C compiler (cc, or $CC) is needed, and "
-            f"{_DTYPE_NAMES}",
-            hint="install one, or set engine.deterministic: false",
+            "engine.deterministic is true, but this machine has no batch-invariant "
+            f"kernel for {_dtype_name(dtype)}, which needs a C compiler (cc, or "
+            f"$CC) and {_DTYPE_NAMES}",
+            hint="install a C compiler, choose another model.dtype, or set "
+            "engine.deterministic: false",
         )
     return invariant
 
@@ -200,7 +203,11 @@ def _allowed(
 def _reason(required: KernelRequirements) -> str:
     if required.kind != "auto":
         return f"engine.cpu_kernels is {required.kind}"
-    return "engine.deterministic is true" if required.deterministic else "the only kernel here"
+    return (
+        "engine.deterministic is true"
+        if required.deterministic
+        else "the only kernel on this machine"
+    )
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

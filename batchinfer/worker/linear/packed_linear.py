@@ -184,7 +184,7 @@ def quantize_packed(model: Any, method: str, dtype: torch.dtype) -> LinearKernel
         raise DeviceError(
             f"model.quantization: {method} needs a C compiler (cc, or $CC), and model.dtype: "
             "float32 or bfloat16",
-            hint="install one, choose another model.dtype, or use int8_weight_only",
+            hint="install a C compiler, choose another model.dtype, or use int8_weight_only",
         )
     prequantized = any(isinstance(module, PackedLinear) for module in model.modules())
     if not pack_linears(model, kernel, dtype, but=head) and not prequantized:

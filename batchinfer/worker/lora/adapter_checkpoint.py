@@ -75,8 +75,9 @@ class LoraConfig:
         start = values.get("init_lora_weights", True)
         if not (isinstance(start, bool) or (isinstance(start, str) and start in _KEEPS_BASE)):
             raise NotSupportedError(
-                f"init_lora_weights is {start!r}, which changes the base model's weights; "
-                "convert the adapter (peft: path_initial_model_for_weight_conversion)"
+                f"init_lora_weights is {start!r}, which changes the base model's "
+                "weights; convert the adapter with "
+                "path_initial_model_for_weight_conversion in peft"
             )
         self._values = values
 
@@ -84,7 +85,7 @@ class LoraConfig:
         """Return the rank of a layer's factors."""
         rank = self._number(module, "rank_pattern", "r", 8)
         if not float(rank).is_integer() or rank < 1:
-            raise NotSupportedError(f"a rank is {rank}; ranks must be whole numbers from 1 on")
+            raise NotSupportedError(f"a rank is {rank}; ranks must be whole numbers, 1 or more")
         return int(rank)
 
     def scale(self, module: str) -> float:
@@ -145,7 +146,7 @@ class LoraConfig:
         is_number = isinstance(number, int | float) and not isinstance(number, bool)
         if not is_number or not abs(number) <= sys.float_info.max:
             raise NotSupportedError(
-                f"{key} or {patterns} holds {number!r:.40}, which is not a number, or too large"
+                f"{key} or {patterns} has {number!r:.40}, which is not a number or is too large"
             )
         return float(number)
 
@@ -285,8 +286,12 @@ def _targets(folder: Path, config: LoraConfig, linears: Linears) -> tuple[Target
         if match is None or dtype not in _DTYPES:
             kind = f"is {dtype}" if match is not None else "is not a factor of a linear layer"
             raise NotSupportedError(
-                f"{_FILES[1]} has {tensor}, which {kind}: not supported"
-                + ("" if "lora_" in tensor else " (peft: save with save_embedding_layers=False)")
+                f"{_FILES[1]} has {tensor}, which {kind} and is not supported"
+                + (
+                    ""
+                    if "lora_" in tensor
+                    else "; save the adapter with save_embedding_layers=False in peft"
+                )
             )
         factors.setdefault(match.group(1), set()).add(match.group(2))
     targets = []
@@ -295,7 +300,7 @@ def _targets(folder: Path, config: LoraConfig, linears: Linears) -> tuple[Target
             raise _NotOfThisModelError(f"the model has no linear layer {module}")
         if module == linears.head or _ROUTED.search(module):
             what = "the output head" if module == linears.head else "an expert"
-            raise NotSupportedError(f"it changes {module}, {what}, which is not supported")
+            raise NotSupportedError(f"it changes {what} ({module}), which is not supported")
         if len(factors[module]) < 2:
             raise NotSupportedError(f"{_FILES[1]} has only one of the two factors of {module}")
         rank, (wide_in, wide_out) = config.rank(module), linears.shapes[module]
@@ -304,7 +309,7 @@ def _targets(folder: Path, config: LoraConfig, linears: Linears) -> tuple[Target
             if shapes[tensor] != wanted:
                 shape = " x ".join(map(str, shapes[tensor]))
                 expected = " x ".join(map(str, wanted))
-                raise _NotOfThisModelError(f"{tensor} is {shape}, but should be {expected}")
+                raise _NotOfThisModelError(f"{tensor} is {shape}, but it should be {expected}")
         loaded_name, scale = linears.loaded_name(module), config.scale(module)
         targets.append(Target(module, loaded_name, rank, scale, wide_in, wide_out))
     _check_named(set(factors), set(config.targets(linears.shapes, linears.head)))

@@ -182,7 +182,7 @@ def _as_matrices(
     """
     x, out = x.reshape(-1, x.shape[-1]), output.view(-1, output.shape[-1])
     if len(x) != len(current_context().tensors["positions"]):
-        raise RuntimeError(f"a {type(layer).__name__} gets only some of a step's rows")
+        raise RuntimeError(f"a {type(layer).__name__} gets only some rows of a step")
     return x, out
 
 
@@ -256,7 +256,9 @@ def add_adapters(
             _add_adapter(model, number, adapter, weight, kernel)
             _check_called(model, layout, number, adapter)
         except torch.OutOfMemoryError as error:
-            raise DeviceError(f"model.adapters.{adapter.name} does not fit the device") from error
+            raise DeviceError(
+                f"model.adapters.{adapter.name} does not fit into the memory of the device"
+            ) from error
 
 
 def _add_adapter(

@@ -82,9 +82,9 @@ def read_config(folder: Path) -> dict[str, Any]:
     if (folder / "adapter_config.json").exists():
         # transformers would apply the adapter only if peft is installed
         raise ModelError(
-            f"{folder} holds an adapter (adapter_config.json)",
-            hint="use the base model's folder here and add this folder to model.adapters, "
-            "or use a model that the adapter is merged into",
+            f"{folder} holds an adapter (adapter_config.json), not a model",
+            hint="set model.name to the base model and add this folder to "
+            "model.adapters, or use a model into which the adapter is merged",
         )
     config = read_json(folder / "config.json")
     if config is None:

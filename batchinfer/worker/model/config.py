@@ -49,8 +49,9 @@ def check_family(folder: Path, raw: Mapping[str, Any]) -> str:
         )
     if family not in CONFIG_MAPPING:
         raise ModelError(
-            f"{folder}/config.json: transformers {transformers.__version__} has no model of the "
-            f"model_type {family[:80]!r}; a later version may"
+            f"{folder}/config.json: transformers {transformers.__version__} does "
+            f"not support the model_type {family[:80]!r}; a later version may "
+            "support it"
         )
     return family
 
@@ -108,7 +109,7 @@ def _check_class(folder: Path, config: PreTrainedConfig, runner: Runner) -> None
     family = f"{folder}/config.json: models of the family {config.model_type!r}"
     model_class, whole_class = causal_class(config), saved_class(config)
     if model_class is None or whole_class is None:
-        raise ModelError(f"{family} cannot be run: they do not write text")
+        raise ModelError(f"{family} cannot be run: they do not generate text")
     if key := changed_logits(config):
         raise ModelError(f"{family} cannot be run: they change their logits ({key})")
     saved = config.architectures or [whole_class.__name__]
@@ -116,18 +117,20 @@ def _check_class(folder: Path, config: PreTrainedConfig, runner: Runner) -> None
     if whole_class.__name__ not in saved and task is not None:
         if runner != "pooling":
             raise ModelError(
-                f"{folder}/config.json: architectures names a {saved[0]!r}, which has no output "
-                f"head and writes no text; set task: {task} to run it"
+                f"{folder}/config.json: the model's class (architectures) is "
+                f"{saved[0]!r}, which has no output head and generates no text; "
+                f"set task: {task} to run it"
             )
         config.tie_word_embeddings = True
     elif whole_class.__name__ not in saved:
         raise ModelError(
-            f"{folder}/config.json: architectures names a {saved[0][:80]!r}; of this family only "
-            f"{whole_class.__name__} writes text"
+            f"{folder}/config.json: the model's class (architectures) is "
+            f"{saved[0][:80]!r}; the only class of this family that generates text "
+            f"is {whole_class.__name__}"
         )
     replaceable = hasattr(sys.modules[model_class.__module__], "ALL_ATTENTION_FUNCTIONS")
     if not replaceable or "logits_to_keep" not in inspect.signature(model_class.forward).parameters:
         raise ModelError(
-            f"{family} cannot be run: transformers {transformers.__version__} does not let their "
-            "attention be replaced"
+            f"{family} cannot be run: transformers {transformers.__version__} does "
+            "not allow their attention to be replaced"
         )

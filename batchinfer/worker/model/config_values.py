@@ -91,7 +91,7 @@ def check_derived(num_heads: int, layout: KVLayout, num_positions: int | None) -
     if num_positions is not None and num_positions > MAX_POSITIONS:
         raise BadValueError(
             f"rope_parameters.factor results in {num_positions} positions; at most "
-            f"{MAX_POSITIONS:,} can be run"
+            f"{MAX_POSITIONS:,} are supported"
         )
 
 
@@ -140,7 +140,7 @@ def _check_size(key: str, value: int) -> None:
     )
     most = next((bound for applies, bound in bounds if applies), value)
     if value > most:
-        raise BadValueError(f"{key} is {_shown(value)}; at most {most:,} can be run")
+        raise BadValueError(f"{key} is {_shown(value)}; it must be at most {most:,}")
 
 
 def _check_depth(config: Mapping[str, Any]) -> None:

@@ -67,10 +67,11 @@ def check_buildable(folder: Path, config: PreTrainedConfig, file_bytes: int | No
     values = config.get_text_config().to_dict()
     keys = [key for key, value in values.items() if type(value) is int and value in shape]
     raise ModelError(
-        f"{folder}/config.json describes a model of {count:,} parameters, but the weight files "
-        f"have {file_bytes:,} bytes: {name} would be {' x '.join(map(str, shape))} "
-        f"({', '.join(sorted(keys)) or 'by its sizes'}); take config.json and the safetensors "
-        "files from the same model"
+        f"{folder}/config.json describes a model of {count:,} parameters, but the "
+        f"weight files have only {file_bytes:,} bytes: {name} would be "
+        f"{' x '.join(map(str, shape))} "
+        f"({', '.join(sorted(keys)) or 'by its sizes'}); take config.json and the "
+        "safetensors files from the same model"
     )
 
 

@@ -45,8 +45,8 @@ def check_quantization(config: Mapping[str, Any], wanted: str | None, device_typ
     """
     if wanted in ("int8", "int4") and device_type != "cpu":
         raise ModelError(
-            f"not yet: model.quantization: {wanted} is for CPUs; on a CUDA device use "
-            f"{wanted}_weight_only"
+            f"not yet: model.quantization: {wanted} works only on CPUs; on a CUDA "
+            f"device, use {wanted}_weight_only"
         )
     saved = saved_section(config)
     if not saved:
@@ -56,7 +56,7 @@ def check_quantization(config: Mapping[str, Any], wanted: str | None, device_typ
     method = saved.get("quant_method")
     saved_as = choose_format(saved)
     if method != _TORCHAO and saved_as is None:
-        shown = str(method)[:_MAX_SHOWN] if method else "a method without a name"
+        shown = str(method)[:_MAX_SHOWN] if method else "an unnamed method"
         raise ModelError(
             f"not yet: the model's weights are quantized by {shown} (quant_method of "
             "quantization_config in config.json); use the original checkpoint, or a checkpoint "
@@ -78,12 +78,12 @@ def _check_torchao(saved: Mapping[str, Any]) -> None:
     name = kind.get("_type")
     if name not in _SAVED_TYPES:
         raise ModelError(
-            f"not yet: the model's weights are quantized by torchao's {name}; "
-            f"supported are {', '.join(_SAVED_TYPES)}"
+            f"not yet: the model's weights are quantized by torchao's {name}; the "
+            f"supported types are: {', '.join(_SAVED_TYPES)}"
         )
     for part in _types_in(kind.get("_data")):
         if part not in _PLAIN_TYPES and not part.endswith(_PARTS):
-            raise ModelError(f"the model's quantization_config has a {part}, which is unknown")
+            raise ModelError(f"the model's quantization_config has an unknown {part}")
     _require_torchao()
 
 
@@ -146,7 +146,7 @@ def quantize(model: Any, method: str, device: torch.device) -> None:
         except Exception as error:  # torchao raises errors of any type
             reason = one_line(error, 200)
             raise ModelError(
-                f"model.quantization: {method} does not work for {name} in "
+                f"model.quantization: {method} cannot quantize {name} in "
                 f"{linear.weight.dtype}: {reason}"
             ) from error
 

@@ -115,7 +115,8 @@ def load_tokenizer(
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if not isinstance(backend, Tokenizer):
         raise ModelError(
-            f"{folder}: only tokenizers that can be saved as tokenizer.json are supported"
+            f"{folder}: the tokenizer cannot be saved as tokenizer.json, and other "
+            "tokenizers are not supported"
         )
     return TokenizerParts(
         backend=backend,
@@ -192,8 +193,9 @@ def check_vocabulary(folder: Path, tokenizer: str | None, vocab_size: int) -> No
     if highest >= vocab_size:
         named = "" if tokenizer is None else " (model.tokenizer)"
         raise ModelError(
-            f"{folder}: the tokenizer{named} has ids up to {highest}, but the model has "
-            f"{vocab_size} embeddings (vocab_size in config.json); they do not belong together"
+            f"{folder}: the tokenizer{named} has ids up to {highest}, but the "
+            f"model has {vocab_size} embeddings (vocab_size in config.json); use "
+            "the tokenizer and the model of the same folder"
         )
 
 
@@ -266,14 +268,14 @@ def _trial_problem(path: Path, digest: bytes) -> str:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return f"takes over {_WALL_S} s"
+        return f"takes more than {_WALL_S} s"
     except OSError:
         return ""
     code, stderr = done.returncode, done.stderr.decode(errors="replace")
     if code in (-signal.SIGXCPU, -signal.SIGKILL):
-        return f"takes over {_CPU_S} s of processor time, or all memory"
+        return f"takes more than {_CPU_S} s of processor time, or all memory"
     if code < 0 and "memory allocation of" in stderr:
-        return f"needs over {_MEMORY_BYTES >> 30} GiB of memory"
+        return f"needs more than {_MEMORY_BYTES >> 30} GiB of memory"
     last = one_line(ValueError(stderr.strip().rpartition("\n")[2]), 200)
     if code < 0:
         return f"ends the process ({signal.Signals(-code).name}): {last}"

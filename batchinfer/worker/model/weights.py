@@ -91,8 +91,8 @@ def load_weights(
     saved = saved_section(config.to_dict())
     if random and saved:
         raise ModelError(
-            f"{folder}/config.json has a quantization_config, but random weights are not "
-            "quantized; remove quantization_config from it"
+            f"{folder}/config.json has a quantization_config, but random weights "
+            "cannot be quantized; remove quantization_config"
         )
     saved_as = choose_format(saved)
     with loading_errors(folder):
@@ -126,7 +126,9 @@ def loading_errors(folder: Path) -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError as error:
-        raise DeviceError("the model's weights do not fit the device; use a smaller one") from error
+        raise DeviceError(
+            "the model's weights do not fit into the memory of the device; use a smaller model"
+        ) from error
     except SafetensorError as error:
         raise ModelError(
             f"{folder}: the safetensors files are damaged ({one_line(error)}); "
@@ -229,14 +231,19 @@ def check_loaded(
         problem = f"{len(missing)} tensors are missing from the weight files: {_some(missing)}"
     elif mismatched:
         name, saved, wanted = mismatched[0]
-        problem = f"{name} is {_shape(saved)}, but by config.json it should be {_shape(wanted)}"
+        problem = (
+            f"{name} is {_shape(saved)}, but according to config.json it should be {_shape(wanted)}"
+        )
     elif unused:
         problem = (
-            f"the weight files have {len(unused)} tensors that have no place in the model that "
-            f"config.json describes: {_some(unused)}"
+            f"the weight files have {len(unused)} tensors that the model in "
+            f"config.json does not have: {_some(unused)}"
         )
         if any(".lora_" in name for name in unused):
-            remedy = "merge the adapters into the weights (merge_and_unload in peft) and save again"
+            remedy = (
+                "merge the adapters into the weights (merge_and_unload in peft) and "
+                "save the model again"
+            )
     else:
         return
     raise ModelError(f"{folder}: {problem}; {remedy}")
@@ -265,7 +272,7 @@ def fix_longrope(model: torch.nn.Module, max_model_len: int) -> None:
             _fix(module, max_model_len)
             fixed += 1
     if fixed == 0 and uses_longrope(getattr(model, "config", None)):
-        raise ModelError("the model uses longrope, but has no module with its frequencies")
+        raise ModelError("the model uses longrope, but has no module with the rotary frequencies")
 
 
 def _fix(module: torch.nn.Module, max_model_len: int) -> None:
@@ -282,8 +289,9 @@ def _fix(module: torch.nn.Module, max_model_len: int) -> None:
     for actual, wanted in zip(module(like, position_ids=alone), expected, strict=True):
         if not torch.equal(actual, wanted[:, :2]):
             raise ModelError(
-                f"{type(module).__name__} chooses rotary frequencies by the longest row in the "
-                "batch (longrope), which cannot be fixed; the model cannot be run"
+                f"the model cannot be run: {type(module).__name__} chooses rotary "
+                "frequencies by the longest row in the batch (longrope), and this "
+                "choice cannot be fixed"
             )
 
 

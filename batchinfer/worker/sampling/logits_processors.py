@@ -35,11 +35,14 @@ def run_processors(logits: Tensor, processed: Sequence[ProcessedRow]) -> None:
             row = processor(item.prompt_token_ids, item.output_token_ids, row.clone())
             name = getattr(processor, "__name__", type(processor).__name__)
             if not isinstance(row, Tensor):
-                raise TypeError(f"logits processor {name} returned no tensor: {type(row).__name__}")
+                raise TypeError(
+                    f"logits processor {name} returned a {type(row).__name__}, not a tensor"
+                )
             if row.shape != logits.shape[1:]:
                 raise ValueError(
-                    f"logits processor {name} returned a tensor of shape {tuple(row.shape)}; it "
-                    f"must be that of its logits, {tuple(logits.shape[1:])}"
+                    f"logits processor {name} returned a tensor of shape "
+                    f"{tuple(row.shape)}; the shape must be that of the logits, "
+                    f"{tuple(logits.shape[1:])}"
                 )
         only = row.isposinf()
         logits[item.row] = torch.where(only.any(), torch.where(only, 0.0, -torch.inf), row)
@@ -90,7 +93,9 @@ def _keep_allowed(logits: Tensor, batch: SamplingBatch, rows: Int64) -> None:
 
 def _entries(logits: Tensor, rows: Int64, token_ids: Int32) -> tuple[Tensor, Tensor]:
     # On a GPU, an index out of range crashes the whole process.
-    assert 0 <= token_ids.min() <= token_ids.max() < logits.shape[1], "token id not in the model"
+    assert 0 <= token_ids.min() <= token_ids.max() < logits.shape[1], (
+        "a token id is not in the model's vocabulary"
+    )
     at = to_device({"rows": rows, "ids": token_ids.astype(np.int64)}, logits.device)
     return at["rows"], at["ids"]
 

@@ -120,7 +120,9 @@ def _token_ranks(logits: Tensor, rows: Int32, values: Tensor, wanted: Int32, chu
 
 def _named_logits(logits: Tensor, rows: Tensor, token_ids: Int32) -> Tensor:
     # On a GPU, an index out of range crashes the whole process.
-    assert token_ids.max(initial=-1) < logits.shape[1], "token id not in the model"
+    assert token_ids.max(initial=-1) < logits.shape[1], (
+        "a token id is not in the model's vocabulary"
+    )
     ids = to_device({"ids": token_ids.astype(np.int64)}, logits.device)["ids"]
     values = logits[rows[:, None], ids.clamp(min=0)].float()
     return values.masked_fill_(ids < 0, -torch.inf)

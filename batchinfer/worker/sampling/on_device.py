@@ -151,7 +151,9 @@ def _edit_arrays(batch: SamplingBatch, heads: Int64, vocab: int) -> _Arrays:
         kept = owners >= 0
         ids, owners = token_ids[kept], owners[kept]
         # On a GPU, an index out of range crashes the whole process.
-        assert len(ids) == 0 or 0 <= ids.min() <= ids.max() < vocab, "token id not in the model"
+        assert len(ids) == 0 or 0 <= ids.min() <= ids.max() < vocab, (
+            "a token id is not in the model's vocabulary"
+        )
         arrays[f"{name}_ids"] = ids[np.argsort(owners, kind="stable")]
         ends = np.bincount(owners, minlength=len(heads)).cumsum()
         arrays[f"{name}_starts"] = np.append(0, ends).astype(np.int32)

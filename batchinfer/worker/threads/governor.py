@@ -200,10 +200,10 @@ class ThreadGovernor:
         if self.count < self._most and self._num_logged == 0:
             self._num_logged = 1
             _LOG.warning(
-                "%d of %d threads while other processes use the cores (set engine.num_threads to "
-                "keep a number)",
+                "using %d of %d threads while other processes use the cores (to "
+                "fix the number, set engine.num_threads)",
                 *(self.count, self._most),
             )
         elif self.count == self._most and self._num_logged == 1:
             self._num_logged = 2
-            _LOG.warning("all %d threads again", self.count)
+            _LOG.warning("using all %d threads again", self.count)

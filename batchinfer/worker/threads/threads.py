@@ -61,11 +61,13 @@ def choose_threads(
             # torch has fewer threads if a caller set fewer, or if there are fewer cores
             if torch_count < int(variable[1]):
                 return ThreadCount(
-                    torch_count, f"as torch has; {name} is {variable[1]}", pinned=True
+                    torch_count, f"torch's own number; {name} is {variable[1]}", pinned=True
                 )
             return ThreadCount(int(variable[1]), name, pinned=True)
     if torch_count < limits.count:
-        return ThreadCount(torch_count, f"as torch has; this process may use {limits.count} cores")
+        return ThreadCount(
+            torch_count, f"torch's own number; this process may use {limits.count} cores"
+        )
     cores, why = min(limits.machine, limits.affinity), "the cores this process may use"
     if limits.count < cores:
         why = f"the control group's quota of {limits.quota:.3g} core{'s' * (limits.quota != 1)}"

@@ -74,7 +74,7 @@ def test_shards_write_the_bytes_of_a_single_run(
 ) -> None:
     for index, left in ((2, 6), (0, 4), (3, 2)):
         assert run_shard(spec, index, quiet=False) is ExitCode.OK
-        assert f"left to other processes: {left} parts" in capsys.readouterr().out
+        assert f"other processes still have {left} parts" in capsys.readouterr().out
         assert not (out_of(spec) / "_SUCCESS").exists()
     assert run_shard(spec, 1) is ExitCode.OK
     check_finished(spec, plain)
@@ -297,7 +297,10 @@ def test_damaged_part_of_another_shard_names_the_shard_to_run(
     by_shards_of(4)(spec, FakeBuild())
     part = out_of(spec) / "data" / "part-00003.parquet"
     part.write_bytes(part.read_bytes()[:-5])
-    with pytest.raises(DataError, match=r"part-00003.*\nrun shard 1/4, or all without one, again"):
+    with pytest.raises(
+        DataError,
+        match=r"part-00003.*\nto make the part again, run the job with --shard 1/4 or without",
+    ):
         run_shard(spec, 2)
     assert run_shard(spec, 1) is ExitCode.OK
     check_finished(spec, plain)
@@ -391,7 +394,7 @@ def test_overwriting_and_resuming_shards_refuse_each_other(spec: JobSpec, tmp_pa
         update={"output": spec.output.model_copy(update={"if_exists": "overwrite"})}
     )
     run_shard(spec, 0)
-    with living(spec, 1), pytest.raises(LockedError, match="running without if_exists"):
+    with living(spec, 1), pytest.raises(LockedError, match="other writers, without if_exists"):
         run_shard(spec, 2, overwrite=True)
     with living(overwrites, 1), pytest.raises(LockedError, match="are about to start over"):
         run_shard(spec, 2)
@@ -406,7 +409,7 @@ def test_if_exists_error_admits_later_shards(spec: JobSpec, plain: dict[str, byt
     by_shards_of(4)(careful, FakeBuild())
     check_finished(spec, plain)
     (out_of(spec) / "_SUCCESS").unlink()
-    with pytest.raises(LockedError, match="holds output already"):
+    with pytest.raises(LockedError, match="already holds output"):
         run_shard(careful, 0, 2)
 
 
@@ -414,10 +417,10 @@ def test_other_job_is_refused_while_shards_live_and_after_rows_are_finished(
     spec: JobSpec, tmp_path: Path
 ) -> None:
     other = job(tmp_path, sampling={"max_tokens": 7})
-    with living(spec, 1), pytest.raises(LockedError, match="begun another job"):
+    with living(spec, 1), pytest.raises(LockedError, match="started another job"):
         run_shard(other, 0)
     run_shard(spec, 1)
-    with pytest.raises(LockedError, match=r"sampling\.max_tokens was 8, is 7"):
+    with pytest.raises(LockedError, match=r"sampling\.max_tokens was 8 and is now 7"):
         run_shard(other, 0)
 
 

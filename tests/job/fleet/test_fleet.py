@@ -76,7 +76,7 @@ def test_dead_worker_is_replaced(tmp_path: Path, how: str) -> None:
 def test_worker_with_failed_device_is_not_replaced(tmp_path: Path) -> None:
     write_rows(tmp_path, ROWS)
     assert run(fleet_job(tmp_path), Disturbed(tmp_path, "device")) == ExitCode.OK
-    assert log_of(tmp_path).count(" is up") == 2
+    assert log_of(tmp_path).count(" is running on ") == 2
     check_bytes(tmp_path)
 
 

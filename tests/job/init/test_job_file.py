@@ -102,7 +102,7 @@ def test_init_uses_the_named_columns(tmp_path: Path) -> None:
         ({"left": ["a"], "right": ["b"]}, ["several columns", "left (string)", "--prompt-column"]),
         (
             {"No": ["a-1", "a-2"], "what they say": ["It is broken.", "It is late."]},
-            ['name the column: --prompt-column "what they say"'],
+            ['name the prompt column, like --prompt-column "what they say"'],
         ),
         ({"custom_id": ["a"], "url": ["b"], "body": ["c"]}, ["batchinfer run-batch -i"]),
         ({"n": [1], "x": [0.5]}, ["holds no column that", "n (int64), x (double)"]),

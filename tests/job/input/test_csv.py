@@ -98,8 +98,8 @@ def test_a_wrong_record_is_a_row_error_with_its_line(tmp_path: Path) -> None:
     found = source(tmp_path, text)
     assert seen(found) == [
         {"a": 1, "b": b"x\ny"},
-        "line 4 has 1 cells; its header has 2",
-        "line 5 has 3 cells; its header has 2",
+        "line 4 has 1 cells, but its header has 2",
+        "line 5 has 3 cells, but its header has 2",
         "line 6: ',' expected after '\"'",
         {"a": 5, "b": b"\xff"},
         {"a": 6, "b": b"\0"},
@@ -118,16 +118,16 @@ def test_a_header_alone_is_a_dataset_without_rows(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", r"is empty: it has no header"),
-        (b"a;b\n1;2\n", r"its header has no comma: a;b\nwrite it with commas"),
+        (b"", r"is empty and has no header"),
+        (b"a;b\n1;2\n", r"the header has no comma: a;b\nseparate the cells by commas"),
         (b'a,b\n1,2\n3,"x\n4,5\n', r"line 3: a quote is never closed"),
         (b"a,b\n1\n2\n", r"holds no CSV: .*line 2 has 1 cells"),
         (b'"a"b,c\n1,2\n', r"line 1: ',' expected"),
         (b'a,b\n1,"' + b"x\n" * 3000, r"line 2: a quote is never closed"),
-        (b"a,b\n1," + b"x" * 30_000, r"a line of over"),
+        (b"a,b\n1," + b"x" * 30_000, r"a line of more than"),
         (b"\x1f\x8b\x08garbage", "cannot be read"),
-        (b"PAR1\0\0\0", "is not a header: it has a NUL"),
-        ("a,b\n1,2\n".encode("utf-16"), r"seems to be in UTF-16LE.*\n.*iconv -f UTF-16LE"),
+        (b"PAR1\0\0\0", "is not a header, because it contains a NUL"),
+        ("a,b\n1,2\n".encode("utf-16"), r"seems to be encoded in UTF-16LE.*\n.*iconv -f UTF-16LE"),
     ],
 )
 def test_a_file_that_cannot_be_read_is_refused(
@@ -158,7 +158,7 @@ def test_only_the_row_with_a_huge_cell_is_an_error(
         csv.field_size_limit(before)
     assert rows == [
         {"a": 1, "b": b"x"},
-        "line 3: a cell has over 0 MiB",
+        "line 3: a cell has more than 0 MiB",
         {"a": 3, "b": b"y\nz"},
         {"a": 4, "b": b"w"},
     ]

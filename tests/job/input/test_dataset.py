@@ -130,5 +130,5 @@ def test_a_flipped_bit_in_a_page_names_file_and_row_group(tmp_path: Path) -> Non
 def test_file_that_changes_after_planning_is_refused(folder: Path) -> None:
     source = open_source(str(folder))
     write_parquet(folder / "b.parquet", {"y": [1]})
-    with pytest.raises(DataError, match=r"b\.parquet was changed while the job ran"):
+    with pytest.raises(DataError, match=r"b\.parquet was changed while the job was running"):
         list(source.scan(["x"], [range(10)]))

@@ -130,7 +130,7 @@ def test_verify_finds_a_row_in_the_wrong_part(tmp_path: Path) -> None:
     held["bounds"][1] -= 4
     plan.write_text(json.dumps(held))
     problems = verify(OutputDir(tmp_path / "out")).problems
-    assert any("not the input's" in problem for problem in problems)
+    assert any("not the rows of the input" in problem for problem in problems)
 
 
 # What is selected ------------------------------------------------------------------------------
@@ -252,18 +252,21 @@ SCHEMA = pa.schema(
             "expected `String`, got `i64` for series with name `a b` (a b is int64)\ncast one",
         ),
         ("\"a b\" in ('a')", "cannot check for Int64 values in List(String)"),
-        ("cast(lang as int) > 1", "in column 'lang' for 1 out of 1 values: [\"x\"]\ntry_cast"),
+        ("cast(lang as int) > 1", "in column 'lang' for 1 out of 1 values: [\"x\"]\nuse try_cast"),
         ("lang.x = 1", 'no column has a field "x"'),
-        ("score > 1)", "unexpected token ')')\ntexts are in single quotes"),
-        ("score > 1 limit 5", "found 'limit' clause)\nwrite only what follows WHERE"),
+        ("score > 1)", "unexpected token ')')\nput strings in single quotes"),
+        ("score > 1 limit 5", "found 'limit' clause)\nwrite only the part that would follow WHERE"),
         ("upper(lang, 1) = 'x'", "no function matches the given name and arguments"),
-        ("score > avg(score)", "avg() is not a function of one row"),
-        ("score > avg/**/(score)", "cannot be in it"),
-        ("lang in (select lang from self)", "select does not depend on one row alone"),
-        ("repeat(lang, 1000000000) = 'x'", "repeat() is not a function"),
-        ("(" * 60 + "1 = 1" + ")" * 60, "over 50 brackets"),
-        ("1 = 1 and " * 2000 + "1 = 1", "over 400 words and operators"),
-        (f"lang = '{'x' * 100_000}'", "over 100000 characters"),
+        ("score > avg(score)", "avg() is not an allowed function"),
+        ("score > avg/**/(score)", "a condition cannot contain"),
+        (
+            "lang in (select lang from self)",
+            "select is not allowed, because a condition sees only one row",
+        ),
+        ("repeat(lang, 1000000000) = 'x'", "repeat() is not an allowed function"),
+        ("(" * 60 + "1 = 1" + ")" * 60, "more than 50 nested brackets"),
+        ("1 = 1 and " * 2000 + "1 = 1", "more than 400 words and operators"),
+        (f"lang = '{'x' * 100_000}'", "at most 100000 characters"),
         ("not " * 200 + "1 = 1", "cannot be evaluated"),
     ],
 )

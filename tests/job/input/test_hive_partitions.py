@@ -98,7 +98,7 @@ def test_a_file_without_a_column_gets_it_from_its_folder(tmp_path: Path) -> None
     assert [row["k"] for row in rows(tmp_path)] == [7, 2]
     assert rows(tmp_path, "k") == [{"k": 7}, {"k": 2}]
     (tmp_path / "k=2").rename(tmp_path / "k=x")
-    with pytest.raises(DataError, match=r"k=x/x\.jsonl: its folder says k=x, .* int64"):
+    with pytest.raises(DataError, match=r"k=x/x\.jsonl: the folder name says k=x, .* int64"):
         open_source(str(tmp_path))
 
 
@@ -107,7 +107,7 @@ def test_folder_with_a_time_outside_python_range_is_a_data_error(tmp_path: Path)
     write_parquet(tmp_path / "at=1" / "x.parquet", {"prompt": ["a"], "at": at})
     folder = "at=2020-01-01 00:00:00.000000001"
     write_parquet(tmp_path / folder / "x.parquet", {"prompt": ["b"]})
-    with pytest.raises(DataError, match=r"its folder says at=2020.* has type timestamp\[ns\]"):
+    with pytest.raises(DataError, match=r"the folder name says at=2020.* has type timestamp\[ns\]"):
         open_source(str(tmp_path), mode="union")
 
 

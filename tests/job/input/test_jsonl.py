@@ -149,7 +149,7 @@ def test_a_bad_line_is_a_row_with_its_code_and_line_number(tmp_path: Path) -> No
         rows(path)[1].message
         == f"{path}, line 3 is not JSON: EOF while parsing a string at byte 11"
     )
-    assert rows(path)[2].message == f"{path}, line 4 is an array; it must be an object"
+    assert rows(path)[2].message == f"{path}, line 4 is an array; it must be a JSON object"
     assert scanned(path) == [{"x": x} for x in [0, *[None] * 7, 3]]
 
 
@@ -276,11 +276,11 @@ def test_a_job_over_lines(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("encoding", "message"),
     [
-        ("utf-16", "seems to be in UTF-16LE"),
-        ("utf-16-be", "seems to be in UTF-16BE"),
-        ("utf-32", "seems to be in UTF-32LE"),
-        ("utf-32-be", "seems to be in UTF-32BE"),
-        ("latin-1", "seems to be in Latin-1 or Windows-1252"),
+        ("utf-16", "seems to be encoded in UTF-16LE"),
+        ("utf-16-be", "seems to be encoded in UTF-16BE"),
+        ("utf-32", "seems to be encoded in UTF-32LE"),
+        ("utf-32-be", "seems to be encoded in UTF-32BE"),
+        ("latin-1", "seems to be encoded in Latin-1 or Windows-1252"),
     ],
 )
 def test_another_encoding_is_refused_and_named(tmp_path: Path, encoding: str, message: str) -> None:

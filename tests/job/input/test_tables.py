@@ -233,7 +233,10 @@ def test_retry_errors_skips_rows_added_since(
     options = {"build": FakeBuild(), "retry_errors": True}
     assert run_job(spec, **options) is ExitCode.TOO_MANY_ROW_ERRORS
     assert prompts_of(tmp_path) == ["first", ""]
-    assert "errors are retried at version 0; --update reads the latest" in capsys.readouterr().err
+    assert (
+        "failed rows are retried at version 0 of the table; to read version"
+        in capsys.readouterr().err
+    )
     mended = pa.table({"prompt": ["first", "mended"]})
     deltalake.write_deltalake(table, mended, mode="overwrite")
     assert run_job(spec, **options) is ExitCode.OK

@@ -89,19 +89,19 @@ def test_equal_max_tokens_and_max_completion_tokens_are_accepted() -> None:
         ({"method": "GET"}, 'method is "GET"; it must be POST'),
         ({"url": "/v1/embeddings"}, 'url is "/v1/embeddings"; it must be /v1/chat/completions'),
         ({"boddy": {}}, 'unknown field "boddy"; did you mean body?'),
-        ({"body": {"messages": MESSAGES, "prompt": "x"}}, "body.prompt is not for"),
+        ({"body": {"messages": MESSAGES, "prompt": "x"}}, "body.prompt cannot be used with"),
         ({"body": {"messages": MESSAGES, "model": 5}}, "body.model is 5"),
         (
             {"body": {"messages": MESSAGES, "chat_template_kwargs": {"messages": []}}},
-            "body.chat_template_kwargs cannot hold messages",
+            "body.chat_template_kwargs cannot contain messages",
         ),
         (
             {"url": TEXT, "body": {"prompt": "x", "reasoning_effort": "low"}},
-            "body.reasoning_effort is for /v1/chat/completions",
+            "body.reasoning_effort can only be used with /v1/chat/completions",
         ),
         (
             {"body": {"messages": [], "tool_choice": "required"}},
-            'body.tool_choice is "required", and there are no tools',
+            'body.tool_choice is "required", but the request has no tools',
         ),
     ],
 )
@@ -115,7 +115,7 @@ def test_invalid_request_is_refused(change: dict[str, Any], message: str) -> Non
     ("url", "body", "message"),
     [
         (CHAT, {"tools": [{"type": "function"}]}, "body.tools needs output.tool_parser"),
-        (TEXT, {"tools": [{"type": "function"}]}, "body.tools is not for /v1/completions"),
+        (TEXT, {"tools": [{"type": "function"}]}, "body.tools cannot be used with /v1/completions"),
         (CHAT, {"temprature": 1}, "body.temprature is not supported; did you mean temperature?"),
         (CHAT, {"prompt_logprobs": 1}, "body.prompt_logprobs is not supported"),
         (TEXT, {"suffix": "end"}, 'body.suffix is "end"'),
@@ -170,7 +170,7 @@ def test_echo_with_logprobs_requests_prompt_logprobs(logprobs: int | None) -> No
 def test_request_for_another_model_is_refused() -> None:
     code, message = refusal(line(model="gpt-4o"))
     assert code == "unknown_model"
-    assert message.startswith('body.model is "gpt-4o", and this job runs org/model')
+    assert message.startswith('body.model is "gpt-4o", but this job runs org/model')
 
 
 def test_request_model_may_name_an_adapter() -> None:

@@ -258,7 +258,7 @@ def test_output_path_that_cannot_be_followed_is_named(tmp_path: Path) -> None:
 def test_overwrite_refuses_foreign_files_in_data(out: OutputDir, name: str) -> None:
     file = begun(out)
     (out.data / name).mkdir()
-    with pytest.raises(LockedError, match=rf"data/{name} is not output of batchinfer"):
+    with pytest.raises(LockedError, match=rf"data/{name} was not written by batchinfer"):
         begin(out, if_exists="overwrite")
     assert sorted(out.data.iterdir()) == sorted([file, out.data / name])
     assert len(begin(out)) == 2, "the job can be resumed"

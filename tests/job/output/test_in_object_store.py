@@ -156,7 +156,7 @@ def test_job_status_and_verify_in_a_store(
     checked = cli.invoke(app, ["verify", f"{OUT}/"])
     assert (checked.exit_code, checked.stdout) == (
         0,
-        f"finished: 3 of 3 parts, {NUM_ROWS} rows; all as recorded\n",
+        f"finished: 3 of 3 parts, {NUM_ROWS} rows; everything matches its record\n",
     )
     assert cli.invoke(app, ["status", f"{LAKE}/nothing"]).exit_code != 0
 
@@ -434,7 +434,7 @@ def test_partition_by_in_a_store(spec: JobSpec) -> None:
     output = spec.output.model_copy(update={"partition_by": ("status", "prompt")})
     by_prompt = spec.model_copy(update={"output": output})
     change("partitioned/mine.txt", b"mine")
-    with pytest.raises(LockedError, match="is not output of batchinfer"):
+    with pytest.raises(LockedError, match="was not written by batchinfer"):
         run(by_prompt)
     assert run(spec) is ExitCode.OK
     assert objects(f"{KEY}/partitioned") == {"mine.txt": b"mine"}

@@ -151,7 +151,7 @@ def test_interrupted_partitioning_is_completed(
         (["generated_text"], {}, UsageError, "is neither a kept input column nor status"),
         (["x"], {"x": [[1]] * 25}, DataError, 'column "x" is list'),
         (["x"], {"x": [0.5] * 25}, DataError, 'column "x" is double'),
-        (["x"], {"x": range(25)}, DataError, "would make 25 partitions; the limit is 20"),
+        (["x"], {"x": range(25)}, DataError, "would make 25 partitions; at most 20 are allowed"),
         (["x"], {"x": ["y" * 300] * 25}, DataError, 'a value of "x" is too long'),
     ],
 )
@@ -177,7 +177,7 @@ def test_foreign_partitioned_folder_is_kept(tmp_path: Path) -> None:
     mine.parent.mkdir()
     mine.write_text("mine")
     output = spec.output.model_copy(update={"partition_by": ("lang",)})
-    with pytest.raises(LockedError, match="is not output of batchinfer"):
+    with pytest.raises(LockedError, match="was not written by batchinfer"):
         run(spec.model_copy(update={"output": output}))
     assert run(spec, overwrite=True) is ExitCode.OK
     assert mine.read_text() == "mine"
@@ -199,7 +199,7 @@ def test_partition_columns_added_later_are_checked(
     monkeypatch.setattr(partitioned, "MOST_PARTITIONS", 20)
     output = spec.output.model_copy(update={"partition_by": ("x",)})
     for _ in range(2):
-        with pytest.raises(DataError, match="would make 25 partitions; the limit is 20"):
+        with pytest.raises(DataError, match="would make 25 partitions; at most 20 are allowed"):
             run(spec.model_copy(update={"output": output}))
     assert not files(tmp_path)
     assert run(spec) is ExitCode.OK, "the finished parts are unchanged"
@@ -216,7 +216,7 @@ def test_partition_folder_names_round_trip(value: str | None, column: str) -> No
 def test_hive_null_marker_is_refused_as_a_value(tmp_path: Path) -> None:
     """pyarrow and polars read it as null, even if it is percent-encoded."""
     spec = partitioned_job(tmp_path, "x", x=["a", None, *["__HIVE_DEFAULT_PARTITION__"] * 23])
-    with pytest.raises(DataError, match="has the text __HIVE_DEFAULT_PARTITION__, which readers"):
+    with pytest.raises(DataError, match="has the value __HIVE_DEFAULT_PARTITION__, which readers"):
         run(spec)
     assert not files(tmp_path)
 

@@ -77,10 +77,12 @@ def other_job(path: Path) -> None:
 def test_verify_of_a_finished_job(root: Path) -> None:
     done = found(root)
     assert done == Verification(True, 3, 3, 25, [])
-    assert list(done.lines()) == ["finished: 3 of 3 parts, 25 rows; all as recorded"]
+    assert list(done.lines()) == ["finished: 3 of 3 parts, 25 rows; everything matches its record"]
     (root / "_SUCCESS").unlink()
     (line,) = found(root).lines()
-    assert line == "not finished (no _SUCCESS): 3 of 3 parts, 25 rows; all as recorded"
+    assert (
+        line == "not finished (no _SUCCESS): 3 of 3 parts, 25 rows; everything matches its record"
+    )
     assert done.data()["ok"] is True
 
 
@@ -98,21 +100,24 @@ def test_verify_of_a_stopped_job(tmp_path: Path) -> None:
     [
         (lambda root: (root / PART).unlink(), f"{PART} is missing"),
         (lambda root: (root / PART).write_bytes(b""), f"{PART} has 0 bytes"),
-        (lambda root: flip_bit(root / PART, 50), f"{PART} holds other bytes"),
+        (lambda root: flip_bit(root / PART, 50), f"{PART} has changed since it was written"),
         (lambda root: rot(root / PART), "its hash differs"),
-        (lambda root: flip_bit(root / KEYS, 50), f"{KEYS} holds other bytes"),
+        (lambda root: flip_bit(root / KEYS, 50), f"{KEYS} has changed since it was written"),
         (lambda root: (root / RECORD).write_bytes(b"{"), f"{RECORD} is damaged"),
         (lambda root: (root / RECORD).unlink(), f"{PART} has no record despite _SUCCESS"),
         (lambda root: rewrite(root, lambda path: flip_bit(path, 50)), f"{PART}: "),
         (lambda root: rewrite(root, other_rows), f"{PART}: it has 9 rows, not 10"),
-        (lambda root: rewrite(root, other_order), f"{PART}: its rows are not the input's"),
+        (
+            lambda root: rewrite(root, other_order),
+            f"{PART}: its rows are not the rows of the input",
+        ),
         (lambda root: rewrite(root, other_columns), f"{PART} has different columns"),
         (lambda root: rewrite(root, other_job), f"{PART} was made by another job"),
         (
             lambda root: (root / RECORD).write_text(
                 (root / RECORD).read_text().replace('"empty_prompt": 1', '"empty_prompt": 2')
             ),
-            f"{PART} has 1 failed rows; its record says otherwise",
+            f"{PART} has 1 failed rows, but its record says otherwise",
         ),
         (lambda root: (root / "data" / "x.csv").touch(), "data/x.csv is not a part of this job"),
         (
@@ -121,7 +126,7 @@ def test_verify_of_a_stopped_job(tmp_path: Path) -> None:
         ),
         (
             lambda root: (root / "_batchinfer/requests/part-00001.parquet").write_bytes(b"zork"),
-            "requests/part-00001.parquet holds other bytes",
+            "requests/part-00001.parquet has changed",
         ),
         (
             lambda root: (root / "_batchinfer/segments/segment-000000.parquet").write_bytes(b"z"),
@@ -146,7 +151,7 @@ def test_verify_names_damage(root: Path, harm: Callable[[Path], None], says: str
     assert len(done.problems) == 1
     assert says in done.problems[0]
     assert done.data()["ok"] is False
-    assert list(done.lines())[-1].endswith("run the job again to repair it")
+    assert list(done.lines())[-1].endswith("run the job again to repair the output")
 
 
 @pytest.mark.parametrize(
@@ -156,7 +161,7 @@ def test_damage_is_repaired_as_verify_advises(tmp_path: Path, root: Path, name: 
     rot(root / name)
     (root / "_batchinfer/manifest.json").write_bytes(b"")
     advice = list(found(root).lines())[-1]
-    assert advice.endswith("move the files named away and run the job again to repair it")
+    assert advice.endswith("move these files away and run the job again to repair the output")
     (root / name).unlink()
     run_job(finished_job(tmp_path), build=FakeBuild(), quiet=True)
     assert found(root) == Verification(True, 3, 3, 25, [])

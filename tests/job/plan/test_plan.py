@@ -295,7 +295,9 @@ def test_plan_samples_a_large_dataset(
         for name in ("prompt_tokens", "prompt_computed", "time_s", "steps", "output_bytes"):
             assert plan[name] == pytest.approx(whole[name], rel=0.1), name
         assert plan["output_tokens"] == whole["output_tokens"]
-    assert any("from a sample: 400 of 800 rows read" in line for line in plain(plan_facts(less)))
+    assert any(
+        "estimated from a sample: 400 of 800 rows read" in line for line in plain(plan_facts(less))
+    )
 
 
 def test_plan_samples_whole_windows() -> None:
@@ -344,7 +346,7 @@ def test_plan_counts_reused_rows(tmp_path: Path, model: Path) -> None:
     assert (plan["rows"], plan["reused"], plan["why_not_reused"]) == (60, 50, [])
     for key in ("prompt_tokens", "output_tokens", "time_s"):
         assert plan[key] == pytest.approx(alone[key]), key
-    assert "reused   50 rows, copied and not computed" in plain(plan_facts(plan))
+    assert "reused   50 rows, copied instead of computed" in plain(plan_facts(plan))
 
     all_of_them = job(tmp_path, model, {"prompt": prompts[:50]}, sampling=sampling, output=reuse)
     plan = plan_job(all_of_them)

@@ -316,7 +316,7 @@ def test_output_whose_first_row_is_not_finished(
     capsys.readouterr()
     assert run_job(story.spec("two", ("one",)), build=TellingBuild()) is ExitCode.OK
     said = capsys.readouterr().err.replace("\n", " ")
-    assert f"0 of 5 rows reused from {story.path / 'one'}: it has no finished rows" in said
+    assert f"0 of 5 rows reused from {story.path / 'one'}: the output has no finished rows" in said
 
 
 @pytest.mark.parametrize(

@@ -162,8 +162,12 @@ def test_a_prompt_counts_once_for_several_rounds_of_samples(
 @pytest.mark.parametrize(
     ("accept", "changes", "message"),
     [
-        ("accept: {schema: {type: strnig}}", {}, "line 5: accept: schema is wrong"),
-        ("accept: {regex: 'a(?=b)'}", {}, "line 5: accept.regex is wrong: invalid perl operator"),
+        ("accept: {schema: {type: strnig}}", {}, "line 5: accept: schema is not valid"),
+        (
+            "accept: {regex: 'a(?=b)'}",
+            {},
+            "line 5: accept.regex is not valid: invalid perl operator",
+        ),
         ("accept: {kk: 3}", {}, "unknown key accept.kk; did you mean k"),
         ("accept: {k: 2}", {"sampling.n": 3}, "accept.k and sampling.n both say how many"),
         ("accept: {max_tries: 2}", {"sampling.n": 3}, "accept.max_tries is less than sampling.n"),

@@ -117,7 +117,9 @@ def test_greedy_samples_are_not_drawn_again(folder: Path) -> None:
 def test_a_truncated_text_fails_the_schema(folder: Path) -> None:
     long = {"type": "string", "minLength": 60, "not": {"const": ""}}
     (row,), _ = run(folder, "cut", [checked(long)])
-    assert row["error"]["message"].endswith("one that does not: it was cut at 40 tokens")
+    assert row["error"]["message"].endswith(
+        "last sample that does not match: it was cut off at 40 tokens"
+    )
 
 
 def test_accept_sets_the_tries_and_prevents_errors(folder: Path) -> None:
@@ -138,7 +140,10 @@ def test_the_job_may_ask_for_a_checked_schema(folder: Path) -> None:
     ok = [row for row in rows if row["status"] == "ok"]
     assert ok
     assert all(is_valid(LETTERS, row["generated_text"]) for row in ok)
-    for schema, message in [({"type": "strnig"}, "schema is wrong"), (False, "no text fits")]:
+    for schema, message in [
+        ({"type": "strnig"}, "schema is not valid"),
+        (False, "no text can match"),
+    ]:
         wrong = json.dumps({"json": schema, "unsupported": "check"})
         with pytest.raises(UsageError, match=rf"sampling\.structured_outputs: {message}"):
             run(folder, "wrong", [None], **{"sampling.structured_outputs": wrong})

@@ -169,7 +169,7 @@ def test_rows_that_cannot_run_have_no_label(tmp_path: Path, text_model: Path) ->
     records = [(part, out.finished(part)) for part in plan_of(out).parts()]
     good, bad, *_ = find_examples(out, records, TASKS["classify"])
     assert good.answer.startswith("LABEL_0: 0.")
-    assert (bad.answer, bad.facts) == (None, "0 tokens in")
+    assert (bad.answer, bad.facts) == (None, "0 input tokens")
 
 
 def test_only_equal_heads_and_rows_are_reused(tmp_path: Path, text_model: Path) -> None:
@@ -190,7 +190,7 @@ def test_a_model_is_checked(tmp_path: Path, text_model: Path) -> None:
         run_job(job(tmp_path, text_model, rows), quiet=True)
     for keys, message in (
         ("tokens: [a, perhaps]", "'perhaps' is not a single token of the model\nname tokens"),
-        ("query_column: q, document_column: d, tokens: [a, b]", "this model takes a query"),
+        ("query_column: q, document_column: d, tokens: [a, b]", "how the model expects a query"),
     ):
         with pytest.raises(JobError, match=message):
             run_job(job(tmp_path, text_model, rows, f"classify: {{{keys}}}\n"), quiet=True)
@@ -201,7 +201,7 @@ def test_a_model_is_checked(tmp_path: Path, text_model: Path) -> None:
     text = (tmp_path / "job.yaml").read_text()
     changed = text.replace("task: classify", "sampling: {max_tokens: 3}")
     assert spec.task == "classify"
-    with pytest.raises(JobError, match="writes no text; set task: classify to run it"):
+    with pytest.raises(JobError, match="generates no text; set task: classify to run it"):
         run_job(load_job(write_job(tmp_path, changed)), quiet=True)
     config = json.loads((model / "config.json").read_bytes())
     config["id2label"].pop("1")

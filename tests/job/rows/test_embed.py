@@ -196,7 +196,7 @@ def test_named_prompts_are_put_before_texts(tmp_path: Path, model: Path) -> None
     assert run_job(spec, quiet=True) is ExitCode.OK
     good, bad = rows_of(tmp_path)
     assert bad["error"]["code"] == "prompt_too_long"
-    assert "46 tokens, over 40" in bad["error"]["message"]
+    assert "46 tokens; at most 40 fit in max_model_len" in bad["error"]["message"]
     with torch.no_grad():
         expected = dense(torch.from_numpy(hidden_state(model, "<|im_start|>ask: good"))).tanh()
     assert cosine(good["embedding"], expected) > SAME
@@ -213,18 +213,22 @@ def test_rows_that_cannot_run_have_no_embedding(tmp_path: Path, model: Path) -> 
     records = [(part, out.finished(part)) for part in plan_of(out).parts()]
     good, bad, _ = find_examples(out, records, TASKS["embed"])
     assert good.answer.startswith("[")
-    assert (bad.answer, bad.facts) == (None, "0 tokens in")
+    assert (bad.answer, bad.facts) == (None, "0 input tokens")
 
 
 def test_a_model_is_checked(tmp_path: Path, model: Path) -> None:
-    with pytest.raises(UsageError, match="dimensions is 9999; the model's embeddings have"):
+    with pytest.raises(
+        UsageError, match="dimensions is 9999, but the model's embeddings have only"
+    ):
         run_job(job(tmp_path, model, ["x"], "embed: {dimensions: 9999}\n"), quiet=True)
-    with pytest.raises(UsageError, match=r"has no prompt 'query'; it has \(none\)"):
+    with pytest.raises(UsageError, match=r"has no prompt 'query'; its prompts are: \(none\)"):
         run_job(job(tmp_path, model, ["x"], "embed: {prompt_name: query}\n"), quiet=True)
     with_modules(tmp_path / "chat", model)
     takes = {"modality_config": {"text": {}, "message": {}}}
     (tmp_path / "chat" / "sentence_bert_config.json").write_text(json.dumps(takes))
-    with pytest.raises(UsageError, match="takes texts through its chat template"):
+    with pytest.raises(
+        UsageError, match="asks for its chat template without the start of an answer"
+    ):
         run_job(job(tmp_path, tmp_path / "chat", ["x"]), quiet=True)
     with_modules(tmp_path / "broken", model)
     (tmp_path / "broken" / "2_Dense" / "model.safetensors").unlink()
@@ -240,8 +244,8 @@ def test_a_model_is_checked(tmp_path: Path, model: Path) -> None:
 @pytest.mark.parametrize(
     ("order", "message"),
     [
-        ((0, 1, 3, 2), "a module 'Dense' after one 'Normalize'"),
-        ((0, 1, 1, 2), "a module 'Pooling' after one 'Pooling'"),
+        ((0, 1, 3, 2), "a module 'Dense' after a module 'Normalize'"),
+        ((0, 1, 1, 2), "a module 'Pooling' after a module 'Pooling'"),
     ],
 )
 def test_modules_in_another_order_are_refused(
@@ -260,5 +264,5 @@ def test_a_body_without_a_head_writes_no_text(tmp_path: Path, model: Path) -> No
     text = (tmp_path / "job.yaml").read_text()
     changed = text.replace("task: embed", "sampling: {max_tokens: 3}")
     assert spec.task == "embed"
-    with pytest.raises(JobError, match="head and writes no text; set task: embed"):
+    with pytest.raises(JobError, match="head and generates no text; set task: embed"):
         run_job(load_job(write_job(tmp_path, changed)), quiet=True)

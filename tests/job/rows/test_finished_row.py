@@ -149,7 +149,7 @@ def test_a_prompt_that_is_too_long_was_counted() -> None:
     values = failed_row(7, PromptTooLongError(300, 255), {}).values
     assert values["error"] == {
         "code": "prompt_too_long",
-        "message": "the prompt has 300 tokens, over 255",
+        "message": "the prompt has 300 tokens; at most 255 fit in max_model_len",
     }
     assert values["num_prompt_tokens"] == 300
 

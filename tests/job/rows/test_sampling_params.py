@@ -75,12 +75,12 @@ def test_numbers_may_have_other_types_than_the_parameter(value: object) -> None:
         ({"logit_bias": [(3, 1.5), (3, 2.5)]}, "3 is given twice"),
         (b'{"logprobs": 2}', "logprobs is given, but needs sampling.logprobs"),
         (b'{"stop": [1]}', "stop[0] is 1; it must be a string"),
-        (b'{"logit_bias": {"a": 1}}', 'logit_bias has the key "a"; its keys are token ids'),
+        (b'{"logit_bias": {"a": 1}}', 'logit_bias has the key "a"; its keys must be token ids'),
         (b'{"logit_bias": {"7": 100, "7.0": -100}}', 'logit_bias has the key "7.0"'),
         ({"logit_bias": [(b"5", 1.5), (b"05", 2.5)]}, 'logit_bias has the key "05"'),
         ({"logit_bias": [(7.0, 1.5)]}, 'logit_bias has the key "7.0"'),
         (b'{"logit_bias": {"5": "x"}}', 'logit_bias.5 is "x"; it must be a number'),
-        (b'{"logit_bias": [5]}', "logit_bias is [5]; it must be keys and values"),
+        (b'{"logit_bias": [5]}', "logit_bias is [5]; it must be a mapping of keys to values"),
         (RowError("template_error", "a time that cannot be read"), "a time that cannot be read"),
         ({"temperature": -1.0}, "temperature"),
         ({"beam_width": 2, "stop": ["x"]}, "not yet: sampling.stop with beam_width"),
@@ -88,7 +88,7 @@ def test_numbers_may_have_other_types_than_the_parameter(value: object) -> None:
         ({"stop_token_ids": [100]}, "below 100"),
         (b'{"x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "sampling_params"),
         (b'{"temperature": NaN}', "sampling_params"),
-        ({"temperature": datetime(2026, 11, 20)}, "a datetime is not a value for a parameter"),
+        ({"temperature": datetime(2026, 11, 20)}, "a parameter cannot be a datetime"),
         (b'{"stop": ["\\ud800"]}', "sampling_params"),
         (b'{"\\u0000": 1}', r"sampling_params: unknown parameter \x00"),
     ],
@@ -101,7 +101,7 @@ def test_invalid_params_are_row_errors(value: Any, message: str) -> None:
 
 
 def test_the_jobs_own_token_ids_are_checked() -> None:
-    with pytest.raises(UsageError, match=r"sampling\.logit_bias has 100"):
+    with pytest.raises(UsageError, match=r"sampling\.logit_bias has token id 100"):
         RowParams(SamplingParams(seed=0, logit_bias={100: 1.0}), 100, grammars())
 
 
@@ -112,7 +112,10 @@ def test_the_jobs_own_token_ids_are_checked() -> None:
         (b'{"guided_decoding": {"json": {"type": "strnig"}}}', "Invalid type: strnig"),
         ({"structured_outputs": {"json": b"{"}}, "structured_outputs json is not JSON"),
         (b'{"response_format": {"type": "json_schema"}}', "needs json_schema: {schema: ...}"),
-        ({"structured_outputs": {"choice": None, "regex": None}}, "has nothing; give one of json"),
+        (
+            {"structured_outputs": {"choice": None, "regex": None}},
+            "has nothing; give exactly one of json",
+        ),
         (b'{"structured_outputs": {"regx": "a"}}', 'key "regx"; did you mean regex?'),
         (b'{"structured_outputs": {"x": "a"}}', 'has the unknown key "x"; known: json'),
     ],

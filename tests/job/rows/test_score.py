@@ -121,7 +121,7 @@ def test_a_report_shows_scores(tmp_path: Path, model: Path) -> None:
     assert good.answer.startswith("log-likelihood 0: -")
     assert "perplexity" in good.facts
     assert ("generated_text", "kept") in good.inputs
-    assert (bad.answer, bad.facts) == (None, "0 tokens in")
+    assert (bad.answer, bad.facts) == (None, "0 input tokens")
     assert bad.error is not None
 
 
@@ -206,7 +206,7 @@ def test_the_prompt_is_computed_once_for_its_completions(tmp_path: Path, model: 
 @pytest.mark.parametrize(
     ("column", "message"),
     [
-        ({"choices": [1]}, "it must be string, list<string>, or list<list<int>> of token ids"),
+        ({"choices": [1]}, "it must be string, list<string>, or list<list<int>> (token ids)"),
         ({"chioces": ["a"]}, 'score.completions_column: the data has no column "choices"'),
     ],
 )

@@ -126,7 +126,10 @@ PAIRS = "classify: {query_column: q, document_column: d}\n"
             "logprobs cannot be used with task: embed",
         ),
         (CLASSIFY + "classify: {query_column: q}", "query_column needs document_column"),
-        (CLASSIFY + PAIRS + "prompt: {column: q}", "prompt.column: with classify.query_column"),
+        (
+            CLASSIFY + PAIRS + "prompt: {column: q}",
+            "prompt.column cannot be combined with classify.query_column",
+        ),
         (CLASSIFY + PAIRS + "prompt: {on_too_long: truncate_left}", "would cut off the query"),
         (CLASSIFY + "classify: {instruction: x}", "instruction needs query_column"),
         (CLASSIFY + "classify: {tokens: [yes]}", "must be two or more tokens"),

@@ -32,7 +32,7 @@ def then(harm: Callable[[], object]) -> Callable[..., bool]:
 
 
 @pytest.mark.parametrize(
-    ("harm", "says"), [(Path.unlink, "is missing"), (rot, r"holds other bytes .*")]
+    ("harm", "says"), [(Path.unlink, "is missing"), (rot, r"has changed since .*")]
 )
 @pytest.mark.parametrize("name", ["data", "_batchinfer/requests"])
 def test_part_damaged_during_the_run_withholds_success(
@@ -47,7 +47,7 @@ def test_part_damaged_during_the_run_withholds_success(
     file = tmp_path / "out" / name / "part-00001.parquet"
     with monkeypatch.context() as patch:
         patch.setattr(run_module, "run_pipeline", then(lambda: harm(file)))
-        with pytest.raises(DataError, match=rf"part-00001\.parquet {says}\nrun the same"):
+        with pytest.raises(DataError, match=rf"part-00001\.parquet {says}\nto make the part again"):
             run_job(job(tmp_path), build=build)
     assert not (tmp_path / "out" / "_SUCCESS").exists()
     assert run_job(job(tmp_path), build=build) is ExitCode.OK
@@ -58,7 +58,7 @@ def test_part_damaged_during_the_run_withholds_success(
     ("harm", "says"),
     [
         (lambda path: path.unlink(), "is missing"),
-        (lambda path: path.write_bytes(path.read_bytes()[:-1]), "bytes; "),
+        (lambda path: path.write_bytes(path.read_bytes()[:-1]), "bytes, but "),
         (lambda path: flip_bit(path, 40), "its hash differs"),
         (rot, "its hash differs"),
     ],
@@ -78,7 +78,7 @@ def test_damaged_part_is_named_with_the_reason(
     capsys.readouterr()
     run_job(job(tmp_path), build=build)
     line, before = capsys.readouterr().err.splitlines()
-    assert before == "15 of 25 rows were finished before"
+    assert before == "15 of 25 rows were already finished"
     assert line.startswith(f"part-00001 is made again: {path} ")
     assert says in line
 
@@ -97,7 +97,7 @@ def rewrite(path: Path, *, in_place: bool) -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (lambda path: os.utime(path, ns=(5, 5)), "was changed while the job ran"),
+        (lambda path: os.utime(path, ns=(5, 5)), "was changed while the job was running"),
         (lambda path: rewrite(path, in_place=True), "name, links or permissions were changed"),
         (lambda path: rewrite(path, in_place=False), "name, links or permissions were changed"),
         (Path.unlink, "can no longer be read"),
@@ -146,7 +146,7 @@ def test_linked_input_in_the_output_is_refused(
         (tmp_path / "out").mkdir()
         (tmp_path / "out" / "data").symlink_to(source.parent)
     spec = job(tmp_path, input={"path": str(source.parent)})
-    with pytest.raises(UsageError, match="both input and output"):
+    with pytest.raises(UsageError, match="both an input and an output"):
         run_job(spec, build=build, overwrite=True)
     assert source.exists()
 

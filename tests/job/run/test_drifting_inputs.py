@@ -84,9 +84,9 @@ def errors(tmp_path: Path) -> dict[int, tuple[str, str]]:
 
 
 BAD = {
-    7: ("missing_id", 'input.id_column: the row has no "id"'),
-    11: ("duplicate_id", 'input.id_column: row 4 has the same "id"'),
-    33: ("duplicate_id", 'input.id_column: row 4 has the same "id"'),
+    7: ("missing_id", 'input.id_column: the row has no value in "id"'),
+    11: ("duplicate_id", 'input.id_column: row 4 has the same value in "id"'),
+    33: ("duplicate_id", 'input.id_column: row 4 has the same value in "id"'),
 }
 
 
@@ -128,4 +128,6 @@ def test_resumed_run_finds_the_same_bad_ids(tmp_path: Path, stored: str, monkeyp
 def test_ids_of_filtered_rows_are_ignored(tmp_path: Path) -> None:
     spec = with_bad_ids(tmp_path, input={"filter": "prompt not in ('number 4', 'number 7')"})
     assert run_job(spec, build=FakeBuild()) is ExitCode.TOO_MANY_ROW_ERRORS
-    assert errors(tmp_path) == {33: ("duplicate_id", 'input.id_column: row 11 has the same "id"')}
+    assert errors(tmp_path) == {
+        33: ("duplicate_id", 'input.id_column: row 11 has the same value in "id"')
+    }

@@ -52,7 +52,7 @@ def test_metrics_over_http(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
             seen.append(parsed(answer.read().decode()))
 
     assert run_job(spec, build=Build(look), metrics=str(port)) is ExitCode.OK
-    assert f"metrics are at {url}" in capsys.readouterr().err
+    assert f"metrics are available at {url}" in capsys.readouterr().err
     counters = [one["batchinfer_output_tokens_total"] for one in seen]
     assert counters == sorted(counters)
     last = seen[-1]

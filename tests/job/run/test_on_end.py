@@ -132,7 +132,8 @@ def test_webhook_failure_is_shown(
     spec = some_job(tmp_path, webhook=hook.url)
     assert run_job(spec, build=FakeBuild(), quiet=True) is ExitCode.OK
     assert capsys.readouterr().err == (
-        f"on_end.webhook http://127.0.0.1:{hook.server_port}/…: it answered 500\n"
+        f"on_end.webhook http://127.0.0.1:{hook.server_port}/…: "
+        "the server answered with HTTP status 500\n"
     )
     gone = some_job(tmp_path, webhook="http://127.0.0.1:1/secret")
     assert run_job(gone, build=FakeBuild(), quiet=True, overwrite=True) is ExitCode.OK
@@ -154,8 +155,8 @@ def test_on_end_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> No
     ("command", "says"),
     [
         (("/no/such/program", "--key=secret"), "on_end.command /no/such/program: No such file"),
-        ((sys.executable, "-c", "raise SystemExit(3)"), ": it ended with 3"),
-        ((sys.executable, "-c", "import time; time.sleep(60)"), ": it was killed after 0.2 s"),
+        ((sys.executable, "-c", "raise SystemExit(3)"), ": the command ended with exit code 3"),
+        ((sys.executable, "-c", "import time; time.sleep(60)"), ": the command was killed after"),
     ],
 )
 def test_on_end_command_failures(
@@ -182,7 +183,7 @@ def test_output_of_an_on_end_command_is_cut(
     printed = capfd.readouterr().err
     assert printed.startswith("begins\nxxx")
     assert "ends" not in printed
-    assert printed.endswith("\non_end.command: 2,934,475 more bytes are left out\n")
+    assert printed.endswith("\non_end.command: 2,934,475 more bytes of output are left out\n")
     assert len(printed) < on_end.MOST_OUTPUT + 100
 
 

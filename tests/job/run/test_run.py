@@ -243,7 +243,7 @@ def test_finished_job_is_only_read(
     monkeypatch.setattr(OutputDir, "locked", read_only)
     assert run_job(job(tmp_path), build=build) is ExitCode.OK
     assert tree(tmp_path) == before
-    with pytest.raises(LockedError, match=r"sampling\.n was 1, is 2"):
+    with pytest.raises(LockedError, match=r"sampling\.n was 1 and is now 2"):
         run_job(job(tmp_path, sampling={"n": 2}), build=build)
 
 
@@ -352,7 +352,14 @@ def test_messages_of_a_run(
     numbered(tmp_path)
     run_job(job(tmp_path), build=build)
     shown = capsys.readouterr().out
-    for word in ("25 ok, 0 failed", "200 out", "128 blocks of 4", "waste", "sharing", "files"):
+    for word in (
+        "25 ok, 0 failed",
+        "200 in answers",
+        "128 blocks of 4",
+        "waste",
+        "sharing",
+        "files",
+    ):
         assert word in shown
     run_job(job(tmp_path), build=build, overwrite=True, quiet=True)
     assert capsys.readouterr() == ("", "")

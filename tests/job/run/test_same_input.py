@@ -118,7 +118,7 @@ def append(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (swap, r"the files are in a different order, from \S*in/a\.parquet on"),
+        (swap, r"the files are in a different order, starting with \S*in/a\.parquet"),
         (edit_a_page, r"in/b\.parquet has different content"),
         (append, r"in/b\.parquet has different content"),
         (lambda folder: (folder / "b.parquet").unlink(), r"in/b\.parquet is gone"),

@@ -35,7 +35,7 @@ def test_signal_stops_the_run_and_the_next_one_resumes(
     spec = job(tmp_path, engine={"order": "input", "max_num_seqs": 4})
     assert run_job(spec, build=build) is ExitCode.INTERRUPTED
     assert capsys.readouterr().err.endswith(
-        "stopped; run the same command again to resume\n"
+        "stopped; to resume, run the same command again\n"
         f"batchinfer report {tmp_path / 'out'} shows its progress\n"
     )
     done = [path.name for path in sorted((tmp_path / "out" / "data").iterdir())]

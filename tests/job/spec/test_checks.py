@@ -37,7 +37,7 @@ def test_adapters_need_rows_and_rows_need_adapters(tmp_path: Path) -> None:
     found = complaint(tmp_path, adapters, "prompt.adapter=shrt")
     assert 'prompt.adapter: model.adapters has no "shrt"; did you mean short?' in found
     found = complaint(tmp_path, adapters, "prompt.adapter=c", "prompt.adapter_column=x")
-    assert "give adapter, for all rows, or adapter_column, not both" in found
+    assert "give adapter (for all rows) or adapter_column, not both" in found
     assert load(tmp_path, adapters, "prompt.adapter=c").prompt.adapter == "c"
     spec = load(tmp_path, "model={name: m, adapters: {a: ./b, c: o/r}}", "prompt.adapter_column=a")
     assert spec.model.adapters == {"a": str(tmp_path / "b"), "c": "o/r"}
@@ -49,13 +49,13 @@ def test_adapters_need_rows_and_rows_need_adapters(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("input_path", "output_path", "says"),
     [
-        ("in", "in/out", "is in the input's folder"),
-        ("in/**/*.parquet", "in/out", "is in the input's folder"),
-        ("[x, in]", "in/out", "is in the input's folder"),
-        ("s3://lake/in/", "s3://lake/in/out", "is in the input's folder s3://lake/in"),
-        ("s3://lake/out/x.parquet", "s3://lake/out/", "holds the input"),
-        ("x", "s3://lake", "the root; choose a folder below it"),
-        ("x", "s3://lake/a/../b", "a store has no folder named .."),
+        ("in", "in/out", "is inside the input folder"),
+        ("in/**/*.parquet", "in/out", "is inside the input folder"),
+        ("[x, in]", "in/out", "is inside the input folder"),
+        ("s3://lake/in/", "s3://lake/in/out", "is inside the input folder s3://lake/in"),
+        ("s3://lake/out/x.parquet", "s3://lake/out/", "contains the input"),
+        ("x", "s3://lake", "the root folder; choose a folder below it"),
+        ("x", "s3://lake/a/../b", "an object store has no folder named .."),
     ],
 )
 def test_output_that_overlaps_the_input_is_refused(
@@ -80,7 +80,7 @@ def test_input_and_output_in_sibling_folders_are_accepted(
 
 @pytest.mark.parametrize("root", ["/", "//", "/../.."])
 def test_root_folder_as_output_is_refused(tmp_path: Path, root: str) -> None:
-    assert "the root; choose a folder below it" in complaint(tmp_path, f"output.path={root}")
+    assert "the root folder; choose a folder below it" in complaint(tmp_path, f"output.path={root}")
     assert complaint(tmp_path, output=root).startswith("--output: output.path is /")
 
 
@@ -103,7 +103,7 @@ def test_a_local_folder_has_no_revision(tmp_path: Path, name: str) -> None:
     [
         (b"fine\n{% if %}", "is not a valid Jinja2 template (line 2)"),
         (b"{{ ''.__class__ }}", "private attribute __class__"),
-        (b"\xff", "is not UTF-8 text; save it as UTF-8"),
+        (b"\xff", "is not a UTF-8 text file; save it as UTF-8"),
     ],
 )
 def test_a_chat_template_file_is_compiled(tmp_path: Path, content: bytes, message: str) -> None:
@@ -140,7 +140,7 @@ def test_pipe_instead_of_a_file_is_refused_without_blocking(tmp_path: Path, key:
     [
         (
             ["output.rename={a: b}", "input.keep_columns=[a, b]"],
-            'output.rename.a: "b" is a kept input column too',
+            'output.rename.a: "b" is also a kept input column',
         ),
         (["output.rename={c: d}", "input.keep_columns=[a]"], "output.rename.c: the column is not"),
         (["input.keep_columns=[status]"], "set output.rename: {status: input_status}"),
@@ -166,7 +166,7 @@ def test_column_names_without_collision_are_accepted(tmp_path: Path, overrides: 
 
 def test_cluster_without_workers_is_refused(tmp_path: Path) -> None:
     found = complaint(tmp_path, "scale.cluster=auto")
-    assert "cluster needs workers; set a number, or auto" in found
+    assert "cluster needs workers; set workers to a number or auto" in found
 
 
 @pytest.mark.parametrize("name", shipped_presets())
@@ -179,11 +179,13 @@ def test_every_shipped_preset_is_a_valid_engine(name: str, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("name", ["h300", "no/such.yaml", "nul\0", "", "x" * 5000])
 def test_an_unknown_preset_lists_the_shipped_ones(name: str, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="shipped: a100-80g, cpu, h100, h200, l40s, rtx-4090"):
+    with pytest.raises(
+        UsageError, match="the shipped presets are: a100-80g, cpu, h100, h200, l40s, rtx-4090"
+    ):
         read_preset(name, tmp_path)
 
 
 def test_a_preset_must_be_keys_and_values(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("- 1\n")
-    with pytest.raises(UsageError, match=r"mine\.yaml: a preset must be keys"):
+    with pytest.raises(UsageError, match=r"mine\.yaml: a preset must consist of keys"):
         read_preset("mine.yaml", tmp_path)

@@ -99,8 +99,11 @@ def test_resolved_is_json_data_that_makes_the_same_job(tmp_path: Path) -> None:
     ("line", "message"),
     [
         ("engine: {preemption: swap, swap_space: 0}", "set swap_space, or preemption: auto"),
-        ("engine: {preset: 3}", "engine.preset must be a shipped name or a file"),
-        ("prompt: {messages: [{role: user}]}", "prompt.messages: each needs a role and a content"),
+        ("engine: {preset: 3}", "engine.preset must be the name of a shipped preset, or a file"),
+        (
+            "prompt: {messages: [{role: user}]}",
+            "prompt.messages: each message must have a role and a content",
+        ),
         ("prompt: {template: '{{ a b }}'}", "\nfor a column with a space in its name, write row['"),
         ("vars: {day: 07}", "vars.day must be a string; write it in quotes"),
     ],
@@ -116,7 +119,7 @@ def test_a_mistake_names_file_line_key_value_and_remedy(
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ("logit_bias: {a: 1}", 'sampling.logit_bias has the key "a"; its keys are token ids'),
+        ("logit_bias: {a: 1}", 'sampling.logit_bias has the key "a"; its keys must be token ids'),
         ('logit_bias: {"5": 100, "05": -100}', 'sampling.logit_bias has the key "05"'),
         ("logit_bias: {5: x}", 'sampling.logit_bias.5 is "x"; it must be a number'),
         ("min_tokens: 9", "sampling.min_tokens is 9; min_tokens must be less than or equal"),
@@ -139,13 +142,13 @@ def test_a_mistake_in_sampling(tmp_path: Path, keys: str, message: str) -> None:
         ),
         ("{path: out}", "{}", "job.yaml, line 4: output.path is required"),
         ("prompts.parquet", "3", "input.path is 3; it must be a string or a list"),
-        ("8}", "8, prompt_logprobs: 2}", "to the output section: include: [prompt_logprobs]"),
+        ("8}", "8, prompt_logprobs: 2}", "add include: [prompt_logprobs] to the output section"),
         (
             "8}",
             "8, beam_width: 4}\nengine: {max_num_batched_tokens: 3}",
             "sampling.beam_width is more than engine.max_num_batched_tokens",
         ),
-        ("prompts.parquet", "http://x/y", "input.path: http:// is not a place"),
+        ("prompts.parquet", "http://x/y", "input.path: this version cannot use http://"),
         ("prompts.parquet", '"a\\0b"', "input.path must be a path"),
         (
             "{path: out}",
@@ -179,7 +182,7 @@ def test_hostile_keys_and_values_are_shown_escaped(tmp_path: Path) -> None:
 def test_invalid_filter_is_refused_without_reading_data(tmp_path: Path) -> None:
     text = MINIMAL.replace("prompts.parquet}", "prompts.parquet, filter: lenght(lang) > 1}")
     found = complaint(tmp_path, text)
-    assert found.startswith("job.yaml, line 2: input.filter: lenght() is not a function of one row")
+    assert found.startswith("job.yaml, line 2: input.filter: lenght() is not an allowed function")
 
 
 def test_credentials_in_a_url_are_refused_and_not_repeated(tmp_path: Path) -> None:

@@ -90,16 +90,16 @@ DEEP_BY_ALIAS = "".join(
     [
         ("? !k a\n: 1", 1, "key"),
         ("path: *.parquet", 1, "a string that starts with * needs quotes"),
-        ("a: &a [*a]", 1, f"more than {MAX_DEPTH} deep"),
-        ("a: 1\n---\nb: 2", 2, "found another document; a job file is one document"),
+        ("a: &a [*a]", 1, f"more than {MAX_DEPTH} levels deep"),
+        ("a: 1\n---\nb: 2", 2, "found another document; a job file must be a single document"),
         ("%YAML 1.1\n---\na: no", 3, "only YAML 1.2"),
-        ("a: 1\nb: .nan", 2, ".nan is not a number"),
+        ("a: 1\nb: .nan", 2, ".nan cannot be used as a number"),
         ("a: 1e999", 1, "too large"),
         (f"a: {'9' * 5000}", 1, "too large"),
         ('a: "\\ud800"', 1, "not valid Unicode"),
         (BOMB, 1, "aliases"),
-        (DEEP_BY_ALIAS, 1, f"more than {MAX_DEPTH} deep"),
-        ("\n" + "[" * 50 + "]" * 50, 2, f"more than {MAX_DEPTH} deep"),
+        (DEEP_BY_ALIAS, 1, f"more than {MAX_DEPTH} levels deep"),
+        ("\n" + "[" * 50 + "]" * 50, 2, f"more than {MAX_DEPTH} levels deep"),
     ],
 )
 def test_yaml_error_names_file_line_and_reason(text: str, line: int, says: str) -> None:
@@ -118,8 +118,8 @@ def test_yaml_error_names_file_line_and_reason(text: str, line: int, says: str) 
         ("a: {b: Say {{ body }}}", "a string with braces needs quotes"),
         ("a: Say {{ body }}: now", "a string with a colon needs quotes"),
         ("a: {% if b %}c{% endif %}", "a string that starts with % needs quotes"),
-        ('a: "{{ row["b c"] }}"', "inside quotes use the other kind"),
-        ('a: {b: "{{ row["b c"] }}"}', "inside quotes use the other kind"),
+        ('a: "{{ row["b c"] }}"', "inside quotes, use the other kind"),
+        ('a: {b: "{{ row["b c"] }}"}', "inside quotes, use the other kind"),
         ("a: 1\n\tb: 2", "indent with spaces"),
         ("a:\n  b: 1\n c: 2", "the same indent"),
         ('a: "b\nc: 1', "a quote is not closed"),
@@ -134,7 +134,10 @@ def test_common_yaml_mistakes_get_advice(text: str, says: str) -> None:
 
 @pytest.mark.parametrize("text", ["[" * 500, "{a: " * 500, "- " * 500, "[" * MAX_BYTES])
 def test_deeply_nested_yaml_is_refused(text: str) -> None:
-    with pytest.raises(UsageError, match=rf"^job\.yaml: nested more than {MAX_DEPTH} deep$"):
+    with pytest.raises(
+        UsageError,
+        match=rf"^job\.yaml is nested more than {MAX_DEPTH} levels deep$",
+    ):
         parse_yaml(text, "job.yaml")
 
 
@@ -148,7 +151,7 @@ def test_control_characters_are_refused_and_not_printed() -> None:
 def test_endless_device_is_not_read_as_job_file(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for path in (Path("/dev/zero"), tmp_path / "pipe"):
-        with pytest.raises(UsageError, match=r"job\.yaml: cannot be read: it is a pipe"):
+        with pytest.raises(UsageError, match=r"job\.yaml cannot be read: it is a pipe"):
             read_yaml(path, "job.yaml")
 
 
@@ -159,7 +162,7 @@ def test_invalid_character_is_named_with_its_line() -> None:
 
 @pytest.mark.parametrize("name", ["missing.yaml", ".", "nul\0.yaml"])
 def test_a_file_that_cannot_be_opened(tmp_path: Path, name: str) -> None:
-    with pytest.raises(UsageError, match=r"job\.yaml: cannot be read"):
+    with pytest.raises(UsageError, match=r"job\.yaml cannot be read"):
         read_yaml(tmp_path / name, "job.yaml")
 
 

@@ -142,7 +142,7 @@ def test_missing_hub_file_is_a_data_error(hub: type[Hub], entry: str) -> None:
 def test_hub_file_with_new_content_has_a_new_etag(hub: type[Hub]) -> None:
     source = open_source(URL)
     write_parquet(hub.folder / "b.parquet", {"prompt": ["new"], "x": [5]})
-    with pytest.raises(DataError, match=r"b\.parquet was changed while the job ran"):
+    with pytest.raises(DataError, match=r"b\.parquet was changed while the job was running"):
         source.check_unchanged()
 
 

@@ -92,7 +92,7 @@ def test_store_lock_goes_to_one_of_many_concurrent_runs(state: StorePath) -> Non
 def test_store_lock_lapses_without_heartbeat(state: StorePath) -> None:
     first = Run(state)
     first.lock.acquire()
-    with pytest.raises(LockedError, match="lapses 90 s after"):
+    with pytest.raises(LockedError, match="expires 90 s after"):
         Run(state, LAPSE_S - 10).lock.acquire()
     second = Run(state, LAPSE_S + 10)
     second.lock.acquire()

@@ -146,7 +146,7 @@ def test_missing_store_input_is_a_data_error(entry: str, message: str) -> None:
 
 
 def test_store_folder_without_data_files(prompts: str) -> None:
-    with pytest.raises(DataError, match="no data in"):
+    with pytest.raises(DataError, match="contains no data files"):
         find_files(f"{prompts}_tmp/*.txt")
 
 
@@ -156,7 +156,7 @@ def test_folder_placeholder_object_is_not_data(prompts: str, address: str) -> No
         mark_folder(address, folder)
     assert values(prompts) == values(prompts.rstrip("/")) == list(range(10))
     assert values(f"{prompts}[se]*") == [7, 8, 9]
-    with pytest.raises(DataError, match="no data in"):
+    with pytest.raises(DataError, match="contains no data files"):
         find_files(f"{prompts}empty/")
 
 

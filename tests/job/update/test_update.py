@@ -152,8 +152,8 @@ def test_stopped_update_is_resumed(tmp_path: Path, update: bool) -> None:
     found = read_status(place.out, 0.0)
     assert (found.state, found.rows_done) == ("finished", 14)
     assert (found.update.rows_done, found.update.rows_total) == (len(kept), 14)
-    assert any("of the next generation" in line for line in found.lines())
-    assert any("an update has begun" in line for line in verify(place.out).lines())
+    assert any("of the update" in line for line in found.lines())
+    assert any("an update has started" in line for line in verify(place.out).lines())
     assert place.run(update=update) == sorted({*range(14)} - kept)
     place.check_as_fresh()
     assert read_status(place.out, 0.0).update is None

@@ -68,7 +68,7 @@ def test_stop_ends_the_wait_for_a_silent_fork_server(make_processes: MakeProcess
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("executable", "", "Python is part of another program here"),
+        ("executable", "", "Python is embedded in another program"),
         ("frozen", True, "is a frozen application"),
         ("executable", "/nowhere/python", r"cannot run: .*No such file.*nowhere"),
     ],

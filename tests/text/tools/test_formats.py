@@ -286,7 +286,7 @@ def test_row_tools_reads_structs_and_json() -> None:
         ([5], "auto", r"tools\[0\] is not {type: function"),
         ([{"type": "x", "function": {"name": "f"}}], "auto", r"tools\[0\] is no"),
         ([tool("a b")], "auto", 'tools.0. has the name "a b"'),
-        ([tool("f"), tool("f")], "auto", "two tools are called f"),
+        ([tool("f"), tool("f")], "auto", "two tools have the name f"),
         ([tool("f")], "often", 'tool_choice is "often"; it must be auto'),
         (
             [tool("f")],

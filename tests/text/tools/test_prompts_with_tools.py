@@ -58,5 +58,5 @@ def test_tools_of_a_row_are_text(word: str) -> None:
 def test_a_template_without_tools_refuses_them() -> None:
     plain = byte_tokenizer(chat_template="{{ messages[0].content }}")
     config = PromptConfig(column="prompt", tools=(tool("f"),))
-    with pytest.raises(UsageError, match="does not write tools"):
+    with pytest.raises(UsageError, match="does not use tools"):
         PromptBuilder(config, plain, max_model_len=9, columns=["prompt"])

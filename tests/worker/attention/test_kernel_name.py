@@ -27,7 +27,7 @@ def cache(
 def test_c_kernels_are_named_by_their_instructions() -> None:
     fastest = f"own {cpu_attention.available(torch.float32)[0]}"
     for one in (cache(), cache(fp8=True), cache(latent=True)):
-        assert AttentionKernel.of(one).line({}) == f"attention by {fastest}"
+        assert AttentionKernel.of(one).line({}) == f"attention uses {fastest}"
     for kernel in linear_kernels(torch.float32):
         name = AttentionKernel.of(cache(), kernel).name
         assert name == (kernel.name if kernel.kind == "own" else fastest)
@@ -37,7 +37,7 @@ def test_the_log_says_why_no_c_kernel_attends(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(cpu_attention, "load", lambda: None)
     monkeypatch.setattr(compiled_library, "why_not", lambda: "there is no C compiler")
     assert AttentionKernel.of(cache()).line({}) == (
-        "attention by torch (no C kernels): there is no C compiler"
+        "attention uses torch (no C kernels): there is no C compiler"
     )
 
 
@@ -48,7 +48,7 @@ def test_the_log_names_caches_without_a_c_kernel(monkeypatch: pytest.MonkeyPatch
         (cache(fp8=True, latent=True), "latents of float8_e4m3fn"),
     ):
         line = AttentionKernel.of(one).line({})
-        assert line == f"attention by torch: there is no C kernel for {kind}"
+        assert line == f"attention uses torch: there is no C kernel for {kind}"
 
 
 def test_an_engine_logs_and_records_its_attention_kernel(tmp_path: Path) -> None:
@@ -60,6 +60,6 @@ def test_an_engine_logs_and_records_its_attention_kernel(tmp_path: Path) -> None
         log=lines.append,
         pinned_kernels={"attention": "another"},
     )
-    [line] = [line for line in lines if line.startswith("attention by ")]
-    assert line.startswith(f"attention by {context.kernels['attention']}")
+    [line] = [line for line in lines if line.startswith("attention uses ")]
+    assert line.startswith(f"attention uses {context.kernels['attention']}")
     assert line.endswith("earlier runs used another, so bits may differ")

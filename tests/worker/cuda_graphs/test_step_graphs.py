@@ -283,8 +283,9 @@ def test_a_capture_that_fails_loses_that_size_alone() -> None:
     bench.graphs._capture = capture
     bench.graphs.capture_all(lines.append)
     assert len(bench.graphs._replays) == len(bench.graphs.sizes) - 4
-    assert "no CUDA graph for steps of 4 tokens in 4 sequences: CUDA out of memory" in "".join(
-        lines
+    assert (
+        "CUDA graphs could not be captured for steps of 4 tokens in 4 sequences: CUDA out of memory"
+        in "".join(lines)
     )
     assert "not permitted" in "".join(lines)
     # A larger one takes the steps.
@@ -310,4 +311,4 @@ def test_a_forward_pass_that_waits_for_the_device_is_not_captured(
     )
     bench.graphs.capture_all(lines.append)
     assert bench.graphs.num_captured == 0
-    assert lines == ["steps run without CUDA graphs: the model waits for the device (item)"]
+    assert lines == ["steps run without CUDA graphs, because the model waits for the device (item)"]

@@ -206,7 +206,9 @@ def test_the_longest_text_is_what_sentence_transformers_cuts_to(tmp_path: Path) 
     (folder / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 7}))
     assert describe_encoder(config).max_model_len == 7
     wanted = ModelConfig(str(folder), runner="pooling", max_model_len=49)
-    with pytest.raises(ModelError, match="max_model_len is 49; the model's config allows at most"):
+    with pytest.raises(
+        ModelError, match="max_model_len is 49, but the model's config allows at most"
+    ):
         describe_encoder(wanted)
 
 

@@ -78,8 +78,9 @@ def test_the_fastest_kernel_is_chosen_and_speeds_are_logged(
     choice = choose_kernel(nn.Sequential(LARGE), F32, KernelRequirements())
     assert choice.kernel is ONEDNN
     assert str(choice) == (
-        "linear layers by onednn AVX2: measured (GFLOP/s of one thread: own AVX-512 200, "
-        "own AVX2 100, onednn AVX2 900, torch AVX2 300); a row's last bits may depend on other rows"
+        "linear layers use onednn AVX2: measured (GFLOP/s of one thread: own AVX-512 200, "
+        "own AVX2 100, onednn AVX2 900, torch AVX2 300); "
+        "the last bits of a row may depend on other rows"
     )
 
 

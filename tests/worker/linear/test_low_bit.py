@@ -153,7 +153,9 @@ def test_layers_whose_last_bits_are_other_codes_are_joined(tmp_path: Path) -> No
 def test_what_it_is_not_for_is_refused(checkpoint: Callable[[str], Path], method: str) -> None:
     with pytest.raises(DeviceError, match=r"needs a C compiler \(cc, or \$CC\), and model.dtype"):
         load(checkpoint("llama"), method, "float16")
-    with pytest.raises(ModelError, match=rf"not yet: model\.quantization: {method} is for CPUs"):
+    with pytest.raises(
+        ModelError, match=rf"not yet: model\.quantization: {method} works only on CPUs"
+    ):
         check_quantization({}, method, "cuda")
     with pytest.raises(ModelError, match="'gpt2' have no linear layers that can be quantized"):
         load(checkpoint("gpt2"), method)

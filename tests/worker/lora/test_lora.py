@@ -235,17 +235,17 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"modules_to_save": ["lm_head"]}, {}, "modules_to_save is set"),
         ({"something_new": {"a": 1}}, {}, "something_new is set"),
         ({"init_lora_weights": "pissa"}, {}, "'pissa', which changes the base model's weights"),
-        ({"r": 5}, {}, r"q_proj.lora_A.weight is 4 x 32, but should be 5 x 32"),
+        ({"r": 5}, {}, r"q_proj.lora_A.weight is 4 x 32, but it should be 5 x 32"),
         ({"r": 0}, {}, "a rank is 0"),
-        ({"r": "x"}, {}, "r or rank_pattern holds 'x', which is not a number"),
-        ({"lora_alpha": 10**400}, {}, "holds 1000+, which is not a number, or too large"),
+        ({"r": "x"}, {}, "r or rank_pattern has 'x', which is not a number"),
+        ({"lora_alpha": 10**400}, {}, "holds 1000+, which is not a number or is too large"),
         ({"rank_pattern": [1]}, {}, "rank_pattern must map patterns to numbers"),
         ({"alpha_pattern": {"(": 1}}, {}, r"the pattern .* is invalid"),
         ({"alpha_pattern": {r"(.|..|.\w)+y": 1}}, {}, "takes too long to match"),
         ({"target_modules": ["q_proj"]}, {}, "does not name model.layers.0.self_attn.v_proj"),
         ({"target_modules": "all-linear"}, {}, "names model.layers.0.mlp.down_proj, whose factors"),
         ({}, {"q_proj": "z_proj"}, r"has no linear layer model.layers.0.self_attn.z_proj"),
-        ({}, {"q_proj": "k_proj"}, r"k_proj.lora_B.weight is 32 x 4, but should be 16 x 4"),
+        ({}, {"q_proj": "k_proj"}, r"k_proj.lora_B.weight is 32 x 4, but it should be 16 x 4"),
         ({}, {"lora_B": "lora_C"}, "lora_C.weight, which is not a factor of a linear layer"),
         ({}, {"base_model.model.": ""}, "is not a factor of a linear layer"),
     ],
@@ -320,7 +320,7 @@ def test_a_damaged_adapter_is_refused(
 
 def test_the_output_head_is_refused(sound: Path, tmp_path: Path) -> None:
     make_adapter(tiny_model("llama"), tmp_path / "a", seed=1, target_modules=["lm_head"])
-    with pytest.raises(ModelError, match="it changes lm_head, the output head, which is not"):
+    with pytest.raises(ModelError, match=r"it changes the output head \(lm_head\), which is not"):
         load_model(
             ModelConfig(str(sound / "model"), adapters={"a": str(tmp_path / "a")}), device=CPU
         )
@@ -349,7 +349,9 @@ def test_adapter_too_large_for_the_device_is_named(
         raise torch.OutOfMemoryError("no")
 
     monkeypatch.setattr(at, fail)
-    with pytest.raises(DeviceError, match=r"model\.adapters\.mine does not fit the device"):
+    with pytest.raises(
+        DeviceError, match=r"model\.adapters\.mine does not fit into the memory of the device"
+    ):
         load_model(
             ModelConfig(str(sound / "model"), adapters={"mine": str(sound / "adapter")}), device=CPU
         )

@@ -170,8 +170,11 @@ def test_adapters_are_added_to_quantized_layers(
     [
         ({"quant_method": "gptq", "bits": 3}, "not yet: quantization_config.bits .* is 3"),
         ({"quant_method": "quip"}, "not yet: .* quantized by quip .* one of awq, bits"),
-        ({"load_in_8bit": True}, "not yet: .* quantized by a method without a name"),
-        ({"quant_method": "torchao"}, "not yet: .* torchao's None; supported are Int8WeightOnly"),
+        ({"load_in_8bit": True}, "not yet: .* quantized by an unnamed method"),
+        (
+            {"quant_method": "torchao"},
+            "not yet: .* torchao's None; the supported types are: Int8WeightOnly",
+        ),
         (
             {"quant_method": "torchao", "quant_type": "int8_weight_only"},
             "not yet: .* torchao's int8_weight_only",
@@ -190,7 +193,7 @@ def test_adapters_are_added_to_quantized_layers(
                     }
                 },
             },
-            "has a quantize_, which is unknown",
+            "has an unknown quantize_",
         ),
     ],
 )

@@ -70,8 +70,8 @@ def test_threads_step_down_to_the_free_cores_and_come_back(
     machine.run(60)
     assert [record.levelno for record in caplog.records] == [logging.WARNING] * 2
     down, back = (record.getMessage() for record in caplog.records)
-    assert down.startswith(f"{settled} of 4 threads while other processes use the cores")
-    assert back == "all 4 threads again"
+    assert down.startswith(f"using {settled} of 4 threads while other processes use the cores")
+    assert back == "using all 4 threads again"
 
 
 def test_threads_step_down_beside_processes_that_ran_before() -> None:

@@ -47,7 +47,13 @@ def torch_threads() -> Iterator[None]:
             {"OMP_NUM_THREADS": "9", "MKL_NUM_THREADS": "8"},
             "8 threads: MKL_NUM_THREADS",
         ),
-        (None, FREE, 1, {"OMP_NUM_THREADS": "4"}, "1 thread: as torch has; OMP_NUM_THREADS is 4"),
+        (
+            None,
+            FREE,
+            1,
+            {"OMP_NUM_THREADS": "4"},
+            "1 thread: torch's own number; OMP_NUM_THREADS is 4",
+        ),
         (None, FREE, 64, {"OMP_NUM_THREADS": "many"}, "64 threads: the cores this process may use"),
         (None, FREE, 64, {"OMP_NUM_THREADS": "0"}, "64 threads: the cores this process may use"),
         (
@@ -71,7 +77,7 @@ def torch_threads() -> Iterator[None]:
             {},
             "2 threads: the cores this process may use; the machine has 64",
         ),
-        (None, FREE, 32, {}, "32 threads: as torch has; this process may use 64 cores"),
+        (None, FREE, 32, {}, "32 threads: torch's own number; this process may use 64 cores"),
     ],
 )
 def test_which_number_of_threads_wins_and_its_log_line(
@@ -84,7 +90,7 @@ def test_which_number_of_threads_wins_and_its_log_line(
 
 @pytest.mark.parametrize("count", [0, -1, 4097])
 def test_a_number_out_of_range_is_refused(count: int) -> None:
-    with pytest.raises(ValueError, match=f"num_threads is {count}; it must be 1 to 4096"):
+    with pytest.raises(ValueError, match=f"num_threads is {count}; it must be from 1 to 4096"):
         EngineConfig(num_threads=count)
 
 
@@ -146,7 +152,10 @@ def test_each_engine_of_a_process_chooses_its_own_number(
     assert built_with(model, num_threads=2)[0::2] == ("2 threads: engine.num_threads", 2)
     assert built_with(model) == first
     torch.set_num_threads(1)
-    assert built_with(model)[0::2] == ("1 thread: as torch has; this process may use 3 cores", 1)
+    assert built_with(model)[0::2] == (
+        "1 thread: torch's own number; this process may use 3 cores",
+        1,
+    )
 
 
 @pytest.mark.parametrize("kind", ["own", "torch"])

@@ -111,10 +111,10 @@ def _check_kind(file: pa.NativeFile, path: str) -> None:
     if start.startswith(_FEATHER_1):
         raise DataError(
             f"{path} is Feather version 1",
-            hint="write it again as version 2: pyarrow.feather.write_feather",
+            hint="write it again as version 2, for example with pyarrow.feather.write_feather",
         )
     if not start:
-        raise DataError(f"{path} is empty (0 bytes), not Arrow IPC; {REWRITE}")
+        raise DataError(f"{path} is empty (0 bytes), not an Arrow IPC file; {REWRITE}")
 
 
 def _reader(

@@ -160,7 +160,7 @@ def _checked(record: Record, line: int, width: int, path: str) -> Record:
     if isinstance(record, RowError) or len(record) == width:
         return record
     where = f"{path}, line {line} has {len(record)} cells"
-    return RowError("invalid_csv", f"{where}; its header has {width}")
+    return RowError("invalid_csv", f"{where}, but its header has {width}")
 
 
 def _records(chunks: Iterable[bytes], path: str) -> Iterator[tuple[int, Record]]:
@@ -222,10 +222,10 @@ def _wrong_record(error: csv.Error, where: str, lines: _CountedQuotes) -> RowErr
     if "unexpected end" in text or (is_too_large and not lines.end_record()):
         raise DataError(
             f"{where}: a quote is never closed",
-            hint="inside a quoted cell, write each quote twice",
+            hint="close the quote; a quote inside a quoted cell must be written twice",
         )
     if is_too_large:
-        message = f"{where}: a cell has over {MAX_CELL_BYTES >> 20} MiB"
+        message = f"{where}: a cell has more than {MAX_CELL_BYTES >> 20} MiB"
         return RowError("row_too_large", message)
     return RowError("invalid_csv", f"{where}: {printable(text, 120)}")
 
@@ -243,7 +243,7 @@ def _lines(chunks: Iterable[bytes], path: str) -> Iterator[str]:
             yield line.decode(_BYTES)
         if len(rest) > 4 * MAX_CELL_BYTES:
             raise DataError(
-                f"{path} has a line of over {4 * MAX_CELL_BYTES >> 20} MiB", hint=REWRITE
+                f"{path} has a line of more than {4 * MAX_CELL_BYTES >> 20} MiB", hint=REWRITE
             )
     if rest:
         yield rest.decode(_BYTES)
@@ -256,7 +256,7 @@ def _header(record: tuple[int, Record] | None, path: str) -> list[str]:
         DataError: the file has no valid header.
     """
     if record is None:
-        raise DataError(f"{path} is empty: it has no header", hint=REWRITE)
+        raise DataError(f"{path} is empty and has no header", hint=REWRITE)
     line, cells = record
     if isinstance(cells, RowError):
         raise DataError(cells.message, hint=REWRITE)
@@ -265,11 +265,14 @@ def _header(record: tuple[int, Record] | None, path: str) -> list[str]:
         raise refuse_8_bit(path)
     names = [name.decode().strip() or f"column{at}" for at, name in enumerate(raw)]
     if any("\0" in name for name in names):
-        raise DataError(f"{path}, line {line} is not a header: it has a NUL in it", hint=REWRITE)
+        raise DataError(
+            f"{path}, line {line} is not a header, because it contains a NUL character",
+            hint=REWRITE,
+        )
     if len(names) == 1 and any(mark in names[0] for mark in _OTHER_DELIMITERS):
         shown = printable(names[0], 60)
         raise DataError(
-            f"{path}: its header has no comma: {shown}",
-            hint="write it with commas; with tabs, name it .tsv",
+            f"{path}: the header has no comma: {shown}",
+            hint="separate the cells by commas; if they are separated by tabs, name the file .tsv",
         )
     return names

@@ -13,7 +13,7 @@ from deltalake.exceptions import DeltaError
 from batchinfer.errors import DataError
 from batchinfer.job.input.formats.snapshot import Snapshot, refuse, refuse_deleted_rows
 
-_PURGE = "rewrite the files: REORG TABLE ... APPLY (PURGE), or DeltaTable.optimize"
+_PURGE = "rewrite the files with REORG TABLE ... APPLY (PURGE) or DeltaTable.optimize"
 _ERRORS = (DeltaError, OSError, ValueError, pa.ArrowException)
 
 
@@ -35,9 +35,9 @@ def read_delta(path: str, version: int | None) -> Snapshot:
         refuse(path, "delta", error)
     if mapping != "none":
         raise DataError(
-            f"{path} uses column mapping: columns have different names in its files and in the "
-            "table (delta.columnMapping.mode)",
-            hint="write a copy of the table without column mapping, and read that",
+            f"{path} uses column mapping (delta.columnMapping.mode): columns have "
+            "different names in its files and in the table",
+            hint="write a copy of the table without column mapping, and use the copy",
         )
     if "deletionVectors" in features and _has_deletion_vectors(table):
         refuse_deleted_rows(path, _PURGE)

@@ -32,7 +32,7 @@ def refuse(path: str, kind: str, error: BaseException) -> NoReturn:
     """Raise a DataError that says why a table cannot be read."""
     raise DataError(
         f"{path} cannot be read as a table ({kind}): {first_line(error)}",
-        hint="check the path and input.version, and that none of the table's files were removed",
+        hint="check the path and input.version, and check that no file of the table was removed",
     ) from error
 
 

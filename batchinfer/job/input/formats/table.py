@@ -73,8 +73,8 @@ def open_table(path: str, kind: str, version: int | None) -> Snapshot:
         raise UsageError(
             f"input.path: {printable(path)} is a table ({kind}), and batchinfer's extra {kind} is "
             "not installed",
-            hint=f"{install_command(kind)}; or set input.format: parquet to read all files that "
-            "are there, also files of other versions",
+            hint=f"{install_command(kind)}; or set input.format: parquet to read all "
+            "files in the folder, including those of other versions",
         ) from None
     if not snapshot.partitions:
         raise DataError(f"{path} has no rows at version {snapshot.version}")

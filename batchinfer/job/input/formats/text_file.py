@@ -169,9 +169,9 @@ def refuse_8_bit(path: str) -> DataError:
 
 def _refuse_encoding(path: str, iconv_name: str, name: str) -> DataError:
     return DataError(
-        f"{path} seems to be in {name}; it must be UTF-8",
-        hint=f"convert it: iconv -f {iconv_name} -t UTF-8 OLD > NEW (decompress it first if it is "
-        "compressed)",
+        f"{path} seems to be encoded in {name}; it must be UTF-8",
+        hint=f"convert it with iconv -f {iconv_name} -t UTF-8 OLD > NEW (decompress it "
+        "first if it is compressed)",
     )
 
 

@@ -71,9 +71,9 @@ def _prompt_config(job: JobSpec) -> PromptConfig:
         return with_both_columns(job.prompt, config)
     if job.prompt.on_too_long != "error":
         raise UsageError(
-            f"prompt.on_too_long: {job.prompt.on_too_long} would cut off the question to this "
-            "model, which follows the document; set it to error, or cut the document in "
-            "prompt.template"
+            f"prompt.on_too_long: {job.prompt.on_too_long} would cut off the "
+            "question, which follows the document in prompts of this model; set it "
+            "to error, or shorten the document in prompt.template"
         )
     return with_question(job.prompt, config)
 
@@ -104,9 +104,10 @@ def _load(job: JobSpec, context: EngineContext, grammars: GrammarCompiler) -> Lo
     labels = len(classifier.labels)
     if job.input.format == "openai-batch" and _config(job).has_pairs and labels != 1:
         raise UsageError(
-            f"{job.model.name}: requests for scores need a model with one label; this one has "
-            f"{labels}",
-            hint="ask for its labels: /v1/classify, or task: classify over a dataset",
+            f"{job.model.name} has {labels} labels, but requests for scores need a "
+            "model with one label",
+            hint="ask for labels instead: send requests to /v1/classify, or run task: "
+            "classify over a dataset",
         )
     return Pooled(
         context.tokenizer,
@@ -119,7 +120,7 @@ def _load(job: JobSpec, context: EngineContext, grammars: GrammarCompiler) -> Lo
 
 
 def _summarise(row: Mapping[str, Any]) -> tuple[str | None, str]:
-    facts = f"{row['num_prompt_tokens'] or 0:,} tokens in"
+    facts = f"{row['num_prompt_tokens'] or 0:,} input tokens"
     if row["label"] is None:
         return None, facts
     return f"{row['label']}: {row['score']:.4f}", facts

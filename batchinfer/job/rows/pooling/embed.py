@@ -48,27 +48,30 @@ def checked_modules(job: JobSpec) -> EmbeddingModules:
     config, prompt = _config(job), job.prompt
     if config.pooling != "auto" and len(modules.pooling) > 1:
         raise UsageError(
-            f"embed.pooling: the model concatenates {' and '.join(modules.pooling)}; set auto"
+            "embed.pooling: the model concatenates "
+            f"{' and '.join(modules.pooling)} pooling; set embed.pooling: auto"
         )
     if (config.dimensions or 1) > modules.width:
         raise UsageError(
-            f"embed.dimensions is {config.dimensions}; the model's embeddings have {modules.width}"
+            f"embed.dimensions is {config.dimensions}, but the model's embeddings "
+            f"have only {modules.width}"
         )
     if config.prompt_name and config.prompt_name not in modules.prompts:
         named = ", ".join(modules.prompts) or "(none)"
         raise UsageError(
-            f"embed.prompt_name: the model has no prompt {config.prompt_name!r}; it has {named}"
+            f"embed.prompt_name: the model has no prompt {config.prompt_name!r}; "
+            f"its prompts are: {named}"
         )
     if config.prompt_name and prompt.token_ids_column is not None:
         raise UsageError(
-            "embed.prompt_name cannot be combined with prompt.token_ids_column, which brings "
-            "finished ids"
+            "embed.prompt_name cannot be combined with prompt.token_ids_column, "
+            "because a prompt cannot be added to token ids"
         )
     if modules.takes_messages and prompt.token_ids_column is None:
         raise UsageError(
-            "not yet: by sentence_bert_config.json (modality_config) the model takes texts through "
-            "its chat template without opening an answer; bring token ids "
-            "(prompt.token_ids_column)"
+            "not yet: the model's sentence_bert_config.json (modality_config) asks "
+            "for its chat template without the start of an answer; give token ids "
+            "instead (prompt.token_ids_column)"
         )
     return modules
 
@@ -106,7 +109,7 @@ def _prompt_builder(job: JobSpec) -> BuilderFactory:
 
 
 def _summarise(row: Mapping[str, Any]) -> tuple[str | None, str]:
-    facts = f"{row['num_prompt_tokens'] or 0:,} tokens in"
+    facts = f"{row['num_prompt_tokens'] or 0:,} input tokens"
     values = row["embedding"]
     if values is None:
         return None, facts

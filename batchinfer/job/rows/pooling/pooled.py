@@ -126,7 +126,10 @@ class _PrefixedPrompts:
         if isinstance(prompt, RowError):
             return prompt
         if len(prompt.token_ids) <= self._unpooled:
-            what = f"nothing is left of the text behind the {self._unpooled} tokens of its prompt"
+            what = (
+                f"no token of the text is left after the {self._unpooled} tokens of "
+                "the model's prompt"
+            )
             return RowError("prompt_too_long", what)
         return replace(prompt, unpooled=self._unpooled)
 

@@ -115,8 +115,8 @@ def _bytes(state: _State, name: str, tensors: Tensors) -> torch.Tensor:
     codes = tensors[""].contiguous().view(torch.uint8).flatten()
     if 2 * len(codes) < state.size:
         raise ModelError(
-            f"{name}: {len(codes)} bytes cannot hold the {state.size} numbers of its quant_state; "
-            "fetch the model again"
+            f"{name} has {len(codes)} bytes, too few for the {state.size} numbers "
+            "of its quant_state; fetch the model again"
         )
     return codes
 
@@ -151,7 +151,7 @@ def _state(stored: Stored | None, name: str) -> _State:
             float(values.get("nested_offset", 0.0)),
         )
         if min(*state.shape, state.blocksize, state.nested_blocksize or 1) < 1:
-            raise ValueError("a size is below 1")
+            raise ValueError("a size is less than 1")
     except (ValueError, TypeError, LookupError, AttributeError) as error:
         raise ModelError(f"{stored.name} cannot be read: {error}; fetch the model again") from error
     return state
@@ -165,8 +165,9 @@ def _int8_weight(name: str, parts: Mapping[str, Stored]) -> Quantized:
     numbers = [] if layout is None else layout.read().flatten().tolist()
     if layout is not None and any(numbers):
         raise ModelError(
-            f"not yet: {layout.name} is {numbers[0]}, a layout of LLM.int8() for one kind "
-            "of processor; save the model again with bitsandbytes 0.45 or later"
+            f"not yet: {layout.name} is {numbers[0]}, which is a layout of "
+            "LLM.int8() for one kind of processor; save the model again with "
+            "bitsandbytes 0.45 or later"
         )
     return Quantized(
         codes.shape, {"": codes, ".SCB": scales}, _dequantize_int8, low_bit=_int8_integers

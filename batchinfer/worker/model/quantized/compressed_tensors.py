@@ -77,7 +77,7 @@ class CompressedTensors:
         sparsity = _object(saved, "sparsity_config")
         one_of(sparsity, "sparsity_config.format", ("dense",), default="dense")
         if _object(saved, "transform_config").get("config_groups"):
-            raise refused("transform_config", "set", "rotations of rows are not computed")
+            raise refused("transform_config", "set", "rotations of rows are not supported")
         self._schemes = [
             _scheme(f"config_groups.{name}", group)
             for name, group in _object(saved, "config_groups").items()
@@ -127,7 +127,9 @@ def _scheme(key: str, group: Any) -> _Scheme:
     try:
         compiled = tuple(regex.compile(pattern) for pattern in patterns)
     except regex.error as error:
-        raise refused(f"{key}.targets", patterns, f"not regular expressions: {error}") from error
+        raise refused(
+            f"{key}.targets", patterns, f"its regular expressions are not valid: {error}"
+        ) from error
     one_of(group, f"{key}.format", (None, *_FORMATS))
     key = f"{key}.weights"
     is_float = one_of(weights, f"{key}.type", ("int", "float"), default="int") == "float"

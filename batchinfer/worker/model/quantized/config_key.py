@@ -37,7 +37,9 @@ def group_size(saved: Mapping[str, Any], key: str = "group_size") -> int | None:
     if value in (None, -1):
         return None
     if type(value) is not int or value < 1:
-        raise refused(key, value, "it must be a number of inputs, or -1 for all inputs")
+        raise refused(
+            key, value, "it must be the number of inputs in a group, or -1 for all inputs"
+        )
     return value
 
 
@@ -52,7 +54,7 @@ def block_of(saved: Mapping[str, Any], key: str) -> tuple[int, int] | None:
         return None
     sizes = value if isinstance(value, list) else []
     if len(sizes) != 2 or not all(type(size) is int and size > 0 for size in sizes):
-        raise refused(key, value, "it must be the rows and the columns of a block")
+        raise refused(key, value, "it must be the numbers of rows and columns of a block")
     return sizes[0], sizes[1]
 
 

@@ -52,7 +52,9 @@ class Gptq:
         key = "checkpoint_format" if "checkpoint_format" in saved else "format"
         version = one_of(saved, key, ("gptq", "gptq_v2"), default="gptq")
         if saved.get("dynamic"):
-            raise refused("dynamic", saved["dynamic"], "all layers must have the same bits")
+            raise refused(
+                "dynamic", saved["dynamic"], "all layers must have the same number of bits"
+            )
         self._group_size = group_size(saved)
         self._zeros_less_one = version == "gptq"
         self._sorts = bool(saved.get("desc_act"))

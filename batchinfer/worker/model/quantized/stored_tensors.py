@@ -109,7 +109,7 @@ class Quantized:
             # A scale of NaN would make the logits of each row NaN.
             is_scale = end and part.dtype in FLOATS  # some files save codes as floats
             if is_scale and not torch.isfinite(tensors[end]).all():
-                raise ModelError(f"{part.name} has NaN or infinity; fetch the model again")
+                raise ModelError(f"{part.name} contains NaN or infinity; fetch the model again")
         return tensors
 
 
@@ -137,10 +137,10 @@ def check_part(part: Stored, shape: tuple[int, ...], *dtypes: str) -> None:
     if part.shape == shape and part.dtype in dtypes:
         return
     raise ModelError(
-        f"{part.name} is {_in_words(part.shape)} of {part.dtype}; by config.json "
-        "(quantization_config) and the layer's other tensors, it must be "
-        f"{_in_words(shape)} of {' or '.join(dtypes)}; take config.json and the safetensors files "
-        "from the same model"
+        f"{part.name} is {_in_words(part.shape)} of {part.dtype}; according to "
+        "config.json (quantization_config) and the layer's other tensors, it must "
+        f"be {_in_words(shape)} of {' or '.join(dtypes)}; take config.json and the "
+        "safetensors files from the same model"
     )
 
 

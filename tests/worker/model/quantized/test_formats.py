@@ -188,7 +188,11 @@ def narrowed(parts: dict[str, torch.Tensor]) -> None:
         ("packed int4", in_group(3), "g_idx assigns .* groups 3 to 3, but the weight has 3"),
         ("packed int4", narrowed, "rows of 80 cannot be divided into groups of 32"),
         ("int8", drop("weight_scale"), r"weight files have no \*.weight_scale to go with a.weight"),
-        ("fp8 blocks", damaged("weight_scale_inv", float("inf")), "scale_inv has NaN or infinity"),
+        (
+            "fp8 blocks",
+            damaged("weight_scale_inv", float("inf")),
+            "scale_inv contains NaN or infinity",
+        ),
         (
             "packed int4 with zeros",
             drop("weight_zero_point"),
@@ -201,7 +205,7 @@ def narrowed(parts: dict[str, torch.Tensor]) -> None:
         ("gptq", cast("qweight", torch.int64), "a.qweight is 12 x 72 of I64; .* 12 x 72 of I32"),
         ("gptq", cut("g_idx"), "a.g_idx is 95 of I32; .* must be 96 of I32 or I64"),
         ("gptq", lambda parts: parts["g_idx"].add_(1), "groups 1 to 3, but the weight has 3"),
-        ("gptq", damaged("scales"), "a.scales has NaN or infinity; fetch the model again"),
+        ("gptq", damaged("scales"), "a.scales contains NaN or infinity; fetch the model again"),
         ("gptq sorted", drop("g_idx"), r"weight files have no \*.g_idx to go with a.qweight"),
         ("nf4", drop("weight.absmax"), r"weight files have no \*.absmax"),
         ("nf4", cut("weight"), "a.weight is 3455 x 1 of U8; .* must be 3456 x 1"),
@@ -248,7 +252,10 @@ _group = partial(compressed, "pack-quantized")
         (_group(type="float", num_bits=4), r"group_0.weights.num_bits .* is 4; supported: 8"),
         (_group(strategy="tensor_group"), "strategy .* is tensor_group; supported: tensor"),
         ({**_group(), "config_groups": {"W4A16": ["Linear"]}}, r"config_groups.W4A16 .* an object"),
-        ({**_group(), "config_groups": [1]}, r"config_groups .* is \[1\]; it must be an object"),
+        (
+            {**_group(), "config_groups": [1]},
+            r"config_groups .* is \[1\]; it must be a JSON object",
+        ),
         ({**_group(), "transform_config": {"config_groups": {"R1": {}}}}, "transform_config .* is"),
         (
             {**_group(), "sparsity_config": {"format": "sparse-24-bitmask"}},
