@@ -31,7 +31,7 @@ def gpu_workload(name: str, *, tiny: bool = False) -> list[Job]:
         return [Job(24, 0, 4)] * 4 if tiny else [Job(1024, 0, 128)] * 1000
     if name == "W3":
         return [Job(40, 32, 4, 2)] * 2 if tiny else [Job(2048 + 128, 2048, 128, 8)] * 128
-    raise ValueError(f"no workload {name!r}: W1, W2 or W3")
+    raise ValueError(f"unknown workload {name!r}; choose W1, W2 or W3")
 
 
 def _mixed(count: int, low: int, high: int) -> list[Job]:

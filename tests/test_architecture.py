@@ -44,7 +44,7 @@ class Room:
 
 
 def described(name: str, may_import: tuple[str, ...] = ()) -> Room:
-    """Return a room that is a folder; the first line of its docstring says what the room holds."""
+    """Return the room of a package, described by the first line of the package's docstring."""
     docstring = ast.get_docstring(
         ast.parse((PACKAGE / name.replace(".", "/") / "__init__.py").read_text())
     )

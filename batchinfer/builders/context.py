@@ -56,8 +56,8 @@ class EngineContext:
     shares_prefixes: bool = False
     """True if prompts can reuse a common prefix. If False, prompts of equal length run best
     together."""
-    keeps_states: bool = False
-    """True if the model has recurrent state, which must be kept where prompts part."""
+    slots_per_state: int = 0
+    """Pool slots of a sequence's recurrent state; 0 for a model without recurrent layers."""
     load_adapter: Callable[[str, str], None] | None = None
     """Adds an adapter between steps, by its name and folder; None if the model supports none."""
     warm_up: WarmUp | None = None
@@ -75,5 +75,5 @@ def pool_fields(model: ModelDescription, layout: KVLayout, memory: MemoryPlan) -
         "num_blocks": memory.num_blocks,
         "bytes_per_block": layout.bytes_per_block,
         "shares_prefixes": True,
-        "keeps_states": layout.state is not None,
+        "slots_per_state": layout.slots_per_state,
     }

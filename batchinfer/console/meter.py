@@ -1,10 +1,11 @@
 """Progress of a job by rows and by tokens, and the time left.
 
 Before any row is finished, only tokens show progress: drawn tokens relative to the tokens that a
-row is expected to draw. The expectation is drawn tokens of running and finished rows / number of
-finished rows, the maximum-likelihood estimate for censored lifetimes (Epstein and Sobel, "Life
-testing", 1953). The mean of finished rows alone would be too small while long answers run. Until a
-row is finished, each row is expected to draw its token limit, and the time left is an upper bound.
+row is expected to draw. The expected number is the tokens drawn so far, by running and finished
+rows, divided by the number of finished rows. This is the maximum-likelihood estimate for censored
+lifetimes (Epstein and Sobel, "Life testing", 1953). The mean of finished rows alone would be too
+small while long answers run. Until a row is finished, each row is expected to draw its token limit,
+and the time left is an upper bound.
 """
 
 from __future__ import annotations

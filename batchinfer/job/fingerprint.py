@@ -83,7 +83,7 @@ def fingerprint_facts(spec: JobSpec, model_facts: Mapping[str, Any]) -> dict[str
     """
     everything = resolved(spec)
     facts: dict[str, Any] = {"batchinfer_major_version": MAJOR_VERSION}
-    # A newer task's section is only in its own jobs, so that other jobs' fingerprints stay valid.
+    # Only jobs of a newer task include its section, so that fingerprints of other jobs stay valid.
     task_section = {spec.task_spec.section: None} if spec.task_spec.section else {}
     for section, keys in {**_KEYS, **task_section}.items():
         value = everything[section]

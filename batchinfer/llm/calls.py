@@ -40,7 +40,7 @@ class Calls:
 
     def __init__(self, context: EngineContext, refused: Mapping[str, str]) -> None:
         self._engine = context.engine
-        self._keeps_states = context.keeps_states
+        self._keeps_states = context.slots_per_state > 0
         self._device = context.device
         self._pool: dict[str, int] = {name: getattr(context, name) for name in KV_FACTS}
         self._refused = refused

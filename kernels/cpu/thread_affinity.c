@@ -11,7 +11,7 @@
 /* Binds thread t of the team to the cores in masks[t], which has `bytes` bytes and a bit for each
    core. `version` (above 0) identifies the masks: threads that the runtime has kept since the last
    call with this version make no system call. The calling thread is bound last, because threads
-   that it starts inherit its cores; the caller must free it afterwards. */
+   that it starts inherit its cores; the caller must restore its own cores afterwards. */
 void bind_team(const uint8_t *masks, int64_t bytes, int32_t num_threads, int32_t version) {
 #ifdef __linux__
     static __thread int32_t bound;

@@ -1,8 +1,8 @@
-"""Memory of this process's children, and of theirs, at its most.
+"""Peak memory of this process's descendants.
 
-The system's own sum, ``getrusage(RUSAGE_CHILDREN)``, is of no use for it: to a child that executes
-a program counts what the process had that started it (``setmax_mm_hiwater_rss`` in Linux's
-fs/exec.c), and what one child took counts for good.
+``getrusage(RUSAGE_CHILDREN)`` cannot be used, for two reasons. When a child calls exec, its peak
+includes the memory of the process that started it (``setmax_mm_hiwater_rss`` in Linux's fs/exec.c).
+And the value is never reset, so that one child's peak hides those of later children.
 """
 
 from __future__ import annotations

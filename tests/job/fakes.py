@@ -82,7 +82,7 @@ class FakeBuilt:
     model_facts: dict[str, Any] = field(default_factory=lambda: {"name": "echo"})
     kernels: dict[str, str] = field(default_factory=dict)
     shares_prefixes: bool = True
-    keeps_states: bool = False
+    slots_per_state: int = 0
     warm_up: Callable[..., None] | None = None
 
     def device_bytes(self) -> int:

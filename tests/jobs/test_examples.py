@@ -9,6 +9,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchinfer.errors import ExitCode
+from batchinfer.job.plan.estimate import plan_facts
+from batchinfer.job.plan.plan import plan_job
 from batchinfer.job.run.run_job import run_job
 from batchinfer.job.spec.load import load_job
 
@@ -52,6 +54,14 @@ def test_an_example_runs(path: Path, tmp_path: Path) -> None:
         count = len(row["outputs"])
         assert count == spec.sampling.n if spec.accept is None else 1 <= count <= 3
         assert row["generated_text"] == row["outputs"][0]["text"]
+
+
+def test_the_plan_of_a_hybrid_says_how_much_of_the_pool_states_take(tmp_path: Path) -> None:
+    spec = load_job(JOBS / "hybrid.yaml", output=str(tmp_path / "out"), limit=6)
+    plan = plan_job(spec)
+    assert plan["rows_in_flight"] * plan["blocks_per_state"] <= plan["peak_used_blocks"]
+    (state,) = (str(line) for line in plan_facts(plan) if "for each row in flight" in str(line))
+    assert f"{plan['blocks_per_state']} blocks" in state
 
 
 def test_the_openai_example_writes_openais_files(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The sampling kernel draws the tokens of its reference, for all filters and edits."""
+"""The sampling kernel draws the same tokens as its reference, for every filter and logit edit."""
 
 from __future__ import annotations
 

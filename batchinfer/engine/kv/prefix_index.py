@@ -117,9 +117,9 @@ class RecurrentState:
 class StateSnapshot:
     """A recurrent state kept for later rows, after a token of an indexed block.
 
-    That block's parent stores the snapshot in ``snapshots_below``, under the block's tokens up to
-    the state. A lookup therefore finds the snapshot before any following tokens, even after more
-    tokens were added to the block's own key.
+    The parent of that block stores the snapshot in ``snapshots_below``. The key is the block's
+    tokens up to the state. A lookup therefore finds the snapshot before any following tokens, even
+    after more tokens were added to the block's own key.
     """
 
     __slots__ = ("block", "followers", "in_windows", "key", "parent", "state")

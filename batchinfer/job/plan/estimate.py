@@ -56,6 +56,7 @@ class Outcome:
             "block_size": self.context.block_size,
             "bytes_per_block": self.context.bytes_per_block,
             "num_blocks": self.context.num_blocks,
+            "blocks_per_state": self.context.slots_per_state,
             "peak_used_blocks": kv["peak_used_blocks"],
             "mean_utilization": kv["mean_utilization"] * self.context.simulated_share,
             "mean_waste": kv["mean_waste"],
@@ -159,6 +160,14 @@ def plan_facts(plan: dict[str, Any], currency: str = "USD") -> Iterator[SummaryL
         f"rows in flight, {plan['preemptions']:,} preemptions, "
         f"{plan['swapped_blocks']:,} blocks swapped in",
     )
+    if plan["blocks_per_state"]:
+        state_bytes = plan["blocks_per_state"] * plan["bytes_per_block"]
+        share = plan["rows_in_flight"] * plan["blocks_per_state"] / plan["num_blocks"]
+        yield SummaryLine(
+            "state",
+            f"{plan['blocks_per_state']:,} blocks ({size(state_bytes)}) for each row in flight",
+            f", at most {min(share, 1):.0%} of the pool; the rest holds keys and values",
+        )
     yield SummaryLine(
         "waste",
         f"{plan['mean_waste']:.1%} of the used blocks",

@@ -164,7 +164,7 @@ def _rows(
         window,
         by_prefix=job.spec.engine.order == "prefix",
         by_length=job.spec.engine.order == "prefix" and not loaded.context.shares_prefixes,
-        with_branch_points=loaded.context.keeps_states,
+        with_branch_points=loaded.context.slots_per_state > 0,
     )
     for rows_of_window in census.count_distinct(windows):
         for start in range(0, len(rows_of_window), BATCH_ROWS):  # batches as in a job's loop

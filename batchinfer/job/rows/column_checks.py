@@ -105,7 +105,8 @@ def _check_sampling_params(source: Source) -> None:
 def _check_column(
     source: Source, name: str, key: str, may_be: Callable[[pa.DataType], bool], expected: str
 ) -> pa.DataType:
-    """Check a column that ``key`` of the job file names; return its type without dictionaries.
+    """Check the column that the job file names in ``key``; return its type without dictionary
+    encoding.
 
     List views are refused, because Arrow casts slices of them wrongly.
 

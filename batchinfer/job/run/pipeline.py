@@ -365,7 +365,7 @@ class RowPipeline:
                 spec.engine.order_window,
                 by_prefix=spec.engine.order == "prefix",
                 by_length=spec.engine.order == "prefix" and not loaded.context.shares_prefixes,
-                with_branch_points=loaded.context.keeps_states,
+                with_branch_points=loaded.context.slots_per_state > 0,
                 is_starved=is_starved,
             )
 

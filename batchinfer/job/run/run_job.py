@@ -179,7 +179,7 @@ def _make_parts(
                 complete = fleet(seen, role, build, progress, stop, meter.begin)
             else:
                 complete = run_pipeline(job, queue, loaded, progress, stop, reuse)
-        # An earlier run may have reused the rows that were finished before.
+        # Rows that were finished before this run may have been reused by an earlier run.
         if reuse is not None and not (reuse.num_reused or meter.before):
             reporter.reused_nothing(reuse.why_none(job.manifest.job, missing))
         if not complete:

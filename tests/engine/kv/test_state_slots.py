@@ -53,7 +53,7 @@ def test_last_follower_takes_the_snapshot_that_another_copies_in_the_same_step()
 
 def test_last_follower_that_copies_drops_the_snapshot() -> None:
     pool, snapshot = pool_with_snapshot(2 + 2 * PER_STATE, followers=1)
-    pool.states.acquire(snapshot.state)  # as a sequence that has not gone on yet
+    pool.states.acquire(snapshot.state)  # like a sequence that has not computed its next token yet
     own = pool.states.start_from(snapshot, pool.block_copies.within)
     assert own is not snapshot.state
     assert not pool.states.snapshots

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from batchinfer.job.reuse.reuse import NOT_FOUND, KeyIndex
 from batchinfer.job.rows.row_key import KEYS_SCHEMA
 
-# Few halves, so that keys that share one of them are common, and bytes whose order as signed
-# numbers is another.
+# Keys consist of a few different halves, so that many keys share a half. Some bytes sort
+# differently as signed and as unsigned numbers.
 HALVES = st.sampled_from([bytes(8), b"\0" * 7 + b"\1", b"\x7f" + b"\xff" * 7, b"\x80" + bytes(7)])
 KEYS = st.builds(bytes.__add__, HALVES, HALVES) | st.binary(min_size=16, max_size=16)
 

@@ -1,4 +1,4 @@
-"""Jobs that keep the samples that pass: the same ones however they were run, each counted."""
+"""Jobs with ``accept`` keep the same samples however they are run, and count every sample."""
 
 from __future__ import annotations
 
