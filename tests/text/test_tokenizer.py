@@ -72,7 +72,7 @@ def test_plain_text_never_becomes_a_control_token(
 
     assert tokenizer.num_control_ids(ids) == 0
     decoded = tokenizer.decode(ids, skip_special_tokens=True)
-    assert decoded.removeprefix(" ") == text.removeprefix(" ")  # metaspace may drop the first
+    assert decoded.lstrip(" ") == text.lstrip(" ")  # metaspace may drop leading spaces
 
 
 def test_plain_and_parsed_batches_do_not_disturb_each_other(chatml: Tokenizer) -> None:
