@@ -254,7 +254,7 @@ _group = partial(compressed, "pack-quantized")
         ({**_group(), "config_groups": {"W4A16": ["Linear"]}}, r"config_groups.W4A16 .* an object"),
         (
             {**_group(), "config_groups": [1]},
-            r"config_groups .* is \[1\]; it must be a JSON object",
+            r"config_groups .* is \[1\]; it must be an object",
         ),
         ({**_group(), "transform_config": {"config_groups": {"R1": {}}}}, "transform_config .* is"),
         (
