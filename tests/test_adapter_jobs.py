@@ -96,7 +96,7 @@ def test_job_with_mixed_adapters_equals_peft(folder: Path, tmp_path: Path) -> No
         )
         assert row["outputs"][0]["token_ids"] == wanted[0, -OUTPUT_TOKENS:].tolist(), name
     message = rows[5]["error"]["message"]
-    assert message == "column lora: there is no adapter 'nope'; the loaded adapters are: one, two"
+    assert message == "column lora: there is no adapter 'nope'; known: one, two"
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert summary["tokens"]["prompt_cached"] > summary["tokens"]["prompt_computed"]
     planned = plan_job(spec, device="cpu")

@@ -145,7 +145,7 @@ def test_prompt_logprob_token_ids_with_chunks_and_preemptions(
         ({"prompt_logprob_token_ids": [[], []]}, "non-empty, but all of its 2 rows"),
         ({"prompt_logprob_token_ids": [[5], [True]]}, "row 1 must be a list of integer token ids"),
         ({"prompt_logprob_token_ids": [[5], [9999]]}, "has 9999, which is out-of-vocab; .* below"),
-        ({"prompt_logprob_token_ids": [[5] * 21] * 2}, "max_logprobs, .* 20; .* at least 21"),
+        ({"prompt_logprob_token_ids": [[5] * 21] * 2}, "max_logprobs is 20; .* at least 21"),
         (
             {"prompt_logprob_token_ids": [[5]] * 600},
             "600 rows; a prompt has at most .* scored rows",

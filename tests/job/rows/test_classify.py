@@ -189,7 +189,10 @@ def test_a_model_is_checked(tmp_path: Path, text_model: Path) -> None:
     with pytest.raises(ModelError, match="no classification head"):
         run_job(job(tmp_path, text_model, rows), quiet=True)
     for keys, message in (
-        ("tokens: [a, perhaps]", "'perhaps' is not a single token of the model\nname tokens"),
+        (
+            "tokens: [a, perhaps]",
+            "'perhaps' is not a single token of the model\nname single",
+        ),
         ("query_column: q, document_column: d, tokens: [a, b]", "how the model expects a query"),
     ):
         with pytest.raises(JobError, match=message):

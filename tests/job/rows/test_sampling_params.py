@@ -66,7 +66,7 @@ def test_numbers_may_have_other_types_than_the_parameter(value: object) -> None:
     ("value", "message"),
     [
         (b"{", "not JSON"),
-        (b"[1]", "must be an object"),
+        (b"[1]", "must be a JSON object"),
         (b"\xff", "UTF-8"),
         (b'{"max_tokens": "3"}', 'max_tokens is "3"; it must be a whole number'),
         (b'{"temprature": 1}', "unknown parameter temprature; did you mean temperature?"),

@@ -238,7 +238,7 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"r": 5}, {}, r"q_proj.lora_A.weight is 4 x 32, but it should be 5 x 32"),
         ({"r": 0}, {}, "a rank is 0"),
         ({"r": "x"}, {}, "r or rank_pattern has 'x', which is not a number"),
-        ({"lora_alpha": 10**400}, {}, "holds 1000+, which is not a number or is too large"),
+        ({"lora_alpha": 10**400}, {}, "has 1000+, which is not a number or is too large"),
         ({"rank_pattern": [1]}, {}, "rank_pattern must map patterns to numbers"),
         ({"alpha_pattern": {"(": 1}}, {}, r"the pattern .* is invalid"),
         ({"alpha_pattern": {r"(.|..|.\w)+y": 1}}, {}, "takes too long to match"),

@@ -90,7 +90,7 @@ def test_which_number_of_threads_wins_and_its_log_line(
 
 @pytest.mark.parametrize("count", [0, -1, 4097])
 def test_a_number_out_of_range_is_refused(count: int) -> None:
-    with pytest.raises(ValueError, match=f"num_threads is {count}; it must be from 1 to 4096"):
+    with pytest.raises(ValueError, match=f"num_threads is {count}; it must be 1 to 4096"):
         EngineConfig(num_threads=count)
 
 
