@@ -205,7 +205,7 @@ def test_a_device_that_has_no_memory_for_the_smallest_step_ends_the_run(
     for size in sizes:
         recovered = engine.step().recovered
         assert recovered.max_num_batched_tokens == size
-    with pytest.raises(DeviceError, match=rf"tokens {sizes[-1]}\).*no memory left") as told:
+    with pytest.raises(DeviceError, match=rf"tokens: {sizes[-1]}\).*no memory left") as told:
         engine.step()
     assert told.value.exit_code is ExitCode.DEVICE
     assert "lower engine.kv_cache_memory" in str(told.value)

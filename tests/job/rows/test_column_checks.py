@@ -97,7 +97,7 @@ def test_sampling_params_are_structs_or_json(tmp_path: Path, column: object) -> 
 @pytest.mark.parametrize(
     ("column", "message"),
     [
-        ([1], "column sampling_params is int64; it must be struct, or string"),
+        ([1], "column sampling_params is int64; it must be struct or string"),
         ([{"zork": 1.0}], "unknown field zork; known: max_tokens, n,"),
     ],
 )
