@@ -7,10 +7,16 @@ from typing import Any
 
 import torch
 
+from batchinfer.kernels.causal_conv import CausalConvWeights
 from batchinfer.kernels.gated_delta import GatedDeltaWeights
 from batchinfer.kernels.mamba1 import Mamba1Weights
 from batchinfer.kernels.mamba2 import Mamba2Weights
-from tests.engine.kv.recurrent_configs import gated_delta_config, mamba1_config, mamba2_config
+from tests.engine.kv.recurrent_configs import (
+    gated_delta_config,
+    mamba1_config,
+    mamba2_config,
+    short_conv_config,
+)
 from tests.kernels.recurrent_layer import RecurrentLayer
 
 
@@ -115,4 +121,28 @@ def mamba1_layer(
         skip=layer.draw(channels).float(),
     )
     layer.draw_inputs(channels, channels, state_size, state_size, channels)
+    return layer
+
+
+def causal_conv_layer(
+    lengths: list[int],
+    *,
+    channels: int,
+    conv_width: int = 3,
+    slot_bytes: int = 8192,
+    dtype: torch.dtype = torch.float32,
+    has_bias: bool = True,
+    silu: bool = False,
+    gated: bool = True,
+) -> RecurrentLayer:
+    """Return a convolution with random weights and inputs."""
+    text = short_conv_config(num_layers=3, channels=channels, conv_width=conv_width)
+    layer = RecurrentLayer(text, lengths, slot_bytes=slot_bytes, dtype=dtype)
+    layer.output_width = channels
+    layer.weights = CausalConvWeights(
+        conv=layer.draw(conv_width, channels).float(),
+        bias=layer.draw(channels).float() if has_bias else None,
+        silu=silu,
+    )
+    layer.draw_inputs(*[channels] * (3 if gated else 1))
     return layer

@@ -7,7 +7,6 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from hypothesis import strategies as st
 
 from batchinfer.engine.kv.state_layout import min_slot_bytes, state_layout
 from batchinfer.kernels.recurrent_state import PagedStates
@@ -15,12 +14,6 @@ from batchinfer.worker.recurrent.paged_states import places_of
 
 Cuts = list[list[int]]
 """Ends of the steps of each sequence, after a first 0."""
-
-cuts_of_sequences = st.lists(
-    st.sets(st.integers(1, 40), min_size=1, max_size=6).map(lambda ends: [0, *sorted(ends)]),
-    min_size=1,
-    max_size=4,
-)
 
 
 def at_once(lengths: list[int]) -> Cuts:

@@ -1,4 +1,4 @@
-"""The kernels of a causal convolution equal their reference; steps and neighbors change no bits."""
+"""The C kernel of a causal convolution equals its reference; steps and neighbors change no bits."""
 
 from __future__ import annotations
 
@@ -7,44 +7,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchinfer.kernels.causal_conv import CausalConvWeights
 from batchinfer.kernels.causal_conv import causal_conv as reference
 from batchinfer.kernels.cpu.causal_conv import causal_conv
 from batchinfer.kernels.cpu.recurrent_state import supports
-from batchinfer.kernels.recurrent_conv import causal_conv as triton_kernel
-from tests.engine.kv.recurrent_configs import short_conv_config
-from tests.kernels.gpu_or_interpreter import on_both
-from tests.kernels.recurrent_layer import Cuts, RecurrentLayer, cuts_of_sequences
+from tests.kernels.recurrent_cases import causal_conv_layer
+from tests.kernels.recurrent_layer import Cuts
+from tests.kernels.step_cuts import cuts_of_sequences
 
-needs_compiler = pytest.mark.skipif(
+pytestmark = pytest.mark.skipif(
     not supports(torch.float32), reason="the C kernels cannot be compiled"
 )
 
 
-def make_layer(
-    lengths: list[int],
-    *,
-    channels: int,
-    conv_width: int = 3,
-    slot_bytes: int = 8192,
-    dtype: torch.dtype = torch.float32,
-    has_bias: bool = True,
-    silu: bool = False,
-    gated: bool = True,
-) -> RecurrentLayer:
-    text = short_conv_config(num_layers=3, channels=channels, conv_width=conv_width)
-    layer = RecurrentLayer(text, lengths, slot_bytes=slot_bytes, dtype=dtype)
-    layer.output_width = channels
-    layer.weights = CausalConvWeights(
-        conv=layer.draw(conv_width, channels).float(),
-        bias=layer.draw(channels).float() if has_bias else None,
-        silu=silu,
-    )
-    layer.draw_inputs(*[channels] * (3 if gated else 1))
-    return layer
-
-
-@needs_compiler
 @given(
     lengths=st.lists(st.integers(1, 9), min_size=1, max_size=4),
     channels=st.sampled_from([1, 7, 16, 64, 75, 192]),
@@ -63,7 +37,7 @@ def test_c_kernel_equals_reference(
     dtype: torch.dtype,
     **options: bool,
 ) -> None:
-    layer = make_layer(
+    layer = causal_conv_layer(
         lengths,
         channels=channels,
         conv_width=conv_width,
@@ -74,7 +48,6 @@ def test_c_kernel_equals_reference(
     layer.assert_equal(causal_conv, reference)
 
 
-@needs_compiler
 @given(
     cuts=cuts_of_sequences,
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
@@ -86,16 +59,5 @@ def test_bits_do_not_depend_on_steps_and_neighbors(
     cuts: Cuts, dtype: torch.dtype, channels: int, silu: bool, gated: bool
 ) -> None:
     lengths = [ends[-1] for ends in cuts]
-    layer = make_layer(lengths, channels=channels, dtype=dtype, silu=silu, gated=gated)
+    layer = causal_conv_layer(lengths, channels=channels, dtype=dtype, silu=silu, gated=gated)
     layer.assert_same_bits(causal_conv, cuts)
-
-
-@on_both()
-@pytest.mark.parametrize(
-    "options", [{}, {"has_bias": False, "silu": True}, {"gated": False}], ids=["all", "no", "plain"]
-)
-def test_triton_kernel_equals_reference(
-    options: dict[str, bool], dtype: torch.dtype, device: str
-) -> None:
-    layer = make_layer([5, 1, 3], channels=75, dtype=dtype, **options)
-    layer.assert_equal(triton_kernel, reference, device)

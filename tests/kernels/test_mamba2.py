@@ -1,4 +1,4 @@
-"""The kernels of Mamba-2 equal their reference; steps and neighbors change no bits."""
+"""The C kernel of Mamba-2 equals its reference; steps and neighbors change no bits."""
 
 from __future__ import annotations
 
@@ -13,17 +13,15 @@ from hypothesis import strategies as st
 from batchinfer.kernels.cpu.mamba2 import mamba2
 from batchinfer.kernels.cpu.recurrent_state import supports
 from batchinfer.kernels.mamba2 import mamba2 as reference
-from batchinfer.kernels.recurrence import mamba2 as triton_kernel
-from tests.kernels.gpu_or_interpreter import on_both
 from tests.kernels.recurrent_cases import mamba2_layer
-from tests.kernels.recurrent_layer import Cuts, cuts_of_sequences
+from tests.kernels.recurrent_layer import Cuts
+from tests.kernels.step_cuts import cuts_of_sequences
 
-needs_compiler = pytest.mark.skipif(
+pytestmark = pytest.mark.skipif(
     not supports(torch.float32), reason="the C kernels cannot be compiled"
 )
 
 
-@needs_compiler
 @given(
     lengths=st.lists(st.integers(1, 9), min_size=1, max_size=4),
     groups=st.sampled_from([1, 2, 3]),
@@ -60,7 +58,6 @@ def test_c_kernel_equals_reference(
     layer.assert_equal(mamba2, reference)
 
 
-@needs_compiler
 @given(
     cuts=cuts_of_sequences,
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
@@ -71,22 +68,3 @@ def test_bits_do_not_depend_on_steps_and_neighbors(
 ) -> None:
     layer = mamba2_layer([ends[-1] for ends in cuts], width=width, dtype=dtype)
     layer.assert_same_bits(mamba2, cuts)
-
-
-@on_both()
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"conv_bias": None}, {"norm": None, "gate_first": False}, {"dt_limits": (0.5, 1.0)}],
-    ids=["plain", "no_bias", "no_norm", "limits"],
-)
-def test_triton_kernel_equals_reference(
-    options: dict[str, Any], dtype: torch.dtype, device: str
-) -> None:
-    layer = mamba2_layer([5, 1, 3], width=48, state_size=7, dtype=dtype, **options)
-    layer.assert_equal(triton_kernel, reference, device)
-
-
-@on_both()
-def test_triton_kernel_continues_from_states(dtype: torch.dtype, device: str) -> None:
-    layer = mamba2_layer([7, 2, 6], width=24, dtype=dtype)
-    layer.assert_same_bits(triton_kernel, [[0, 3, 4, 7], [0, 1, 2], [0, 6]], device)
