@@ -118,7 +118,7 @@ class StateSnapshot:
     """A recurrent state kept for later rows, after a token of an indexed block.
 
     The parent of that block stores the snapshot in ``snapshots_below``. The key is the block's
-    tokens up to the state. A lookup therefore finds the snapshot before any following tokens, even
+    tokens up to the state. A lookup therefore finds the snapshot whichever tokens follow it, even
     after more tokens were added to the block's own key.
     """
 

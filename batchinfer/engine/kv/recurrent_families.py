@@ -76,7 +76,7 @@ def _layer_types(text: Config) -> list[str]:
     if text["model_type"] in ("falcon_mamba", "mamba"):
         return ["mamba"] * num_layers
     if text["model_type"] == "jamba":
-        period, offset = text["attn_layer_period"], text["attn_layer_offset"]
+        period, offset = _number(text, "attn_layer_period"), text["attn_layer_offset"]
         return ["attention" if at % period == offset else "mamba" for at in range(num_layers)]
     if text["model_type"] == "bamba":
         attending = set(text.get("attn_layer_indices") or ())

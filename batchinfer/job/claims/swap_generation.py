@@ -44,7 +44,7 @@ def put_in_place(out: OutputDir, generation: OutputDir) -> None:
     """Replace the output in ``out`` by a complete generation; call it under the lock.
 
     Names of failpoints: ``swap-`` plus ``marked``, ``hidden``, ``copied`` (each file), ``cleared``
-    (each folder), ``placed``, ``told``, ``gone`` and ``done``.
+    (each folder), ``placed``, ``recorded``, ``deleted`` and ``done``.
 
     Raises:
         StorageError: the file system refuses. The next run continues the swap.
@@ -82,11 +82,11 @@ def finish_swap(out: OutputDir) -> None:
         with storage_errors(out.root):
             _place(out, generation)
         _store(out, replace(swap, is_in_place=True))
-        failpoint("swap-told")
+        failpoint("swap-recorded")
     with storage_errors(out.next, "delete"):
         out.files.delete(out.next)
         out.files.sync(out.state)
-        failpoint("swap-gone")
+        failpoint("swap-deleted")
         out.files.delete(out.swap)
         out.files.sync(out.state)
         failpoint("swap-done")

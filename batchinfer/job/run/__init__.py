@@ -2,6 +2,6 @@
 
 ``run_job`` is the command: ``decide`` makes its plan, ``pipeline`` runs the rows, ``finish_job``
 ends the job. ``engine_loop`` feeds the engine, and ``dedup`` computes equal rows once.
-``in_flight_log`` tells the next run which rows ran when this run died. ``reporter`` has the
+``in_flight_log`` records which rows run, for the next run if this run dies. ``reporter`` has the
 messages.
 """

@@ -21,7 +21,7 @@ from batchinfer.job.spec.spec import JobSpec
 from tests.job.datasets import write_parquet
 from tests.job.fakes import FakeBuild, job
 
-STEPS = ("marked", "hidden", "copied", "cleared", "placed", "told", "gone", "done")
+STEPS = ("marked", "hidden", "copied", "cleared", "placed", "recorded", "deleted", "done")
 
 
 class CutOff(BaseException):
