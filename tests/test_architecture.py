@@ -97,7 +97,12 @@ ROOMS = [
     Room("worker.oom", "steps that failed for want of memory", ("errors", "engine.runner")),
     Room("worker.transfer", "arrays to the device and back"),
     Room("worker.ops", "row-wise operations on any device", ("kernels",)),
-    Room("worker.kv_cache", "the pool's tensor", ("errors", "kernels", "engine", "worker.ops")),
+    Room("worker.host_blocks", "host memory for swapped blocks", ("errors", "engine")),
+    Room(
+        "worker.kv_cache",
+        "the pool's tensor",
+        ("errors", "kernels", "engine", "worker.host_blocks", "worker.ops"),
+    ),
     Room("worker.adapter_batch", "which rows use which adapter", ("engine.step",)),
     Room("worker.linear_kernels", "GEMM kernels of linear layers", ("kernels",)),
     described("worker.threads", ("process", "kernels", "engine.runner", "engine.step")),

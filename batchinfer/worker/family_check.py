@@ -19,7 +19,8 @@ from typing import Any
 import torch
 
 from batchinfer.engine.kv.layer_groups import layer_windows
-from batchinfer.engine.kv.layout import KVLayout, text_config
+from batchinfer.engine.kv.layout import KVLayout
+from batchinfer.engine.kv.model_config import text_config
 from batchinfer.errors import ModelError
 from batchinfer.worker.attention.attention import ATTENTION_NAME, UnsupportedAttentionError
 from batchinfer.worker.attention.latent import keep_latents

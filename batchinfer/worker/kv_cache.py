@@ -1,4 +1,4 @@
-"""The KV pool: one tensor on the device, and host memory for swapped blocks.
+"""The KV pool: one tensor on the device.
 
 In block-major order, a block of all layers is contiguous, which suits copies and swaps. In
 layer-major order, the blocks of a layer are contiguous, so its attention reads fewer memory pages.
@@ -7,108 +7,24 @@ layer-major order, the blocks of a layer are contiguous, so its attention reads 
 from __future__ import annotations
 
 import math
-import time
 
 import numpy as np
 import torch
 
 from batchinfer.engine.kv.kv_shapes import KVShape
 from batchinfer.engine.kv.layout import KVLayout
-from batchinfer.engine.step import Int32
 from batchinfer.errors import DeviceError
 from batchinfer.kernels import reference
 from batchinfer.kernels.cpu import paged_attention as cpu_attention
+from batchinfer.worker.host_blocks import HostBlocks
 from batchinfer.worker.ops import HeadNorms, rotary_write
 
 LAYER_MAJOR = False
 """Default order of a pool."""
-_MEASURED_BYTES = 4 * 2**20
-"""Bytes that are copied to measure the time of a swap."""
 _ALIGNMENT = 64  # size of a cache line, in bytes
 _RESIDENT_BYTES = 256 * 2**20
 """Bytes at the start of a CPU's pool that are made resident immediately. They are used first,
 and page faults would slow the first steps (7 % of a short run on a virtual machine)."""
-
-
-class HostBlocks:
-    """Host memory for swapped blocks, each contiguous.
-
-    For a CUDA pool the memory is pinned and copied on a separate stream. For a CPU's pool it is
-    ordinary memory, which is touched only when it is used.
-
-    Args:
-        blocks: blocks of the pool, [slot, layer, elements of a layer], strided.
-        num_blocks: number of host slots.
-
-    Raises:
-        DeviceError: the host has too little memory.
-    """
-
-    def __init__(self, blocks: torch.Tensor, num_blocks: int) -> None:
-        self._pool = blocks
-        self._stream: torch.cuda.Stream | None = None
-        if blocks.is_cuda and num_blocks > 0:
-            self._stream = torch.cuda.Stream(blocks.device)  # type: ignore[no-untyped-call]
-        self._blocks = _allocate_host_blocks(blocks, num_blocks)  # [host slot, layer, elements]
-
-    def copy(self, outs: Int32, ins: Int32) -> None:
-        """Copy blocks out, then in. Work that is queued on the device later runs after the copies.
-
-        Args:
-            outs: [O, 2] pairs of (slot, host slot).
-            ins: [I, 2] pairs of (host slot, slot).
-        """
-        if len(outs) == 0 and len(ins) == 0:
-            return
-        if self._stream is None:
-            self._copy_each(outs, ins)
-            return
-        computing = torch.cuda.current_stream(self._pool.device)
-        self._stream.wait_stream(computing)
-        with torch.cuda.stream(self._stream):
-            self._copy_each(outs, ins)
-        computing.wait_stream(self._stream)
-
-    def measure(self) -> float:
-        """Measure the seconds to copy a block: the mean of both directions."""
-        max_pairs = min(len(self._blocks), len(self._pool) - 1)
-        count = min(max_pairs, max(1, _MEASURED_BYTES // self._pool[0].nbytes))
-        if count == 0:
-            return 0.0
-        pairs = np.repeat(np.arange(count, dtype=np.int32)[:, None], 2, axis=1)
-        self._timed(pairs[:1], pairs[:1])
-        return self._timed(pairs, pairs) / (2 * count)
-
-    def _timed(self, outs: Int32, ins: Int32) -> float:
-        began = time.perf_counter()
-        self.copy(outs, ins)
-        if self._stream is not None:
-            self._stream.synchronize()
-        return time.perf_counter() - began
-
-    def _copy_each(self, outs: Int32, ins: Int32) -> None:
-        for slot, host_slot in outs.tolist():
-            self._blocks[host_slot].copy_(self._pool[slot], non_blocking=True)
-        for host_slot, slot in ins.tolist():
-            self._pool[slot].copy_(self._blocks[host_slot], non_blocking=True)
-
-
-def _allocate_host_blocks(blocks: torch.Tensor, num_blocks: int) -> torch.Tensor:
-    """Return uninitialized memory [num_blocks, layer, elements of a layer]."""
-    shape = (num_blocks, *blocks.shape[1:])
-    num_bytes = math.prod(shape) * blocks.element_size()
-    try:
-        if blocks.is_cuda or num_blocks == 0:
-            return torch.empty(shape, dtype=blocks.dtype, pin_memory=num_blocks > 0)
-        # NumPy requests huge pages from Linux, torch does not.
-        raw = torch.from_numpy(np.empty(num_bytes, dtype=np.uint8))
-        return raw.view(blocks.dtype).view(shape)
-    except (MemoryError, RuntimeError) as error:
-        raise DeviceError(
-            f"the host has no room for a swap space of {num_blocks} blocks "
-            f"({num_bytes / 2**30:.2f} GiB)",
-            hint="lower engine.swap_space; 0 disables it",
-        ) from error
 
 
 class KVCache:

@@ -18,7 +18,8 @@ from transformers import PreTrainedConfig
 
 from batchinfer.config import ModelConfig
 from batchinfer.console.phases import phase
-from batchinfer.engine.kv.layout import KVLayout, max_positions, text_config
+from batchinfer.engine.kv.layout import KVLayout
+from batchinfer.engine.kv.model_config import max_positions, text_config
 from batchinfer.errors import ModelError
 from batchinfer.worker.attention.latent import check_latents, keep_latents
 from batchinfer.worker.attention.temperature import temper_queries

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from batchinfer.config import EngineConfig, parse_size
-from batchinfer.engine.kv.layout import KVLayout, text_config
+from batchinfer.engine.kv.layout import KVLayout
+from batchinfer.engine.kv.model_config import text_config
 from batchinfer.errors import DeviceError
 from batchinfer.worker.cuda_graphs.graph_sizes import MAX_GRAPH_TOKENS, all_sizes
 from batchinfer.worker.linear.packed_experts import PackedExperts

@@ -17,7 +17,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from batchinfer.engine.kv.layout import Config, KVLayout, text_config
+from batchinfer.engine.kv.layout import KVLayout
+from batchinfer.engine.kv.model_config import Config, text_config
 from batchinfer.engine.step import SamplingBatch, Step
 from batchinfer.worker.attention.attention import (
     AttentionBackend,

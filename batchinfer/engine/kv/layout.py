@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from batchinfer.engine.kv.kv_shapes import KVShape, has_latent, kv_owners, kv_shapes
 from batchinfer.engine.kv.layer_groups import (
@@ -13,57 +12,19 @@ from batchinfer.engine.kv.layer_groups import (
     layer_groups,
     most_slots,
 )
+from batchinfer.engine.kv.model_config import Config, text_config
 from batchinfer.engine.kv.recurrent_families import is_recurrent, layers_without_kv
 from batchinfer.engine.kv.state_layout import StateLayout, min_slot_bytes, state_layout
+from batchinfer.engine.kv.unsupported_models import refuse_unsupported
 
 DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes per element by dtype name."""
-
-Config = Mapping[str, Any]
 
 # Config keys that name the same number in different families, in order of preference.
 _NUM_LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 _NUM_HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads")
 _NUM_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
 _HIDDEN_SIZE = ("hidden_size", "n_embd", "d_model")
-_MAX_POSITIONS = (
-    *("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "model_max_length"),
-)
-
-_RECURRENT_FAMILIES = frozenset(
-    [
-        "bailing_hybrid",
-        "falcon_mamba",
-        "mamba",
-        "mamba2",
-        "minimax",
-        "recurrent_gemma",
-        "rwkv",
-        "xlstm",
-        "zamba",
-    ]
-)
-_RECURRENT_LAYERS = frozenset(
-    [
-        "conv",
-        "hybrid",
-        "hybrid_sliding",
-        "linear",
-        "linear_attention",
-        "mamba",
-        "mamba2",
-        "recurrent",
-    ]
-)
-_OTHER_LAYERS = frozenset(
-    {"full_attention", "sliding_attention", "chunked_attention", "attention", "mlp", "moe"}
-)
-# Keys of configs that give layers different KV shapes.
-_PER_LAYER_KEYS = (
-    "block_configs",
-    "num_attention_heads_per_layer",
-)
-_SPARSE_KEYS = ("index_topk", "sparse_attention_config")
 
 
 @dataclass(frozen=True)
@@ -278,91 +239,6 @@ class KVLayout:
         ``num_tokens`` tokens. A step computes up to ``num_new`` tokens."""
         blocks = most_slots(self.windows, self.block_size, num_tokens, num_new)
         return blocks + self.slots_per_state
-
-
-def text_config(config: Config) -> Config:
-    """Return the language model's config, which multimodal configs nest."""
-    nested = config.get("text_config")
-    return nested if isinstance(nested, Mapping) else config
-
-
-def max_positions(config: Config) -> int | None:
-    """Return the longest sequence in tokens; None if the config sets no limit.
-
-    YaRN's factor multiplies the original length. With other scalings, the config's limit already
-    includes the factor.
-    """
-    text = text_config(config)
-    limit = next((int(text[key]) for key in _MAX_POSITIONS if text.get(key)), None)
-    if limit is None:
-        return None
-    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
-    original, factor = rope.get("original_max_position_embeddings"), rope.get("factor")
-    is_yarn = (rope.get("rope_type") or rope.get("type")) == "yarn"
-    if is_yarn and isinstance(original, int) and isinstance(factor, int | float):
-        return max(limit, int(original * factor))
-    return limit
-
-
-def refuse_unsupported(config: Config) -> None:
-    """Raise ValueError, with the reason, for models that paged attention cannot run."""
-    text = text_config(config)
-    family = str(config.get("model_type") or text.get("model_type") or "unknown")
-    reason = _unsupported(config, family) or _unsupported(text, str(text.get("model_type")))
-    if reason is not None:
-        raise ValueError(f"a model of the family {family!r} cannot be run: {reason}")
-
-
-def _unsupported(config: Config, family: str) -> str | None:
-    """Return the reason why a model cannot run, or None."""
-    if config.get("is_encoder_decoder") or config.get("cross_attention_layers"):
-        return (
-            "it is an encoder-decoder (is_encoder_decoder); only decoder-only models are supported"
-        )
-    if family in _RECURRENT_FAMILIES:
-        return "it keeps recurrent state in addition to its KV"
-    if family == "longcat_flash":
-        return "each of its layers attends twice, which is not supported yet"
-    if family == "paligemma":
-        return "its attention over the prompt is bidirectional"
-    if family in {"bloom", "mpt"}:
-        return "it uses ALiBi position biases"
-    if config.get("alibi"):
-        return "it uses ALiBi position biases (alibi)"
-    layer_types = set(config.get("layer_types") or config.get("layers_block_type") or ())
-    if layer_types & _RECURRENT_LAYERS and not is_recurrent(config):
-        return f"it has recurrent layers ({', '.join(sorted(layer_types & _RECURRENT_LAYERS))})"
-    others = layer_types - _OTHER_LAYERS - _RECURRENT_LAYERS
-    if others:
-        names = ", ".join(sorted(others))
-        return f"it has layers of unknown types (layer_types): {names}"
-    for key in _PER_LAYER_KEYS:
-        if config.get(key):
-            return f"its layers differ in the shape of their KV ({key})"
-    for key in ("num_key_value_heads", "num_kv_heads", "head_dim"):
-        if isinstance(config.get(key), list | tuple):
-            return f"its layers differ in the shape of their KV ({key})"
-    for key in _SPARSE_KEYS:
-        if config.get(key):
-            return f"its attention is sparse ({key})"
-    return _unsupported_rope(config)
-
-
-def _unsupported_rope(config: Config) -> str | None:
-    """Return the reason why a model's rotary positions are not supported, or None.
-
-    With ``dynamic``, the scale depends on the longest row of a batch, so a row's output would
-    depend on other rows.
-    """
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    entries = [rope, *(entry for entry in rope.values() if isinstance(entry, Mapping))]
-    for entry in entries:
-        if (entry.get("rope_type") or entry.get("type")) == "dynamic":
-            return (
-                "its rotary positions are scaled by the longest row in the batch (dynamic, in "
-                "rope_parameters)"
-            )
-    return None
 
 
 def _chunks(

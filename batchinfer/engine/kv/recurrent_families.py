@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
-Config = Mapping[str, Any]
+from batchinfer.engine.kv.model_config import Config
 
 
 @dataclass(frozen=True, slots=True)

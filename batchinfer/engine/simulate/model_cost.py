@@ -7,7 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from batchinfer.engine.kv.layout import Config, KVLayout, text_config
+from batchinfer.engine.kv.layout import KVLayout
+from batchinfer.engine.kv.model_config import Config, text_config
 
 _UNGATED_MLP = frozenset(
     [

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from batchinfer.engine.kv.kv_shapes import has_latent
-from batchinfer.engine.kv.layout import Config, text_config
+from batchinfer.engine.kv.model_config import Config, text_config
 from batchinfer.errors import ModelError
 
 _PROJECTION = "kv_b_proj"

@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
 from batchinfer.config import ModelConfig, attends_both_ways, longest_text, position_offset
-from batchinfer.engine.kv.layout import text_config
+from batchinfer.engine.kv.model_config import text_config
 from batchinfer.engine.kv.recurrent_families import is_recurrent
 from batchinfer.errors import ModelError, one_line
 from batchinfer.worker.model.checkpoint import (

@@ -14,7 +14,9 @@ from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from batchinfer.config import Runner
-from batchinfer.engine.kv.layout import KVLayout, max_positions, refuse_unsupported, text_config
+from batchinfer.engine.kv.layout import KVLayout
+from batchinfer.engine.kv.model_config import max_positions, text_config
+from batchinfer.engine.kv.unsupported_models import refuse_unsupported
 from batchinfer.errors import ModelError
 from batchinfer.worker.model.checkpoint import read_config
 from batchinfer.worker.model.config_values import (

@@ -12,7 +12,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import nn
 
-from batchinfer.engine.kv.layout import text_config
+from batchinfer.engine.kv.model_config import text_config
 from batchinfer.errors import ModelError, install_command, one_line
 from batchinfer.worker.model.quantized.formats import METHODS, choose_format
 

@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from batchinfer.engine.kv.layout import KVLayout, max_positions
+from batchinfer.engine.kv.layout import KVLayout
+from batchinfer.engine.kv.model_config import max_positions
 
 LLAMA = {
     "model_type": "llama",

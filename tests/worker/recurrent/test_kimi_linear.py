@@ -9,7 +9,8 @@ import pytest
 from safetensors.torch import load_file
 
 from batchinfer.config import ModelConfig
-from batchinfer.engine.kv.layout import KVLayout, max_positions
+from batchinfer.engine.kv.layout import KVLayout
+from batchinfer.engine.kv.model_config import max_positions
 from batchinfer.engine.simulate.model_cost import ModelCost
 from batchinfer.worker.fusion.gated_delta_net import FusedGatedDeltaNet
 from batchinfer.worker.loader import load_model

@@ -1,0 +1,37 @@
+"""Reads what all rooms need from a model's config."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+Config = Mapping[str, Any]
+
+# Config keys of the longest sequence in different families, in order of preference.
+_MAX_POSITIONS = (
+    *("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "model_max_length"),
+)
+
+
+def text_config(config: Config) -> Config:
+    """Return the language model's config, which multimodal configs nest."""
+    nested = config.get("text_config")
+    return nested if isinstance(nested, Mapping) else config
+
+
+def max_positions(config: Config) -> int | None:
+    """Return the longest sequence in tokens; None if the config sets no limit.
+
+    YaRN's factor multiplies the original length. With other scalings, the config's limit already
+    includes the factor.
+    """
+    text = text_config(config)
+    limit = next((int(text[key]) for key in _MAX_POSITIONS if text.get(key)), None)
+    if limit is None:
+        return None
+    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    original, factor = rope.get("original_max_position_embeddings"), rope.get("factor")
+    is_yarn = (rope.get("rope_type") or rope.get("type")) == "yarn"
+    if is_yarn and isinstance(original, int) and isinstance(factor, int | float):
+        return max(limit, int(original * factor))
+    return limit
