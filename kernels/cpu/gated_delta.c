@@ -28,7 +28,7 @@ typedef struct {
     float norm_eps, max_beta;
 } gated_delta_args;
 
-#define MAX_VECTORS 8 /* vectors of a piece's row that are computed at a time */
+#define MAX_VECTORS 8 /* most vectors of a piece's row that one call computes */
 
 /* 1 / |x|, with transformers' epsilon. */
 static inline float inverse_length(const float *x, int64_t width) {

@@ -10,19 +10,19 @@
 
 typedef struct {
     paged_states states;
-    convolution conv; /* of values, input and output matrices; its output is a workspace */
+    convolution conv; /* convolves values, B and C; writes to a workspace */
     const void *gate, *dt;                              /* [T, H * P], [T, H] */
     void *out;                                          /* [T, H * P], contiguous */
     const float *decay_rate, *dt_bias, *skip;           /* [H] */
     const float *norm;                                  /* [H * P] or NULL */
     float *steps, *read;                                /* workspace: [T, 2, H], [T, H * P] */
-    int64_t gate_stride, dt_stride;                     /* in elements */
+    int64_t gate_stride, dt_stride;                     /* elements from row to row */
     int64_t num_tokens, num_groups, num_heads, state_size, head_width, norm_width;
     int32_t num_threads, gate_first;
     float norm_eps, min_dt, max_dt;
 } mamba2_args;
 
-#define MAX_VECTORS 8 /* vectors of a piece's row that are computed at a time */
+#define MAX_VECTORS 8 /* most vectors of a piece's row that one call computes */
 
 /* Replaces the time step before softplus by the time step, and adds the decay of the state. */
 static void time_steps(const mamba2_args *a) {

@@ -16,8 +16,8 @@ typedef struct {
     const int32_t *query_starts; /* [S + 1] */
     const int32_t *context_lens; /* [S] */
     int64_t slot_stride, table_width, num_sequences;
-    int64_t columns, per_slot, first; /* place of the matrices */
-    int64_t channels, conv_per_slot, conv_first, conv_slot; /* place of the convolution's state */
+    int64_t columns, per_slot, first; /* where the matrices are; see StatePlaces */
+    int64_t channels, conv_per_slot, conv_first, conv_slot; /* where the convolution's inputs are */
 } paged_states;
 
 /* A causal convolution of each channel, over all packed tokens. */

@@ -30,8 +30,8 @@ class LayerInputs(NamedTuple):
 
 @dataclass(frozen=True)
 class Family:
-    """Names of the parts of transformers' layer in a family. Those of modules within the layer have
-    dots."""
+    """Names of the parts of transformers' layer in a family. A part of a submodule has a dotted
+    name."""
 
     qkv: tuple[str, ...] = ("in_proj_qkv",)
     """Projections whose outputs are queries, keys and values, in this order."""
@@ -49,7 +49,7 @@ class Family:
     decay_module: str = ""
     """Module with the constants of the decay; empty: the layer itself."""
     by_key_head: bool = False
-    """The outputs of two projections, for all inputs, are ordered by key head."""
+    """True if two projections compute all inputs, with their outputs ordered by key head."""
 
     @property
     def projections(self) -> tuple[str, ...]:
@@ -140,7 +140,7 @@ def run_layer(inputs: LayerInputs, weights: GatedDeltaWeights, layer: int) -> to
 
 
 def weights_of(layer: Any, family: Family) -> GatedDeltaWeights:
-    """The weights of transformers' layer that are not projections."""
+    """Return the weights of transformers' layer that are not projections."""
     norm, decay = getattr(layer, family.norm), layer.get_submodule(family.decay_module)
     return GatedDeltaWeights(
         conv=layer.conv1d.weight[:, 0].T.float().contiguous(),
