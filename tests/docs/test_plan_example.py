@@ -1,4 +1,4 @@
-"""What the page on memory shows of a plan is what a plan says."""
+"""The plan shown in docs/memory-model.md equals what ``plan`` prints for its job."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ PLAN: dict[str, Any] = {
     **{"device": "cpu", "block_size": 16, "bytes_per_block": 49_152},
     **{"num_blocks": 65_536, "num_host_blocks": 87_381, "peak_used_blocks": 4728},
     **{"rows_in_flight": 611, "preemptions": 0, "swapped_blocks": 0},
+    **{"blocks_per_state": 0},
     **{"mean_waste": 0.063, "contiguous_waste": 0.149},
     **{"sharing_saving": 0.512, "prefix_hit_rate": 0.646},
     "sharing": {"planned_rate": 0.650, "deduplicated_rows": 0},
     **{"time_s": 17.69, "bound_s": 8.37, "workers": 1, "cost": None, "output_bytes": 726_370},
 }
-"""What ``plan_job`` gives of the page's job, as far as its lines tell it."""
+"""The values of ``plan_job`` for the page's job that its lines show."""
 
 
 def lines_of_the_page() -> list[str]:
