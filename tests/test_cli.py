@@ -326,9 +326,9 @@ def test_a_missing_path_suggests_a_similar_one(batchinfer: Run, tmp_path: Path) 
     near = batchinfer("validate", str(job.with_name("jbo.yaml"))).err
     assert f"No such file or directory; did you mean {job}?" in near
     (tmp_path / "prompts").mkdir()
-    misspelt = tmp_path / "promts"
-    done = batchinfer("run", str(job), "--set", f"input.path={misspelt}")
-    assert f"{misspelt} does not exist; did you mean {tmp_path / 'prompts'}?" in done.err
+    misspelled = tmp_path / "promts"
+    done = batchinfer("run", str(job), "--set", f"input.path={misspelled}")
+    assert f"{misspelled} does not exist; did you mean {tmp_path / 'prompts'}?" in done.err
 
 
 @pytest.mark.parametrize("command", ["run", "run-batch", "plan", "init", "bench"])

@@ -285,9 +285,9 @@ def test_encoder_with_classification_head_also_embeds(tmp_path: Path) -> None:
     llm = LLM(tmp_path, dtype="float32", device="cpu")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     (states,) = reference_states(tmp_path, [tokenizer("a b c")["input_ids"]])
-    (embedded,), (labelled,) = llm.embed("a b c"), llm.classify("a b c")
+    (embedded,), (labeled,) = llm.embed("a b c"), llm.classify("a b c")
     assert embedded.outputs.embedding == pytest.approx(unit(states.mean(0)).tolist(), abs=1e-5)
-    assert labelled.outputs.num_classes == 2
+    assert labeled.outputs.num_classes == 2
 
 
 TEXTS = ["a b c", "of the and", "z"]

@@ -34,7 +34,7 @@ COMPOSED, DECOMPOSED = "pr\u00f6mpt", "pro\u0308mpt"
     ids=ascii,
 )
 def test_names_that_look_the_same_are_explained(asked: str, known: str, difference: str) -> None:
-    """Also short ones, which have little in common, and before one that is spelt more alike."""
+    """Also short ones, which have little in common, and before one that is spelled more alike."""
     assert meant(asked, [f"{asked}s", known]) == (
         f"did you mean {known} (it looks the same: {difference})?"
     )

@@ -36,8 +36,8 @@ class Masked(LogitsProcessor):  # type: ignore[misc]
     """transformers' own generate, within a grammar."""
 
     def __init__(self, model: Path, pattern: str, prompt: int) -> None:
-        serialised = AutoTokenizer.from_pretrained(model).backend_tokenizer.to_str()
-        tokenizer = LLTokenizer(serialised, n_vocab=259, eos_token=[EOS])
+        serialized = AutoTokenizer.from_pretrained(model).backend_tokenizer.to_str()
+        tokenizer = LLTokenizer(serialized, n_vocab=259, eos_token=[EOS])
         self._beginning = LLMatcher(tokenizer, LLMatcher.grammar_from_regex(pattern))
         self._prompt = prompt
 

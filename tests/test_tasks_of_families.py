@@ -61,5 +61,5 @@ def test_models_without_head_run_the_documented_tasks(tmp_path: Path, family: st
     if "classify" in CLAIMED[family]:
         with torch.no_grad():
             expected = model(ids).logits[0].softmax(-1).tolist()
-        (labelled,) = llm.classify([_IDS], use_tqdm=False)
-        assert labelled.outputs.probs == pytest.approx(expected, abs=1e-4)
+        (labeled,) = llm.classify([_IDS], use_tqdm=False)
+        assert labeled.outputs.probs == pytest.approx(expected, abs=1e-4)

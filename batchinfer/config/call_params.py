@@ -142,7 +142,7 @@ class _CallParams(sampling.SamplingParams):
         if start is not None and self.prompt_logprob_token_ids is None:
             raise ValueError("prompt_logprob_start requires prompt_logprob_token_ids")
 
-    def _normalise(self) -> None:
+    def _normalize(self) -> None:
         changes: dict[str, Any] = {}
         if self.seed == -1:
             changes["seed"] = None
@@ -166,7 +166,7 @@ class _CallParams(sampling.SamplingParams):
             changes["prompt_logprob_token_ids"] = table
         for name, value in changes.items():
             object.__setattr__(self, name, value)
-        super()._normalise()
+        super()._normalize()
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, _CallParams):

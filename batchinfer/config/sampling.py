@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from batchinfer.config.structured import normalised
+from batchinfer.config.structured import normalized
 from batchinfer.config.types import Record, coerce_fields
 
 MAX_LOGPROBS = 20
@@ -108,7 +108,7 @@ class SamplingParams(Record):
     """
 
     def __post_init__(self) -> None:
-        self._normalise()
+        self._normalize()
         coerce_fields(self)
         self._check_beams()
         if self.structured_outputs is not None and self.ignore_eos:
@@ -195,7 +195,7 @@ class SamplingParams(Record):
                 )
         object.__setattr__(self, "temperature", 0.0)
 
-    def _normalise(self) -> None:
+    def _normalize(self) -> None:
         """Turn a single string into a list, None into an empty list, and formats into one form."""
         for name in ("stop", "bad_words", "stop_token_ids"):
             value = getattr(self, name)
@@ -204,7 +204,7 @@ class SamplingParams(Record):
             elif value is None:
                 object.__setattr__(self, name, ())
         if isinstance(self.structured_outputs, Mapping):
-            object.__setattr__(self, "structured_outputs", normalised(self.structured_outputs))
+            object.__setattr__(self, "structured_outputs", normalized(self.structured_outputs))
 
     def check_token_ids(self, vocab_size: int) -> None:
         """Raise ValueError that names the field if a token id is not below ``vocab_size``."""

@@ -23,7 +23,7 @@ def checked_schema(structured_outputs: Mapping[str, Any] | None) -> str | None:
     """Return the JSON schema for checks of finished texts; None if a grammar enforces the schema.
 
     Args:
-        structured_outputs: result of ``normalised``.
+        structured_outputs: result of ``normalized``.
     """
     if structured_outputs is None or structured_outputs.get("unsupported") != "check":
         return None
@@ -31,7 +31,7 @@ def checked_schema(structured_outputs: Mapping[str, Any] | None) -> str | None:
     return schema
 
 
-def normalised(value: Mapping[str, Any]) -> Mapping[str, Any] | None:
+def normalized(value: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """Return ``structured_outputs`` or OpenAI's ``response_format`` in one form.
 
     A schema becomes JSON text, because the output follows the order of its properties, and a

@@ -236,7 +236,7 @@ def _first_rows(out: OutputDir, path: PurePath, task: Task, count: int) -> list[
         return []
     # The prompt shows what a row is about, in an input or in a generated column.
     inputs = _columns_to_show(schema, task.spec.columns(("prompt_logprobs",)))
-    columns = [*inputs, "row_id", *task.summarised, "num_prompt_tokens", "error"]
+    columns = [*inputs, "row_id", *task.summarized, "num_prompt_tokens", "error"]
     with suppress(*UNREADABLE):
         for batch in batches(out, path, columns, count):
             return [_example(batch.slice(at, 1), inputs, task) for at in range(len(batch))]
@@ -256,7 +256,7 @@ def _example(row: pa.RecordBatch, inputs: Sequence[str], task: Task) -> Example:
     values = {
         name: _cut(row.column(name))[0].as_py() for name in row.schema.names if name not in inputs
     }
-    answer, facts = task.summarise(values)
+    answer, facts = task.summarize(values)
     return Example(
         row_id=row.column("row_id")[0].as_py(),
         inputs=[(name, _input_text(row.column(name))) for name in inputs],

@@ -131,7 +131,7 @@ class GrammarCompiler:
             )
         try:
             return LLTokenizer(
-                self._tokenizer.serialised, n_vocab=self._num_tokens, eos_token=self._eos_token_ids
+                self._tokenizer.serialized, n_vocab=self._num_tokens, eos_token=self._eos_token_ids
             )
         except ValueError as error:
             raise GrammarError(

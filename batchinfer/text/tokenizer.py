@@ -124,7 +124,7 @@ class Tokenizer:
         return {token.content: id_ for id_, token in added.items()}
 
     @property
-    def serialised(self) -> str:
+    def serialized(self) -> str:
         """Backend as the JSON text of a tokenizer file."""
         text: str = self._backend.to_str()
         return text
@@ -267,8 +267,8 @@ def no_tokenizer() -> Tokenizer:
     )
 
 
-def _private_copy(serialised: str) -> Backend:
-    backend = Backend.from_str(serialised)
+def _private_copy(serialized: str) -> Backend:
+    backend = Backend.from_str(serialized)
     backend.no_truncation()
     backend.no_padding()
     return backend

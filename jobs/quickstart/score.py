@@ -23,10 +23,10 @@ def load(out_dir: str | Path) -> pl.DataFrame:
 
 def score(out_dir: str | Path) -> dict[str, Any]:
     """Return `rows`, `right`, `accuracy`, and the accuracy per task in `tasks`."""
-    return summarise(load(out_dir))
+    return summarize(load(out_dir))
 
 
-def summarise(rows: pl.DataFrame) -> dict[str, Any]:
+def summarize(rows: pl.DataFrame) -> dict[str, Any]:
     tasks = rows.group_by("task").agg(pl.col("right").mean()).sort("task")
     return {
         "rows": rows.height,
@@ -56,7 +56,7 @@ def main() -> None:
         rows = load(args.out)
     except (OSError, pl.exceptions.PolarsError) as error:
         parser.exit(2, f"score.py: {str(error).splitlines()[0]}\n")
-    result = summarise(rows)
+    result = summarize(rows)
     print(f"{result['right']} of {result['rows']} rows are right ({result['accuracy']:.1%})")
     for task, accuracy in result["tasks"].items():
         print(f"  {task:10s} {accuracy:.1%}")

@@ -87,7 +87,7 @@ def test_no_color_is_respected(monkeypatch: pytest.MonkeyPatch) -> None:
     use_terminal(monkeypatch)
     monkeypatch.setenv("NO_COLOR", "1")
     codes = ";".join(found[2:-1] for found in COLOR.findall(render_table("title", FACTS)))
-    assert set(codes.split(";")) <= {"0", "1", "2"}  # bold and dim are no colours
+    assert set(codes.split(";")) <= {"0", "1", "2"}  # bold and dim are no colors
 
 
 def test_names_cannot_control_the_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -153,11 +153,11 @@ def test_a_row_that_ended_is_not_a_reason_to_preempt() -> None:
 
 
 @pytest.mark.parametrize("params", [{"frequency_penalty": 0.5}, {"repetition_penalty": 1.2}])
-def test_penalised_rows_see_every_token_and_hold_nobody_up(params: dict[str, float]) -> None:
+def test_penalized_rows_see_every_token_and_hold_nobody_up(params: dict[str, float]) -> None:
     engine, runner = make_engine(100, runs_ahead=True)
-    penalised = make_request(0, [9, 9], max_tokens=4, **params)
+    penalized = make_request(0, [9, 9], max_tokens=4, **params)
     plain = [make_request(row, [row] * 3, max_tokens=8) for row in range(1, 7)]
-    completions, _ = run_all(engine, [penalised, *plain])
+    completions, _ = run_all(engine, [penalized, *plain])
     outputs = completions[0].outputs[0].token_ids.tolist()
     seen = [step.sampling.penalties for step in runner.steps]
     assert [None if p is None else p.output_token_ids.tolist() for p in seen] == [
@@ -173,7 +173,7 @@ def test_penalised_rows_see_every_token_and_hold_nobody_up(params: dict[str, flo
     assert len(runner.steps) == 8
 
 
-def test_where_every_row_is_penalised_they_run_together() -> None:
+def test_where_every_row_is_penalized_they_run_together() -> None:
     engine, runner = make_engine(100, runs_ahead=True, max_num_seqs=8)
     rows = [make_request(row, [row], max_tokens=5, presence_penalty=1.0) for row in range(16)]
     run_all(engine, rows)

@@ -111,7 +111,7 @@ TEMPLATES = [
 """Whatever each comes to, it comes to in time; the middle row alone has it rendered."""
 
 Change = Callable[[dict[str, Any]], None]
-"""Makes a serialised tokenizer a hostile one."""
+"""Makes a serialized tokenizer a hostile one."""
 
 
 def split(pattern: str) -> Change:
@@ -136,7 +136,7 @@ def replace(pattern: str, content: str, times: int) -> Change:
 
 
 def normalized(*kinds: str) -> Change:
-    """Normalises texts."""
+    """Normalizes texts."""
 
     def change(tokenizer: dict[str, Any]) -> None:
         steps = [{"type": kind} for kind in kinds]
@@ -262,10 +262,10 @@ class HostileBuild(FakeBuild):
 
 def _changed(change: Change) -> Tokenizer:
     plain = byte_tokenizer()
-    serialised = json.loads(plain.serialised)
-    change(serialised)
+    serialized = json.loads(plain.serialized)
+    change(serialized)
     try:
-        backend = Backend.from_str(json.dumps(serialised))
+        backend = Backend.from_str(json.dumps(serialized))
     except Exception as error:  # the library raises plain Exception
         raise UsageError(f"no tokenizer: {error}") from error
     return Tokenizer(

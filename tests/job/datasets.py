@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 
 
 def write_parquet(path: Path, columns: dict[str, Any], rows_per_group: int = 1000) -> Path:
-    """A Parquet file with page checksums."""
+    """Write a Parquet file with page checksums; return its path."""
     path.parent.mkdir(parents=True, exist_ok=True)
     table = pa.table(columns)
     pq.write_table(table, path, row_group_size=rows_per_group, write_page_checksum=True)
@@ -19,7 +19,7 @@ def write_parquet(path: Path, columns: dict[str, Any], rows_per_group: int = 100
 
 
 def strings(values: list[bytes | None]) -> pa.Array:
-    """A string column that holds these bytes, valid UTF-8 or not."""
+    """Return a string column of these bytes, which may be invalid UTF-8."""
     return pa.array(values, pa.binary()).view(pa.string())
 
 
@@ -31,7 +31,7 @@ def flip_bit(path: Path, offset: int) -> None:
 
 
 def rot(path: Path) -> None:
-    """Change a bit as a failing disk does: nobody wrote, so the time stays."""
+    """Flip a bit and keep the modification time, like a failing disk."""
     before = path.stat()
     flip_bit(path, 40)
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))

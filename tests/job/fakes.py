@@ -1,4 +1,4 @@
-"""A model-free engine that answers a prompt with the prompt, and jobs that run on it."""
+"""Engines without a model, which answer with the prompt, and jobs that run on them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LETTERS = (EOS, 66, 67, 68, 69)
 
 
 def byte_tokenizer() -> Tokenizer:
-    """One token per byte; id 0 ends a text."""
+    """Return a tokenizer with one token per byte; id 0 ends a text."""
     alphabet = [EOS_TEXT, *sorted(pre_tokenizers.ByteLevel.alphabet())]
     backend = Backend(models.BPE({text: i for i, text in enumerate(alphabet)}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -43,31 +43,31 @@ def byte_tokenizer() -> Tokenizer:
 
 
 def grammars() -> GrammarCompiler:
-    """For the byte tokenizer's model."""
+    """Return a compiler of grammars for the byte tokenizer."""
     return GrammarCompiler(byte_tokenizer(), frozenset({EOS}), 257)
 
 
 def echo(context: bytes, stream: int, sample: int, position: int) -> int:
-    """The prompt's next token; after its last, the end of the text."""
+    """Return the prompt's token at ``position``, and EOS after its last token."""
     tokens = np.frombuffer(context, dtype=np.int32)
     return int(tokens[position]) if 2 * position < len(tokens) else EOS
 
 
 def drawn(context: bytes, stream: int, sample: int, position: int) -> int:
-    """One of four letters or the end of the text, by all that it may depend on."""
+    """Return one of four letters or EOS, by a hash of all arguments."""
     found = zlib.crc32(context + bytes(f"{stream}/{sample}/{position}", "ascii")) % 5
     return LETTERS[found]
 
 
 def drawn_at_length(context: bytes, stream: int, sample: int, position: int) -> int:
-    """The same, ending once in 79 times."""
+    """Draw like ``drawn``, but return EOS only once in 79 times."""
     found = zlib.crc32(context + bytes(f"{stream}/{sample}/{position}", "ascii"))
     return EOS if found % 79 == 0 else LETTERS[1 + found % 4]
 
 
 @dataclass
 class FakeBuilt:
-    """What ``build_engine`` returns, around a fake runner."""
+    """A fake runner's engine, with the attributes that ``build_engine`` returns."""
 
     engine: Engine
     tokenizer: Tokenizer = field(default_factory=byte_tokenizer)
@@ -90,11 +90,11 @@ class FakeBuilt:
 
 
 def _nothing(_number: int) -> None:
-    """It can be sent to another process."""
+    """A module-level function, because a lambda cannot be sent to another process."""
 
 
 class FakeBuild:
-    """Builds echo engines, and counts them."""
+    """Builds engines that answer with the prompt, and counts them."""
 
     def __init__(
         self, num_blocks: int = 128, max_num_seqs: int = 16, next_token: NextToken = echo
@@ -128,7 +128,7 @@ class FakeBuild:
 
 
 class TellingBuild(FakeBuild):
-    """Builds engines that tell which rows are run."""
+    """Builds engines that record the ids of the rows they run."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -149,7 +149,7 @@ class TellingBuild(FakeBuild):
 
 
 class AtOnce:
-    """``BackgroundConsumer`` without a thread: what is handed over is written when ``put`` ends."""
+    """Replaces ``BackgroundConsumer`` and consumes each item inside ``put``, without a thread."""
 
     def __init__(self, consume: Callable[[Any], None], depth: int) -> None:
         self.put = consume
@@ -162,7 +162,7 @@ class AtOnce:
 
 
 def begin(out: OutputDir, manifest: Manifest, if_exists: str = "resume") -> list[Part]:
-    """Make ``out`` ready for a run of ``manifest``; the parts it has to make."""
+    """Prepare ``out`` for a run of ``manifest``; return the parts to make."""
     with out.locked():
         work = plan_resume(out, manifest, if_exists)
         prepare_directory(out, work)
@@ -171,14 +171,18 @@ def begin(out: OutputDir, manifest: Manifest, if_exists: str = "resume") -> list
 
 
 def for_writer(out: OutputDir, writer: str) -> OutputDir:
-    """``out``, ready for one of several writers."""
+    """Prepare ``out`` for one of several writers, and return the writer's view of it."""
     own = out.for_writer(writer)
     clear_staging(own)
     return own
 
 
 def job(tmp_path: Path, **sections: dict[str, Any]) -> JobSpec:
-    """A job over ``tmp_path/in`` into ``tmp_path/out``, changed by ``sections``."""
+    """Return a job that reads ``tmp_path/in`` and writes ``tmp_path/out``.
+
+    Args:
+        sections: sections of the job file, merged into the defaults.
+    """
     fields: dict[str, dict[str, Any]] = {
         "model": {"name": "echo"},
         "input": {"path": str(tmp_path / "in")},

@@ -21,7 +21,7 @@ output: {path: out}
 
 EVERY_KEY = """\
 version: 1
-name: summarise-{{ ds }}
+name: summarize-{{ ds }}
 task: generate                       # generate | score
 vars: {ds: null}
 model:
@@ -120,7 +120,7 @@ errors: {max_error_rate: 0.01, min_rows: null}
 stats: {every_steps: 1}
 on_end: {webhook: null, command: null}
 """
-"""Every key of the job file, with its default where there is one."""
+"""Every key of the job file, with its default if it has one."""
 
 
 def write_job(folder: Path, text: str = MINIMAL) -> Path:

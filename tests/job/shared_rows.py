@@ -21,7 +21,7 @@ from tests.job.datasets import write_parquet
 from tests.job.fakes import FakeBuilt
 
 LEVELS = (203, 101, 53)
-"""Tokens that each level adds; no multiple of a block."""
+"""Number of tokens that each level adds; not multiples of a block."""
 BLOCK_SIZE = 16
 FANOUT = 8
 OUTPUT_TOKENS = 16
@@ -30,7 +30,7 @@ VOCAB = 250
 
 
 class Drawing:
-    """Computes nothing; what it draws depends on row, sample and position."""
+    """A runner without a model; it draws tokens by row, sample and position."""
 
     def submit(self, step: Step) -> Ready:
         batch = step.sampling
@@ -48,7 +48,7 @@ class Drawing:
 
 
 class DrawingBuild:
-    """Builds engines that draw."""
+    """Builds engines with the runner ``Drawing``."""
 
     def __init__(self, num_blocks: int, max_num_seqs: int = 1024) -> None:
         self._num_blocks = num_blocks
@@ -68,7 +68,7 @@ class DrawingBuild:
 
 
 def write_shared_rows(path: Path, num_rows: int) -> int:
-    """Rows in random order, in a column ``ids``; gives the number of their distinct prefixes."""
+    """Write token ids of rows in random order; return the number of their distinct prefixes."""
     random_ = random.Random(0)
     groups = list(product(range(FANOUT), repeat=len(LEVELS)))
     rows, prefixes, tails = [], set(), set()
@@ -87,6 +87,6 @@ def write_shared_rows(path: Path, num_rows: int) -> int:
 
 @cache
 def _piece(group: tuple[int, ...], length: int) -> list[int]:
-    """Begins with a token that no piece beside it begins with."""
+    """Return tokens; the first one differs from that of the group's siblings."""
     random_ = random.Random(str(group))
     return [1 + group[-1], *(random_.randrange(1, VOCAB) for _ in range(length - 1))]

@@ -1,4 +1,4 @@
-"""An S3 server on this machine, and one that only complains."""
+"""S3 servers on this machine, some of which fail requests."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from batchinfer.job.storage import connection
 
 BUCKET = "lake"
 LAKE = f"s3://{BUCKET}"
-SECRET = "not-for-any-artefact"
+SECRET = "not-for-any-artifact"
 _SERVER = """
 import sys, threading, urllib.request
 from moto.moto_server import threaded_moto_server as moto
@@ -48,7 +48,7 @@ sys.stdin.read()
 
 @contextmanager
 def s3_server() -> Iterator[str]:
-    """moto's server with an empty bucket, in a process of its own; its address."""
+    """Start moto's server in its own process, with an empty bucket; yield its address."""
     code = _SERVER.replace("BUCKET", BUCKET)
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
     with subprocess.Popen([sys.executable, "-c", code], text=True, **pipes) as server:  # type: ignore[call-overload]
@@ -60,7 +60,7 @@ def s3_server() -> Iterator[str]:
 
 
 def environment(address: str) -> dict[str, str]:
-    """What tells a program where the server is."""
+    """Return environment variables that tell a program where the server is."""
     return {
         "AWS_ENDPOINT_URL": address,
         "AWS_ACCESS_KEY_ID": "key",
@@ -70,7 +70,7 @@ def environment(address: str) -> dict[str, str]:
 
 
 def point_to(address: str, patch: pytest.MonkeyPatch) -> None:
-    """Have this process use the server, and not ask again often: time is no measure here."""
+    """Connect this process to the server, with short pauses before retries."""
     connection.connect.cache_clear()
     for name, value in environment(address).items():
         patch.setenv(name, value)
@@ -80,14 +80,14 @@ def point_to(address: str, patch: pytest.MonkeyPatch) -> None:
 
 
 def objects(key: str = "") -> dict[str, bytes]:
-    """Every object below a key, by what follows the key; the environment says where."""
+    """Return the objects below a key by the rest of their keys, on the environment's server."""
     store = from_url(f"s3://{BUCKET}", client_options={"allow_http": True})
     keys = [entry["path"] for some in obstore.list(store, key or None) for entry in some]
     return {name[len(key) :].lstrip("/"): bytes(obstore.get(store, name).bytes()) for name in keys}
 
 
 def upload(folder: Path, key: str) -> None:
-    """Put every file of a folder under a key; the environment says where."""
+    """Put every file of a folder under a key, on the environment's server."""
     store = from_url(f"s3://{BUCKET}", client_options={"allow_http": True})
     for file in folder.rglob("*"):
         if file.is_file():
@@ -95,21 +95,21 @@ def upload(folder: Path, key: str) -> None:
 
 
 def mark_folder(address: str, key: str) -> None:
-    """Put an empty object whose key ends in a slash, as consoles do where a folder is made."""
+    """Put an empty object whose key ends in a slash, like S3 consoles that create a folder."""
     url = f"{address}/{BUCKET}/{key.rstrip('/')}/"
     urllib.request.urlopen(urllib.request.Request(url, data=b"", method="PUT")).close()
 
 
 @contextmanager
 def complaining_server(status: int) -> Iterator[str]:
-    """A server that answers every request with a status; its address."""
+    """Start a server that answers every request with ``status``; yield its address."""
     with between("", lambda request: status) as address:
         yield address
 
 
 @dataclass
 class Request:
-    """What a client asks of a server."""
+    """A request to a server."""
 
     method: str
     path: str
@@ -118,12 +118,14 @@ class Request:
 
 @contextmanager
 def between(address: str, answer: Callable[[Request], int | None]) -> Iterator[str]:
-    """A server that hands requests on to another, unless it has an answer; its address.
+    """Start a proxy that forwards requests, unless ``answer`` replaces the response.
+
+    Yield the proxy's address.
 
     Args:
-        address: the other server.
-        answer: a request's status; None: what the other answers to the request as it is then;
-            negative: that status, after the other was asked.
+        address: the server to forward to.
+        answer: returns the status to send for a request. None: forward the request as it is then,
+            and return the response. Negative: forward it, but return this status without the sign.
     """
 
     class Handler(BaseHTTPRequestHandler):

@@ -1,4 +1,4 @@
-"""Which changes of a job make it another job."""
+"""Which changes of a job change its fingerprint."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_fingerprint_changes_with_keys_that_change_the_output(
     [
         "name=other",
         "input.path=other.parquet",
-        "input.schema=union",  # what both can read, both read alike
+        "input.schema=union",  # files that both formats can read give the same rows
         "output.path=other",
         "output.if_exists=error",
         "output.partition_by=[a]",

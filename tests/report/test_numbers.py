@@ -169,12 +169,12 @@ def test_chart_areas_equal_sums_over_the_steps(tmp_path: Path, num_blocks: int) 
     }
     series = all_series(found)
     width, block_bytes = found.timeline.span_s / POINTS, found.kv["bytes_per_block"]
-    for (chart, colour), expected in areas.items():
-        (layer,) = (layer for layer in series[chart].layers if layer.color == colour)
+    for (chart, color), expected in areas.items():
+        (layer,) = (layer for layer in series[chart].layers if layer.color == color)
         area = layer.values.sum() * width
         assert area == pytest.approx(
             expected * (block_bytes if series[chart].unit == "bytes" else 1)
-        ), (chart, colour)
+        ), (chart, color)
     in_use = sum(layer.values for layer in series["held"].layers[:3])
     assert in_use == pytest.approx(found.timeline.mean("kv_blocks_used"))
     assert {layer.color for layer in series["held"].layers[:3]} == {"used", "waste", "shared"}

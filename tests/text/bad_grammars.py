@@ -19,7 +19,7 @@ def _doubling(letter: str, count: int) -> str:
 
 
 _SCHEMAS: dict[str, Any] = {
-    "a type misspelt": {"type": "strnig"},
+    "a type misspelled": {"type": "strnig"},
     "a type that is a number": {"type": 3},
     "types of nothing": {"type": []},
     "nothing fits": False,

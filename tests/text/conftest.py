@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerFast
 from batchinfer.text.tokenizer import Tokenizer
 
 SENTENCES = [
-    "Summarise the ticket: the invoice of 12 March was paid twice, please refund 40 euros.",
+    "Summarize the ticket: the invoice of 12 March was paid twice, please refund 40 euros.",
     "You are a helpful assistant. Answer in one word, without punctuation.",
     "The quick brown fox jumps over the lazy dog; naïve café, Zürich, 東京, 🙂 smile.",
     "user system assistant tool hello hello world world stop stopping stopped",
@@ -73,9 +73,9 @@ def _sentencepiece() -> Any:
         show_progress=False,
     )
     backend.train_from_iterator(SENTENCES, trainer)
-    serialised = json.loads(backend.to_str())
-    serialised["added_tokens"] = [t for t in serialised["added_tokens"] if t["content"] in control]
-    backend = Backend.from_str(json.dumps(serialised))
+    serialized = json.loads(backend.to_str())
+    serialized["added_tokens"] = [t for t in serialized["added_tokens"] if t["content"] in control]
+    backend = Backend.from_str(json.dumps(serialized))
     backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
     backend.decoder = decoders.Sequence(
         [

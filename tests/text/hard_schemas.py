@@ -14,7 +14,7 @@ Schema = Mapping[str, Any]
 
 _BOOL: Schema = {"type": "boolean"}
 _DIGIT: Schema = {"type": "integer", "minimum": 0, "maximum": 9}
-_COLOUR: Schema = {"enum": ["red", "green", "blue"]}
+_COLOR: Schema = {"enum": ["red", "green", "blue"]}
 _SHORT: Schema = {"type": "string", "pattern": "^[a-c]{1,3}$"}
 _DRAFT_7 = "http://json-schema.org/draft-07/schema#"
 
@@ -41,14 +41,14 @@ _BY_KEYWORD: Mapping[str, Sequence[Schema]] = {
         {**_DIGIT, "not": {"enum": [3, 5]}},
         {"enum": ["a", 1, None, True], "not": {"type": ["string", "null"]}},
         {**_BOOL, "not": {"not": {"const": True}}},
-        {**_COLOUR, "not": {"pattern": "^r"}},
+        {**_COLOR, "not": {"pattern": "^r"}},
         {**_record(a=_BOOL, b=_BOOL), "not": {"required": ["a", "b"]}},
         _record(["b"], a={"not": {}}, b=_BOOL),
         {**_list(), "not": {"maxItems": 1}},
         {**_DIGIT, "not": {"anyOf": [{"const": 1}, {"minimum": 5}]}},
         {**_DIGIT, "not": {"oneOf": [{"minimum": 3}, {"maximum": 6}]}},
         {**_DIGIT, "not": False},
-        {**_SHORT, "not": {"format": "colour"}, "maxLength": 2},
+        {**_SHORT, "not": {"format": "flavor"}, "maxLength": 2},
         {"not": {"$ref": "#/$defs/odd"}, **_DIGIT, "$defs": {"odd": {"enum": [1, 3, 5, 7, 9]}}},
         {**_list(), "items": {**_DIGIT, "not": {"const": 0}}, "minItems": 1},
     ],
@@ -100,12 +100,12 @@ _BY_KEYWORD: Mapping[str, Sequence[Schema]] = {
     "uniqueItems": [
         _list(uniqueItems=True),
         _list(_BOOL, uniqueItems=True),
-        _list(_COLOUR, uniqueItems=True, minItems=2),
+        _list(_COLOR, uniqueItems=True, minItems=2),
         _list(_list(_BOOL, maxItems=1), uniqueItems=True),
         _list(_record(["a"], a=_BOOL), uniqueItems=True, minItems=1, maxItems=2),
         _list({"enum": [1, True, 0, False, "1"]}, uniqueItems=True, minItems=2),
         {"type": "array", "prefixItems": [_BOOL, _BOOL], "items": False, "uniqueItems": True},
-        _record(["tags"], tags=_list(_COLOUR, uniqueItems=True, minItems=1)),
+        _record(["tags"], tags=_list(_COLOR, uniqueItems=True, minItems=1)),
     ],
     "contains": [
         _list(contains={"const": 7}),
@@ -254,7 +254,7 @@ _BY_KEYWORD: Mapping[str, Sequence[Schema]] = {
         {"type": "string", "format": "email", "maxLength": 12},
         {"type": "string", "format": "uri", "maxLength": 24},
         *({**_SHORT, "format": name} for name in ("regex", "uri-reference", "iri-reference")),
-        *({**_SHORT, "format": name} for name in ("colour", "unknown", "hostname", "uri-template")),
+        *({**_SHORT, "format": name} for name in ("flavor", "unknown", "hostname", "uri-template")),
         {**_text("^(/[a-c]?){1,3}$"), "format": "json-pointer"},
         {**_text("^[0-2](/a)?$"), "format": "relative-json-pointer"},
         {**_DIGIT, "format": "int32"},
@@ -399,12 +399,10 @@ def _leaf(rng: random.Random) -> Schema:
     bound = rng.randrange(1, 4)
     return rng.choice(
         [
-            *(_BOOL, _COLOUR, _SHORT, _DIGIT),
+            *(_BOOL, _COLOR, _SHORT, _DIGIT),
             {"const": rng.choice([0, 1.0, "x", None, [1]])},
-            {"type": "string", "format": rng.choice(["date", "time", "colour", "ipv4"])},
-            _list(
-                rng.choice([_BOOL, _COLOUR, _DIGIT]), uniqueItems=True, minItems=float(bound - 1)
-            ),
+            {"type": "string", "format": rng.choice(["date", "time", "flavor", "ipv4"])},
+            _list(rng.choice([_BOOL, _COLOR, _DIGIT]), uniqueItems=True, minItems=float(bound - 1)),
             _list(contains={"minimum": bound}),
             {**_DIGIT, "not": {"const": bound}},
             {**_DIGIT, "oneOf": [{"minimum": bound}, {"multipleOf": 2}]},

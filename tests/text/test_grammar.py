@@ -128,14 +128,14 @@ def test_texts_for_a_pattern_match_it_in_other_regex_engines(pattern: str) -> No
         assert ecma.is_valid(json.loads(value))
 
 
-def test_classes_are_spelt_out_in_patterns_only() -> None:
+def test_classes_are_spelled_out_in_patterns_only() -> None:
     values = {"const": {"pattern": r"\d"}, "enum": [{"pattern": r"\s"}]}
     schema = {
         "properties": {"pattern": {"patternProperties": {r"^\d": {"pattern": "a"}}}},
         **values,
     }
-    spelt = {"properties": {"pattern": {"patternProperties": {"^[0-9]": {"pattern": "a"}}}}}
-    assert exact_schema(schema) == spelt | values
+    spelled = {"properties": {"pattern": {"patternProperties": {"^[0-9]": {"pattern": "a"}}}}}
+    assert exact_schema(schema) == spelled | values
 
 
 @pytest.mark.parametrize(
@@ -143,8 +143,8 @@ def test_classes_are_spelt_out_in_patterns_only() -> None:
 )
 @pytest.mark.parametrize("key", ["properties", "$defs", "definitions", "dependentSchemas"])
 def test_a_property_may_have_the_name_of_a_key_of_schemas(key: str, name: str) -> None:
-    spelt = {key: {name: {"pattern": "[0-9]"}}}
-    assert exact_schema({key: {name: {"pattern": r"\d"}}}) == spelt
+    spelled = {key: {name: {"pattern": "[0-9]"}}}
+    assert exact_schema({key: {name: {"pattern": r"\d"}}}) == spelled
 
 
 def test_lark_grammar_may_be_recursive() -> None:

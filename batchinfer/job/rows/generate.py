@@ -99,7 +99,7 @@ def _load(job: JobSpec, context: EngineContext, grammars: GrammarCompiler) -> Lo
     return Generation(samples, RowFinisher(answers, job.written))
 
 
-def _summarise(row: Mapping[str, Any]) -> tuple[str | None, str]:
+def _summarize(row: Mapping[str, Any]) -> tuple[str | None, str]:
     reasons = Counter(item["finish_reason"] for item in row["outputs"] or ())
     ends = ", ".join(f"{reason} x{n}" if n > 1 else reason for reason, n in reasons.items())
     prompt, output = (row[f"num_{kind}_tokens"] or 0 for kind in ("prompt", "output"))
@@ -112,7 +112,7 @@ GENERATE_TASK = Task(
     _result_types,
     lambda job: PromptBuilder,
     _load,
-    _summarise,
+    _summarize,
     ("generated_text", "outputs.list.element.finish_reason", "num_output_tokens"),
     {
         "generated_text": None,

@@ -152,7 +152,7 @@ def _check_columns(job: JobSpec, source: Source) -> None:
         check_completions_column(column, source)
 
 
-def _summarise(row: Mapping[str, Any]) -> tuple[str | None, str]:
+def _summarize(row: Mapping[str, Any]) -> tuple[str | None, str]:
     facts = f"{row['num_prompt_tokens'] or 0:,} input tokens"
     if row["score"] is None:
         return None, facts
@@ -165,7 +165,7 @@ SCORE_TASK = Task(
     _result_types,
     lambda job: partial(ScoringBuilder, completions_column=_completions_column(job)),
     lambda job, context, grammars: Scoring(context.tokenizer, job.output.include),
-    _summarise,
+    _summarize,
     ("score.list.element.sum_logprob", "perplexity"),
     {"score": None, "perplexity": None},
     _check_columns,

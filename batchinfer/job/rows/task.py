@@ -34,12 +34,12 @@ class Task:
     """Returns the factory of a job's prompt builder, called like ``PromptBuilder``."""
     load: Callable[[JobSpec, EngineContext, GrammarCompiler], LoadedTask]
     """Loads the task for a job and its model. The compiler caches grammars for all rows."""
-    summarise: Callable[[Mapping[str, Any]], tuple[str | None, str]]
+    summarize: Callable[[Mapping[str, Any]], tuple[str | None, str]]
     """Returns the result of an output row and facts about it, for a report. The argument has
-    ``num_prompt_tokens`` and the columns ``summarised``.
+    ``num_prompt_tokens`` and the columns ``summarized``.
     """
-    summarised: Sequence[str]
-    """Columns that ``summarise`` needs; nested columns by their Parquet paths."""
+    summarized: Sequence[str]
+    """Columns that ``summarize`` needs; nested columns by their Parquet paths."""
     failed_results: Mapping[str, Any]
     """Values of the task's columns for a row that the engine does not run."""
     check_columns: Callable[[JobSpec, Source], None] = lambda job, source: None

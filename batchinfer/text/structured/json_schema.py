@@ -94,7 +94,7 @@ def exact_schema(schema: Any) -> Any:
     draft = schema.get("$schema") if isinstance(schema, dict) else None
     if isinstance(draft, str) and any(old in draft for old in _DRAFTS_OF_LONE_REFERENCES):
         schema = _rewritten(schema, _reference_alone)
-    return _rewritten(schema, _spelt_out)
+    return _rewritten(schema, _spelled_out)
 
 
 def inexact_numbers(schema: Any) -> list[int]:
@@ -173,7 +173,7 @@ def _reference_alone(keywords: Keywords) -> Keywords:
     return {key: value for key, value in keywords.items() if key in _BESIDE_REFERENCES}
 
 
-def _spelt_out(keywords: Keywords) -> Keywords:
+def _spelled_out(keywords: Keywords) -> Keywords:
     changed = {key: item for key, item in keywords.items() if not _is_neutral(key, item)}
     if "if" not in changed:
         changed = _without(changed, ("then", "else"))

@@ -21,7 +21,7 @@ def spec(tmp_path: Path) -> JobSpec:
 
 @pytest.fixture
 def plain(spec: JobSpec, tmp_path: Path) -> dict[str, bytes]:
-    """The parts that a run writes alone."""
+    """Return the bytes of the parts that a single run writes."""
     alone = job(tmp_path, output={"path": str(tmp_path / "alone")})
     assert run_job(alone, build=FakeBuild(), quiet=True) is ExitCode.OK
     return data(alone)

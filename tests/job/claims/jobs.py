@@ -1,4 +1,4 @@
-"""The job that several processes share in the tests of this folder."""
+"""A job that several processes share, and checks of its output."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ def out_of(spec: JobSpec) -> Path:
 
 
 def data(spec: JobSpec) -> dict[str, bytes]:
-    """Return the bytes of each part by its name."""
+    """Return the bytes of each part, by file name."""
     return {path.name: path.read_bytes() for path in (out_of(spec) / "data").iterdir()}
 
 
 def check_finished(spec: JobSpec, plain: dict[str, bytes]) -> None:
-    """Check that the output is complete, has the parts ``plain``, and no files of running jobs."""
+    """Check that the output is complete, equals ``plain``, and keeps no files of running jobs."""
     assert data(spec) == plain
     assert verify(output_at(spec.output.path)).data() == {
         **{"ok": True, "complete": True, "parts_total": 8, "parts_done": 8},

@@ -1,9 +1,11 @@
-"""A shard or a worker of a job in a process of its own.
+"""Run a shard or a worker of a job in its own process.
 
-``python -m tests.job.claims.program FOLDER I/N|worker [NAME=VALUE ...]``: ``STEP=SIGNAL`` sends a
-signal before a step of the engine, ``freezes=yes`` stops the process before it claims parts for the
-second time, ``lapse=S`` is the time after which a
-silent process counts as dead; any other name is a key of ``output``.
+``python -m tests.job.claims.program FOLDER I/N|worker [NAME=VALUE ...]``, where an option is one of
+
+- ``STEP=SIGNAL``: send the signal before this step of the engine,
+- ``freezes=yes``: stop the process before it claims parts for the second time,
+- ``lapse=S``: treat a process without heartbeats as dead after S seconds,
+- any other name: a key of ``output``.
 """
 
 from __future__ import annotations
@@ -56,7 +58,7 @@ def _freezing(claim: Callable[..., Any]) -> Callable[..., Any]:
     def claim_or_freeze(*arguments: Any) -> Any:
         if next(times) == 2:
             os.kill(os.getpid(), signal.SIGSTOP)
-            signal.sigtimedwait([], 0.5)  # the thread may run a little longer before it stops
+            signal.sigtimedwait([], 0.5)  # SIGSTOP may take effect a moment later
         return claim(*arguments)
 
     return claim_or_freeze

@@ -1,4 +1,4 @@
-"""The crash history: rows that are suspected, and rows that are given up."""
+"""The crash history: suspected rows, and rows that are given up."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def died(
 
 
 def hunt(num_rows: int, poison: int, *, keep_tokens: bool = False) -> tuple[int, CrashHistory]:
-    """Run rows until the poison row is given up; returns the number of deaths and the history.
+    """Run rows until the poison row is given up; return the number of deaths and the history.
 
     Args:
         keep_tokens: True if other rows store tokens before each death.
@@ -159,7 +159,7 @@ def die(out: OutputDir, run: int, *row_ids: int) -> None:
 
 
 def counted(out: OutputDir, missing: list[range] = ALL) -> CrashHistory:
-    """Return the history after counting all logs."""
+    """Return the history after counting the deaths in all logs."""
     return count_deaths(out, out.files.entries(out.in_flight), lambda rows: within(rows, missing))
 
 

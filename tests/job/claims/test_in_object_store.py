@@ -1,4 +1,4 @@
-"""Shards that write to an object store, simulated by moto's server."""
+"""Shards that write to an object store; moto's server stands in for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All processes of a job compute with the kernels of the first one that loaded its model."""
+"""All processes of a job use the kernels of the process that loaded its model first."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.job.fakes import FakeBuild, FakeBuilt
 
 
 class Choosing(FakeBuild):
-    """Builds engines that use the pinned kernels if there are any, and else the kernel ``own``."""
+    """Builds engines that use the pinned kernels; without pinned kernels they use ``own``."""
 
     def __init__(self, own: str, barrier: threading.Barrier | None = None) -> None:
         super().__init__(max_num_seqs=4)

@@ -14,7 +14,7 @@ TOKENS_PER_S = 20
 FLUSH_EVERY_S = 4.0
 LONGEST = 600
 LEAST_S = ALONE_S + 1 / TOKENS_PER_S
-"""Least lifetime of each run: a second after its first token."""
+"""Shortest lifetime of a run in seconds: ``ALONE_S`` after its first token."""
 
 
 class DiedError(Exception):
@@ -23,13 +23,13 @@ class DiedError(Exception):
 
 @dataclass
 class Job:
-    """A job by the lengths of its rows; ``poison`` is the row that kills, and at which token."""
+    """A job with rows of these lengths; ``poison`` is the row and the token that kill a run."""
 
     lengths: list[int]
     poison: tuple[int, int] | None = None
     history: CrashHistory = field(default_factory=CrashHistory)
     kept: dict[int, int] = field(default_factory=dict)
-    """Stored tokens by row."""
+    """Number of stored tokens by row."""
     finished: set[int] = field(default_factory=set)
     deaths: int = 0
 
@@ -38,7 +38,7 @@ class Job:
         return {*range(len(self.lengths))} - self.finished
 
     def run(self, lives_s: float) -> bool:
-        """Run the job in the phases of ``PartsToMake``; returns True if it is finished."""
+        """Run the job in the phases of ``PartsToMake``; return True if it is finished."""
         self._left = int(lives_s * TOKENS_PER_S)
         self._finished_now: set[int] = set()
         self._kept_tokens = False
@@ -87,7 +87,7 @@ def random_job(random: Random, *, has_poison: bool) -> Job:
 
 @pytest.mark.parametrize("has_poison", [False, True])
 def test_no_row_is_given_up_for_kills_from_outside(has_poison: bool) -> None:
-    """Also with a row that kills the process, which is given up in the end."""
+    """The same holds for jobs with a row that kills the process; only this row is given up."""
     for seed in range(60):
         random = Random(seed)
         job, most_s = random_job(random, has_poison=has_poison), random.choice([1.5, 4.0, 20.0])

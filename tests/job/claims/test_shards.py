@@ -1,4 +1,4 @@
-"""Jobs that several shards run at the same time, with real files, locks and processes."""
+"""Several shards of a job that run at the same time, with real files, locks and processes."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_shard_without_parts_has_nothing_to_do(
 def processes(
     spec: JobSpec, *shards: str, failpoint: str = "", options: Sequence[str] = ()
 ) -> list[subprocess.CompletedProcess[str]]:
-    """Run shards at the same time, each in its own process; the failpoint is set for the first."""
+    """Run shards at the same time, each in its own process; only the first has the failpoint."""
     program = [sys.executable, "-m", "tests.job.claims.program", str(out_of(spec).parent)]
     started = [
         subprocess.Popen(
@@ -348,7 +348,7 @@ def test_overwriting_shards_delete_old_output_once(
 def test_killed_overwriting_shard_leaves_the_deletion_to_another(
     spec: JobSpec, plain: dict[str, bytes], tmp_path: Path, times: int
 ) -> None:
-    """Killed when it stores its start, each copy of its plan, or the end of the deletion."""
+    """Kill the shard while it stores its start, a copy of its plan, or the end of the deletion."""
     run_job(job(tmp_path, sampling={"max_tokens": 7}), build=FakeBuild(), quiet=True)
     failpoint, options = f"_batchinfer-renamed:{times}", ["if_exists=overwrite"]
     ended = processes(spec, "1/2", failpoint=failpoint, options=options)

@@ -1,4 +1,4 @@
-"""Jobs whose parts several workers claim, with real files, locks and processes."""
+"""Several workers that claim the parts of a job, with real files, locks and processes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.job.stores import LAKE, environment, point_to, s3_server
 
 
 class MeterDisplay(Display):
-    """Shows nothing, and keeps the run's meter."""
+    """Shows nothing, but keeps the run's meter."""
 
     def __init__(self) -> None:
         super().__init__(quiet=True)
@@ -51,7 +51,7 @@ def work(
 
 
 def begun(spec: JobSpec, *options: str, **environ: str) -> subprocess.Popen[str]:
-    """Start a worker in a process of its own."""
+    """Start a worker in its own process."""
     folder = str(Path(spec.output.path).parent)
     return subprocess.Popen(
         [sys.executable, "-m", "tests.job.claims.program", folder, "worker", *options],
@@ -113,7 +113,7 @@ def test_workers_share_the_parts_and_one_ends_the_job(
     assert (summary["rows"]["total"], summary["workers"]) == (NUM_ROWS, 2)
     first, second = (display.meter for display in displays)
     assert first.rows_finished + second.rows_finished == NUM_ROWS
-    for meter in (first, second):  # the progress bar of each counts all rows of the job
+    for meter in (first, second):  # each progress bar counts all rows of the job
         assert (meter.before + meter.total, meter.rows_finished) == (NUM_ROWS, meter.total)
 
 
@@ -164,7 +164,7 @@ def test_crash_row_of_a_worker_is_given_up(spec: JobSpec) -> None:
         deaths += 1
     process.communicate()
     assert process.returncode == ExitCode.TOO_MANY_ROW_ERRORS
-    assert deaths <= 12  # far fewer than the rows; how many depends on what was on disk
+    assert deaths <= 12  # far fewer than the rows
     out = output_at(spec.output.path)
     found = out.read_table(Path(out.data) / "part-00003.parquet").to_pylist()
     assert [row["row_id"] for row in found if row["status"] == "error"] == [37]
@@ -193,7 +193,7 @@ def test_other_writers_are_refused_while_a_worker_runs(spec: JobSpec) -> None:
     build = FakeBuild()
     build.before_step = begin_others
     assert work(spec, build) is ExitCode.OK
-    # The refused run finds either the worker's own lock or the directory's.
+    # The refused run finds either the lock of the worker or the lock of the directory.
     assert all("is writing to" in line for line in refused)
 
 

@@ -29,8 +29,8 @@ class Disturbed:
     """Builds engines; one of them fails once, before its step ``at``.
 
     Args:
-        how: name of a signal that the process gets, or ``device`` or ``bug`` for an error.
-        pid: process that gets the signal; 0: the engine's own process.
+        how: the signal to send, or ``device`` or ``bug`` for an error.
+        pid: the process that gets the signal; 0 means the engine's own process.
         kernels: the first engine uses different kernels.
         never: no engine can be built.
     """

@@ -1,4 +1,4 @@
-"""Jobs on fleets of engines that need no model: what they must give is what one process gives."""
+"""Jobs on fleets of engines without a model; their output must equal that of one process."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from tests.job.fakes import FakeBuild, drawn, job
 
 
 def write_rows(folder: Path, count: int) -> None:
-    """A dataset of short prompts that differ."""
+    """Write a dataset of ``count`` short prompts, all different."""
     (folder / "in").mkdir(parents=True, exist_ok=True)
     prompts = [f"row {row} {'x' * (row % 37)}" for row in range(count)]
     pq.write_table(pa.table({"prompt": prompts}), folder / "in" / "rows.parquet")
 
 
 def fleet_job(folder: Path, **sections: dict[str, Any]) -> JobSpec:
-    """A job over ``write_rows``, in parts of 64 rows, on two workers."""
+    """Return a job over the dataset of ``write_rows``: two workers, parts of 64 rows."""
     given = {
         "output": {"path": str(folder / "out"), "rows_per_part": 64},
         "engine": {"max_num_seqs": 16},
@@ -36,7 +36,7 @@ def fleet_job(folder: Path, **sections: dict[str, Any]) -> JobSpec:
 
 
 def run(spec: JobSpec, build: Any = None, **options: Any) -> ExitCode:
-    """Run a job on its fleet, with echo engines unless ``build`` makes others."""
+    """Run a job on its fleet; ``build`` replaces the engines of ``FakeBuild``."""
     chosen = run_fleet if spec.scale.workers != 1 else None
     return run_job(
         spec, build=build or FakeBuild(next_token=drawn), quiet=True, fleet=chosen, **options
@@ -44,7 +44,7 @@ def run(spec: JobSpec, build: Any = None, **options: Any) -> ExitCode:
 
 
 def part_hashes(out: Path) -> dict[str, str]:
-    """Hash of each part by its name."""
+    """Return the hash of each part, by file name."""
     return {
         path.name: hashlib.sha256(path.read_bytes()).hexdigest()
         for path in sorted((out / "data").iterdir())
@@ -52,7 +52,7 @@ def part_hashes(out: Path) -> dict[str, str]:
 
 
 def expected(folder: Path, spec: JobSpec) -> dict[str, str]:
-    """What one process makes of a job, elsewhere."""
+    """Run the job in one process, into another folder; return the hashes of its parts."""
     alone = spec.model_copy(
         update={
             "output": spec.output.model_copy(update={"path": str(folder / "alone")}),

@@ -1,7 +1,7 @@
-"""A program that runs a job on a fleet of this machine.
+"""Run a job on a fleet of this machine.
 
-``python -m tests.job.fleet.program FOLDER WORKERS [SIGNAL|paced]``: one of the workers sends the
-signal to this process, or the engines are slow.
+``python -m tests.job.fleet.program FOLDER WORKERS [SIGNAL|paced]``: with SIGNAL, one of the
+workers sends this signal to the program; with ``paced``, the engines are slow.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Fleets on this machine write the same bytes as one process, also when workers die."""
+"""Fleets on this machine write the same bytes as one process, even if workers die."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.long
 
 
 def check_bytes(folder: Path) -> None:
-    """Check that the output has the bytes of one process and no temporary files."""
+    """Check that the output equals that of one process, and that no temporary files are left."""
     spec = fleet_job(folder)
     assert part_hashes(folder / "out") == expected(folder, spec)
     assert not verify(output_at(spec.output.path)).problems
@@ -128,7 +128,7 @@ def program(folder: Path, *arguments: str) -> subprocess.Popen[bytes]:
 
 
 def workers_of(folder: Path) -> list[psutil.Process]:
-    """Worker processes that write to an output."""
+    """Return the worker processes that write to the output."""
     holders = (folder / "out" / "_batchinfer" / "locks").glob("w*.json")
     pids = [json.loads(path.read_bytes())["pid"] for path in holders]
     return [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
@@ -164,7 +164,7 @@ def test_overwrite_with_workers_deletes_old_output_once(tmp_path: Path) -> None:
 
 @pytest.fixture
 def unused_address() -> Iterator[str]:
-    """Address of a port that no process listens on."""
+    """Return an address with a port that no process listens on."""
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
         host, port = bound.getsockname()

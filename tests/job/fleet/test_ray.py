@@ -1,4 +1,4 @@
-"""Workers on the nodes of a Ray cluster: the same processes, started by actors."""
+"""Workers on the nodes of a Ray cluster; actors start the processes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.long
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[str]:
-    """A cluster of this machine, which this process has joined."""
+    """Start a Ray cluster here and connect this process; return the cluster's address."""
     ray = pytest.importorskip("ray")
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     settings = {"num_cpus": 2, "include_dashboard": False, "object_store_memory": 80 * 2**20}

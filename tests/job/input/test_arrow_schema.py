@@ -1,4 +1,4 @@
-"""The Arrow schema that is kept in a Parquet file."""
+"""The Arrow schema that a Parquet file stores in its metadata."""
 
 from __future__ import annotations
 

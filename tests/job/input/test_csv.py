@@ -32,7 +32,7 @@ def kept(found: Source) -> list[dict[str, Any]]:
 
 
 def seen(found: Source) -> list[dict[str, Any] | str]:
-    """Rows as prompts are made of them; of wrong ones the message."""
+    """Return the rows that prompts are made of; for a bad row, its error message."""
     pieces = found.rows(found.schema.names, [found.rows_there])
     rows = [row for _, piece in pieces for row in piece]
     return [r.message.partition("csv, ")[2] if isinstance(r, RowError) else dict(r) for r in rows]

@@ -18,7 +18,7 @@ from tests.job.datasets import flip_bit, write_parquet
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Ten rows, x = 0..9, in three files; beside them what is no data."""
+    """Write rows x = 0..9 in three files, next to files that are not data."""
     for name, values in (("b", [4, 5, 6]), ("a", [0, 1, 2, 3]), ("sub/c", [7, 8, 9])):
         write_parquet(tmp_path / f"{name}.parquet", {"x": values}, rows_per_group=2)
     for name in ("_SUCCESS", "_meta.parquet", ".hidden.parquet", "notes.txt", "_tmp/d.parquet"):

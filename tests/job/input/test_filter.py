@@ -1,4 +1,4 @@
-"""``input.filter``: the rows it selects, and jobs that run them."""
+"""``input.filter``: which rows it selects, and jobs that run these rows."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def spec(
 
 
 def check(tmp_path: Path, row_ids: list[int], texts: list[str]) -> None:
-    """Every selected row is there once, in order, under the id it has in the whole."""
+    """Check that the output has each selected row once, in order, with its id in the full input."""
     found = table(tmp_path)
     assert found["row_id"].to_pylist() == found["n"].to_pylist() == row_ids
     assert found["generated_text"].to_pylist() == [texts[row][:8] for row in row_ids]
@@ -133,7 +133,7 @@ def test_verify_finds_a_row_in_the_wrong_part(tmp_path: Path) -> None:
     assert any("not the rows of the input" in problem for problem in problems)
 
 
-# What is selected ------------------------------------------------------------------------------
+# Selected rows ---------------------------------------------------------------------------------
 
 CONDITIONS = [
     ("lang = 'en'", pl.col("lang") == "en"),
@@ -229,7 +229,7 @@ def test_filter_on_columns_from_folder_names(tmp_path: Path) -> None:
     assert selected(tmp_path / "in", "lang = 'de'") == [0, 1, 2]
 
 
-# What is refused -------------------------------------------------------------------------------
+# Refused conditions ----------------------------------------------------------------------------
 
 SCHEMA = pa.schema(
     [("lang", pa.string()), ("score", pa.float64()), ("over", pa.int64()), ("a b", pa.int64())]

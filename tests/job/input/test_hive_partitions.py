@@ -1,4 +1,4 @@
-"""Columns from key=value folders, beside those of the files."""
+"""Columns from key=value folders, next to the columns of the files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.job.fakes import FakeBuild, job
 
 @pytest.fixture
 def lake(tmp_path: Path) -> Path:
-    """Two languages, two years, two rows each."""
+    """Write two rows for each pair of two languages and two years."""
     for lang in ("de", "en"):
         for year in (2025, 2026):
             prompts = [f"{lang} {year} {at}" for at in range(2)]

@@ -1,4 +1,4 @@
-"""JSON Lines: read like a table, whatever is in a line."""
+"""JSON Lines files are read like tables, even if lines are malformed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ VALUES = st.recursive(
 
 
 def write(path: Path, *rows: Any) -> Path:
-    """A line for each row: a text or bytes as they are, all else as JSON."""
+    """Write a line per row: text and bytes unchanged, other values as JSON."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = [row if isinstance(row, bytes | str) else json.dumps(row) for row in rows]
     data = [line if isinstance(line, bytes) else line.encode() for line in lines]
@@ -102,7 +102,7 @@ def test_random_objects_survive_and_can_be_written(tmp_path: Path, objects: list
 
 
 def without_nulls(value: Any) -> Any:
-    """As Arrow's structs lose it: which null keys an object had; and whole numbers as floats."""
+    """Convert a JSON value like Arrow's structs: drop null keys, make whole numbers floats."""
     if isinstance(value, dict):
         return {k: without_nulls(v) for k, v in value.items() if v is not None}
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""Parquet that other programs have written goes in, and comes out with its answers."""
+"""Parquet files of other programs are read, and their values come back next to the answers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TEXTS = ["naïve café", "日本語の文章", "🙂 emoji", "plain", "a\nb", 'q
 
 
 def columns() -> dict[str, list[Any]]:
-    """Python values of many types, most of them now and then null."""
+    """Return columns of many types; most of them contain nulls."""
     rows = range(NUM_ROWS)
     return {
         "prompt": [f"{row} {TEXTS[row % 7]}" for row in rows],
@@ -49,7 +49,7 @@ def by_polars(path: Path, **options: Any) -> None:
 
 
 def by_duckdb(path: Path, options: str) -> None:
-    table = pa.table(columns())  # duckdb finds it by its name
+    table = pa.table(columns())  # duckdb finds the table by the name of this variable
     with duckdb.connect() as connection:
         connection.execute("SET TimeZone = 'UTC'")
         connection.register("found", table)

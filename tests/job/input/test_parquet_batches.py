@@ -1,4 +1,4 @@
-"""Row groups in batches: one by one where rows are large."""
+"""Reading row groups in batches: large rows are read one by one."""
 
 from __future__ import annotations
 

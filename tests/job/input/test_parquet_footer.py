@@ -1,4 +1,4 @@
-"""What a Parquet footer says twice."""
+"""Contradictions within a Parquet footer, which states some facts twice."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_compressed_bytes_equal_those_of_pyarrow(write: Callable[[pa.Table], byt
 
 
 def test_a_damaged_footer_does_not_crash_the_process() -> None:
-    """pyarrow's own answer is the end of the process for some of these."""
+    """For some of these footers, pyarrow would crash the process."""
     footer = footer_of(by_pyarrow(TABLE.select(["text", "messages"])))
     refused = 0
     for at in range(len(footer)):
@@ -108,7 +108,7 @@ def test_a_file_whose_second_row_group_is_damaged_is_named(tmp_path: Path) -> No
     data = path.read_bytes()
     footer = footer_of(data)
     second = len(data) - 8 - len(footer) + footer.rindex(b"prompt")
-    path.write_bytes(data[: second - 1] + b"\x7f" + data[second:])  # the name's length
+    path.write_bytes(data[: second - 1] + b"\x7f" + data[second:])  # length of the name
     with pytest.raises(DataError, match=r"x\.parquet cannot be read as Parquet: its footer"):
         source.format.stored_bytes(source.files[0], ["prompt"])
     assert source.format.stored_bytes(source.files[0], []) == 0

@@ -30,7 +30,7 @@ def kept(found: Source, *columns: str) -> list[Any]:
 
 
 def delta(folder: Path, **columns: Any) -> str:
-    """A Delta table in two commits, the second with one more column; in folders by two columns."""
+    """Write a Delta table, partitioned by two columns, in two commits; the second adds a column."""
     first = {"prompt": ["a", "b"], "lang": ["d e/%", None], "day": [date(2026, 1, 1)] * 2}
     options: dict[str, Any] = {"partition_by": ["lang", "day"]}
     deltalake.write_deltalake(folder, pa.table(first), **options)
@@ -69,7 +69,7 @@ def test_removed_files_are_not_read(tmp_path: Path) -> None:
 
 
 def delta_log(folder: Path, protocol: dict[str, Any], configuration: Any, **add: Any) -> str:
-    """A Delta table of one file, its log written by hand."""
+    """Write a Delta table of one file with a handmade log."""
     (folder / "_delta_log").mkdir(parents=True)
     pq.write_table(pa.table({"prompt": ["a", "b"]}), folder / "x.parquet")
     field = {"name": "prompt", "type": "string", "nullable": True, "metadata": {}}
@@ -149,7 +149,7 @@ def test_a_missing_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def stopped_on_a_table(tmp_path: Path, step: int) -> None:
-    """A job on a table that ends at a step; the table has another version since."""
+    """Stop a job on a table at a step, then append another version to the table."""
     table = tmp_path / "in"
     deltalake.write_deltalake(table, pa.table({"prompt": [f"row {at}" for at in range(30)]}))
     breaks = FakeBuild(max_num_seqs=4)
@@ -211,7 +211,7 @@ def test_an_interrupted_swap_ends_at_the_new_version(
 
 
 def test_an_interrupted_update_resumes_at_its_version(tmp_path: Path) -> None:
-    """Though what is there has not ended either, and the table has moved on since."""
+    """Also before the update, the job was unfinished; afterwards the table gets a newer version."""
     stopped_on_a_table(tmp_path, step=15)
     breaks = TellingBuild(max_num_seqs=4)
     breaks.before_step = stop_at(3)
@@ -245,7 +245,7 @@ def test_retry_errors_skips_rows_added_since(
 
 @pytest.fixture
 def iceberg(tmp_path: Path) -> Any:
-    """An Iceberg table of two snapshots, the second with one more column."""
+    """Return an Iceberg table of two snapshots; the second adds a column."""
     from pyiceberg.catalog.sql import SqlCatalog
     from pyiceberg.types import DoubleType
 

@@ -31,7 +31,7 @@ def write(folder: Path, *files: dict[str, Any]) -> str:
 
 
 def column(source: Source, name: str) -> list[Any]:
-    """A column of all rows as the output keeps it; checks that the prompt reads the same."""
+    """Return a column of all rows as kept in the output; check that prompts get the same values."""
     batches = [batch for _, batch in source.scan([name], [source.rows_there])]
     kept = pa.Table.from_batches(batches, pa.schema([source.schema.field(name)]))[name]
     seen = [row[name] for _, rows in source.rows([name], [source.rows_there]) for row in rows]
@@ -167,7 +167,7 @@ def test_a_cast_keeps_invalid_text(tmp_path: Path) -> None:
 
 
 def test_uniting_ten_thousand_equal_files_is_fast() -> None:
-    """Equal schemas are compared by identity: 10,000 take a moment, not minutes."""
+    """Equal schemas are compared by identity, which takes a moment; by value it takes minutes."""
     schema = pa.schema([(f"c{at}", pa.int64()) for at in range(100)])
     schemas = {str(at): schema for at in range(10_000)}
     assert united(schemas, "union", widened) == (schema, {})
@@ -213,7 +213,7 @@ TYPES = {
 
 @st.composite
 def tables(draw: st.DrawFn) -> list[pa.Table]:
-    """Files with some of three columns, each of a type of its own."""
+    """Draw files with some of three columns; the types of a column differ between files."""
     made = []
     for _ in range(draw(st.integers(1, 4))):
         names = draw(st.lists(st.sampled_from("ift"), min_size=1, unique=True))

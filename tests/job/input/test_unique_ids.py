@@ -17,14 +17,14 @@ from tests.job.datasets import write_parquet
 
 
 def bad(tmp_path: Path, values: Any, limit: int | None = None, **columns: Any) -> dict[int, int]:
-    """Bad rows of a column, each with the first row that has its id."""
+    """Return the rows with a bad id, and for each the first row with the same id."""
     path = write_parquet(tmp_path / "x.parquet", {"id": values, **columns})
     condition = "keep" if columns else None
     found = find_bad_ids(open_source(str(path), limit, condition=condition), "id")
     return dict(zip(found.rows.tolist(), found.firsts.tolist(), strict=True))
 
 
-# Python gives -1 and -2 one hash.
+# Python's hash of -1 equals its hash of -2.
 @pytest.mark.parametrize("values", [[-1, -2, 3], ["a", "b", "A"], [1.5, 2.5], []])
 def test_different_ids_are_not_errors(tmp_path: Path, values: list[object]) -> None:
     assert bad(tmp_path, values) == {}

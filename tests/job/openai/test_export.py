@@ -1,4 +1,4 @@
-"""OpenAI's output files of jobs that are stopped, killed and begun again."""
+"""OpenAI's output files of jobs that are stopped, killed and resumed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ run_job(batch(Path(sys.argv[1])), build=FakeBuild(), quiet=True)
 
 
 def batch(tmp_path: Path, **output: Any) -> JobSpec:
-    """A job over requests that an echo answers."""
+    """Return a job over requests in a JSON Lines file, some of them bad."""
     (tmp_path / "in").mkdir(exist_ok=True)
     path = tmp_path / "in" / "x.jsonl"
     if not path.exists():
@@ -75,7 +75,7 @@ def check(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("point", ["data-renamed:2", "openai-renamed:1", "_batchinfer-staged:3"])
 def test_openai_export_resumes_after_a_kill(tmp_path: Path, point: str) -> None:
-    """Among its parts, between the two output files, before it is written that they are there."""
+    """Kill the run between parts, between the two output files, or before it records the files."""
     spec = batch(tmp_path)
     environment = {**os.environ, VARIABLE: point}
     command = [sys.executable, "-c", CHILD, str(tmp_path)]

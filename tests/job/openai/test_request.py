@@ -1,4 +1,4 @@
-"""Lines of OpenAI batch files: what is done, and what is refused by which code."""
+"""Lines of OpenAI batch files: which ones run, and the error codes of the others."""
 
 from __future__ import annotations
 

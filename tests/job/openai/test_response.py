@@ -1,4 +1,4 @@
-"""Answers as OpenAI's API would give them."""
+"""Responses in the format of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TEXT = "é €"
 
 
 def answer(url: str) -> dict[str, Any]:
-    """The one choice of a row whose sample is ``TEXT``, a token for each byte."""
+    """Return the only choice of a row with the sample ``TEXT``, which has a token per byte."""
     tokenizer = byte_tokenizer()
     (ids,) = tokenizer.encode_batch([TEXT], add_special_tokens=False, parse_special_tokens=False)
     tokens = [

@@ -1,4 +1,4 @@
-"""``run-batch`` as a job: where its files go, and what of its input ends it before it begins."""
+"""``run-batch`` as a job: where its files go, and which inputs it refuses before it begins."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ BAD = [("a", {}), ("bad", {"n": "many"}), ("c", {}), ("a", {})]
 
 @pytest.fixture(autouse=True)
 def fake_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """An echo answers, and the current folder is the test's own."""
+    """Answer with the prompt, and run in the test's own folder."""
     monkeypatch.setattr(module, "run_job", partial(run_job, build=FakeBuild()))
     monkeypatch.chdir(tmp_path)
 

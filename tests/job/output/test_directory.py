@@ -71,7 +71,7 @@ def empty(path: Path) -> None:
 
 
 def begun(out: OutputDir) -> Path:
-    """Begin a job, and finish its first part; returns the part's file."""
+    """Begin a job and finish its first part; return the part's file."""
     return commit(out, begin(out)[0])
 
 
@@ -85,7 +85,7 @@ MODEL = {"model": {"model.safetensors": "a1"}}
         ({"job": {**MANIFEST.job, "sampling": {"top_p": 0.9}}}, "use --update"),
         (
             {"job": {**MANIFEST.job, "prompt": {"column": "b"}}, "inputs": (OTHER_FILE,)},
-            "use --update",  # the file at the same path was corrected
+            "use --update",  # the file at this path was corrected
         ),
         ({"job": {**MANIFEST.job, "task": "score"}}, "use --output"),
         ({"job": {**MANIFEST.job, "model_facts": MODEL}}, "use --output"),

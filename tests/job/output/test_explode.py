@@ -114,7 +114,7 @@ def test_explode_splits_large_columns_into_chunks(
 
 def test_first_of_rows_works_with_over_2_gib_of_text() -> None:
     text = pa.array(["x" * (1 << 26)])
-    kept = pa.chunked_array([text] * 40)  # over 2 GiB, in the memory of one chunk
+    kept = pa.chunked_array([text] * 40)  # one chunk of 64 MiB, repeated to over 2 GiB
     row_ids = pa.array([0] * 30 + [1] * 10)
     table = pa.table({"kept": kept, "row_id": row_ids}).replace_schema_metadata({METADATA: "true"})
     assert first_of_rows(table)["row_id"].to_pylist() == [0, 1]

@@ -1,4 +1,4 @@
-"""Jobs that write to an object store, simulated by moto's server."""
+"""Jobs that write to an object store; moto's server stands in for it."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def run(spec: JobSpec, build: FakeBuild | None = None, **options: bool) -> ExitC
 
 
 def rows(num_rows: int = NUM_ROWS) -> pa.Table:
-    """Return the output after checking every row."""
+    """Return the output, after checking every row."""
     parts = sorted((name, data) for name, data in objects(f"{KEY}/data").items())
     assert [name for name, _ in parts] == [f"part-{at:05d}.parquet" for at in range(len(parts))]
     table = pa.concat_tables(pq.read_table(BytesIO(data)) for _, data in parts)
@@ -228,7 +228,7 @@ def test_late_segment_of_a_frozen_run_is_ignored_by_the_next_job(
             raise StorageError("stopped")
 
     def freeze(request: Request) -> None:
-        """Let the next job begin and stop while the first segment is being sent."""
+        """Run the next job until it is stopped, while the first segment is being sent."""
         if request.method == "PUT" and "/segments/" in request.path and not late:
             late.append(request.path.rpartition("/")[2])
             with pytest.raises(StorageError, match="stopped"):
@@ -264,7 +264,7 @@ def test_damaged_part_in_a_store_is_made_again(spec: JobSpec, damage: str) -> No
 
 
 def test_same_content_with_another_etag_is_kept(spec: JobSpec) -> None:
-    """As after a bucket is copied."""
+    """Copying a bucket changes the ETags of its objects."""
     run(spec)
     record = json.loads(objects(KEY)["_batchinfer/parts/part-00001.json"])
     change("_batchinfer/parts/part-00001.json", json.dumps({**record, "etag": '"other"'}).encode())
@@ -306,7 +306,7 @@ def test_503_answers_are_retried(
     times: Counter[str] = Counter()
 
     def storm(request: Request) -> int | None:
-        """Answer every third request only."""
+        """Answer only every third attempt of each request."""
         asked = f"{request.method} {request.path}"
         times[asked] += 1
         return 503 if times[asked] % 3 else None

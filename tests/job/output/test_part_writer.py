@@ -85,7 +85,7 @@ class Fixture:
 
 @pytest.fixture
 def five(tmp_path: Path) -> Fixture:
-    """A writer of five rows in parts of two."""
+    """Return a writer for five rows in parts of two."""
     return Fixture(tmp_path, 5, 2, set())
 
 
@@ -214,7 +214,7 @@ def test_part_without_kept_columns(tmp_path: Path) -> None:
 
 
 def test_closed_input_file_is_read_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sink, "_MOST_KEPT_BYTES", 40)  # of two rows, not of three
+    monkeypatch.setattr(sink, "_MOST_KEPT_BYTES", 40)  # fits two rows, not three
     fixture = Fixture(tmp_path, 20, 3, done={2})
     for part in fixture.parts:
         for row_id in part.rows:

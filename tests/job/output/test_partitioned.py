@@ -27,7 +27,7 @@ LANGS = ["de", None, "a/b=c%", "ü", ""]
 
 
 def partitioned_job(tmp_path: Path, *by: str, **columns: Any) -> JobSpec:
-    """A job of 25 rows in parts of 10."""
+    """Return a job of 25 rows in parts of 10."""
     rows = {"prompt": [f"{at} says" for at in range(25)], **columns}
     write_parquet(tmp_path / "in" / "x.parquet", rows)
     return job(tmp_path, output={"partition_by": list(by)})

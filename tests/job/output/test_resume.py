@@ -1,4 +1,4 @@
-"""Jobs that stop, fail or die, and are resumed, on an engine that answers with the prompt."""
+"""Jobs that stop, fail or die and are resumed; the engine answers with the prompt."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ONE_PART = {"rows_per_part": 100}
 
 
 def prompts(tmp_path: Path, bad: tuple[int, ...] = ()) -> list[str]:
-    """Write prompts, every fifth of them the same; those of the rows ``bad`` are empty."""
+    """Write prompts; every fifth is the same, and the rows ``bad`` have empty prompts."""
     texts = [f"{row if row % 5 else 'x'} asks" for row in range(NUM_ROWS)]
     for row in bad:
         texts[row] = ""
@@ -38,7 +38,7 @@ def prompts(tmp_path: Path, bad: tuple[int, ...] = ()) -> list[str]:
 
 
 class Build(TellingBuild):
-    """Notes the rows that run, and calls ``before_step``."""
+    """Builds engines that record the rows they run, and call ``before_step``."""
 
     def __init__(self, before_step: Callable[[int], None] = lambda step: None) -> None:
         super().__init__(max_num_seqs=4)
@@ -75,7 +75,7 @@ def check_answers(tmp_path: Path, texts: list[str]) -> None:
 
 
 def check_sums(tmp_path: Path) -> None:
-    """Check the identities of the contract."""
+    """Check the equations between token counts that the contract promises."""
     out = tmp_path / "out"
     tokens = json.loads((out / "summary.json").read_bytes())["tokens"]
     prefill = pc.sum(pq.read_table(out / "stats" / "steps.parquet")["prefill_tokens"]).as_py()
@@ -123,7 +123,7 @@ def test_steps_of_a_killed_run_are_counted(tmp_path: Path, monkeypatch: pytest.M
     killed = tmp_path / "killed"
 
     def look(step: int) -> None:
-        if step == 40:  # the files after kill -9
+        if step == 40:  # the files that kill -9 would leave
             shutil.copytree(tmp_path / "out", killed)
 
     spec = job(tmp_path, output=ONE_PART, stats={"every_steps": 1000})
@@ -177,7 +177,7 @@ def test_rows_of_a_damaged_segment_run_again(
 
 
 class Model(Build):
-    """Answers with the prompt, and refuses some rows."""
+    """Builds engines that answer with the prompt, but refuse the given rows."""
 
     def __init__(self, *rows: int) -> None:
         super().__init__()
@@ -256,7 +256,7 @@ def test_retry_errors_keeps_marks_of_rows(tmp_path: Path) -> None:
 
 
 class Dies(Build):
-    """Builds an engine that dies when it gets one row."""
+    """Builds engines that die when they get the given row."""
 
     def __init__(self, row: int) -> None:
         super().__init__()
@@ -331,7 +331,7 @@ def test_row_that_kills_the_process_is_given_up(tmp_path: Path, row: int) -> Non
 
 
 class Multiplying(FakeBuild):
-    """Builds engines with a kernel, and keeps the pinned kernels that it got."""
+    """Builds engines with the given kernel, and records the pinned kernels that it gets."""
 
     def __init__(self, name: str, stops_at: int | None = None, what: str = "float32") -> None:
         super().__init__(max_num_seqs=4)

@@ -165,7 +165,7 @@ def test_forget_errors_keeps_good_rows(out: OutputDir) -> None:
 
 
 def test_late_segment_of_another_plan_is_ignored(out: OutputDir) -> None:
-    """As from a frozen run with the same columns."""
+    """A frozen run with the same columns may write such a segment."""
     for late in (replace(PLAN, fingerprint="g"), replace(PLAN, planned_at="2026-11-20T10:00:01")):
         Segments(out, late, PARTS, GENERATED).add(rows(0, text="other"))
     Segments(out, PLAN, PARTS, GENERATED).add(rows(1))

@@ -1,4 +1,4 @@
-"""Files that cannot be read are not damaged: reads are repeated, and no finished row runs again."""
+"""A file that cannot be read is not damaged: reads are repeated, and no finished row runs again."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ KEPT = [
     *("manifest.json", "parts/part-00000.json", "data/part-00000.parquet"),
     *("requests/part-00000.parquet", "segments/segment-*.parquet", "runs/run-00001.json"),
 ]
-"""Files of a stopped run that a later run reads, as patterns of the ends of their paths."""
+"""Files of a stopped run that a later run reads, as patterns for ``Path.match``."""
 
 
 @pytest.fixture
 def stopped(tmp_path: Path) -> Path:
-    """The folder of a stopped job with a finished part and finished rows of other parts."""
+    """Return the folder of a stopped job with a finished part, and finished rows of other parts."""
     prompts(tmp_path)
     assert run_job(in_order(tmp_path), quiet=True, build=Build(stop_at(45))) is ExitCode.INTERRUPTED
     assert list(tmp_path.glob("out/data/*.parquet"))
@@ -49,7 +49,7 @@ def in_order(folder: Path) -> JobSpec:
 def failing_reads(
     pattern: str, times: int, number: int, patch: pytest.MonkeyPatch
 ) -> Iterator[list[str]]:
-    """Let the first ``times`` reads of matching files fail; yields the paths of failed reads."""
+    """Let the first ``times`` reads of matching files fail; yield the paths of the failed reads."""
     failed: list[str] = []
 
     class Failing(io.FileIO):
@@ -73,7 +73,7 @@ def failing_reads(
 
 
 def finish(folder: Path) -> list[int]:
-    """Finish the job; returns the rows that ran."""
+    """Finish the job; return the rows that ran."""
     build = Build()
     assert run_job(in_order(folder), quiet=True, build=build) is ExitCode.OK
     return build.ran

@@ -29,7 +29,7 @@ KEYS = "_batchinfer/keys/part-00001.parquet"
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """A finished output."""
+    """Return a finished output."""
     prompts = [f"{row} asks" if row != 13 else "" for row in range(25)]
     write_parquet(tmp_path / "in" / "x.parquet", {"prompt": prompts})
     run_job(finished_job(tmp_path), build=FakeBuild(), quiet=True)
@@ -46,7 +46,7 @@ def found(root: Path) -> Verification:
 
 
 def rewrite(root: Path, change: Callable[[Path], None]) -> None:
-    """Change a part, and its record to match it."""
+    """Change a part, and update its record to match."""
     part, record = root / PART, root / RECORD
     change(part)
     fields = json.loads(record.read_bytes())
@@ -185,7 +185,7 @@ def test_verify_without_a_plan(root: Path) -> None:
 @pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="reads its peak from /proc")
 def test_verify_streams_large_parts(tmp_path: Path) -> None:
-    """72 MiB of incompressible data: more than the reader prefetches."""
+    """The large part has 72 MiB of incompressible data, more than the reader prefetches."""
     blobs = [Random(row).randbytes(1 << 20) for row in range(72)]
     columns = {"prompt": ["asks"] * len(blobs), "blob": blobs}
     write_parquet(tmp_path / "in" / "x.parquet", columns)

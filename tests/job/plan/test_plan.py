@@ -1,4 +1,4 @@
-"""A plan says beforehand what the run then does."""
+"""A plan predicts what its run does."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 SWAP = {"swap_space": "64MiB"}
-"""The default depends on what the host has free."""
+"""Set explicitly, because the default depends on the free memory of the machine."""
 
 
 def job(tmp_path: Path, model: Path, columns: Columns, **sections: dict[str, Any]) -> JobSpec:
-    """A job over ``columns`` that runs every row to ``max_tokens``."""
+    """Return a job over ``columns`` whose rows all run to ``max_tokens``."""
     fields: dict[str, dict[str, Any]] = {
         "model": {"name": str(model)},
         "input": {"path": str(write_parquet(tmp_path / "rows.parquet", columns))},
@@ -56,14 +56,14 @@ def job(tmp_path: Path, model: Path, columns: Columns, **sections: dict[str, Any
 
 
 def texts(seed: int, count: int, shortest: int, longest: int) -> list[str]:
-    """Random lower-case texts; a letter is a token."""
+    """Return random lower-case texts in which each letter is a token."""
     random_ = random.Random(seed)
     lengths = [random_.randint(shortest, longest) for _ in range(count)]
     return ["".join(random_.choices("abcdefghij", k=length)) for length in lengths]
 
 
 def up_to(longest: int, prompts: list[str]) -> list[str]:
-    """A length of output for each row."""
+    """Return sampling parameters with a random output length for each row."""
     random_ = random.Random(1)
     return [json.dumps({"max_tokens": random_.randint(4, longest)}) for _ in prompts]
 
@@ -119,7 +119,7 @@ def stored_in_fp8() -> tuple[Columns, dict[str, Any]]:
 def test_plan_matches_the_run(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, workload: Any
 ) -> None:
-    # On a busy machine times are a lottery: waste is compared by steps of equal length.
+    # Steps of equal length: measured times vary too much on a busy machine.
     monkeypatch.setattr("batchinfer.engine.simulate.dry_run.step_seconds", lambda *_: 1e6)
     columns, sections = workload()
     spec = job(tmp_path, model, columns, **sections)
@@ -154,7 +154,7 @@ def test_plan_of_beam_search_is_close_to_the_run(
     num_blocks: int,
     block_size: int,
 ) -> None:
-    """Which beams go on is the model's to say; how many there are, and for how long, is not."""
+    """The model decides which beams survive, but not how many there are or how long they are."""
     monkeypatch.setattr("batchinfer.engine.simulate.dry_run.step_seconds", lambda *_: 1e6)
     spec = job(
         tmp_path,
@@ -240,7 +240,7 @@ def test_plan_simulates_no_more_blocks_than_rows_can_fill(tmp_path: Path, model:
     engine = {"max_num_seqs": 4}
     small, large = (
         plan_job(job(tmp_path, model, columns, engine=engine | {"num_kv_blocks": blocks}))
-        for blocks in (500, 200_000)  # 400 MiB: they must fit this machine
+        for blocks in (500, 200_000)  # 400 MiB of blocks, which must fit on this machine
     )
     assert large["mean_utilization"] == pytest.approx(small["mean_utilization"] / 400)
     pool = {"num_blocks": 0, "mean_utilization": 0, "num_host_blocks": 0}

@@ -1,4 +1,4 @@
-"""The index of keys against a dict of them."""
+"""The index of row keys finds the same rows as a dict."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ KEYS = st.builds(bytes.__add__, HALVES, HALVES) | st.binary(min_size=16, max_siz
 
 
 def table(rows: list[tuple[int, bytes]], cut: int = 0) -> pa.Table:
-    """Rows in two chunks, each with an offset into its buffers."""
+    """Return the rows as a table of two chunks, each with an offset into its buffers."""
     whole = pa.table([[row_id for row_id, _ in rows], [key for _, key in rows]], schema=KEYS_SCHEMA)
     return pa.concat_tables([whole.slice(0, cut), whole.slice(cut)])
 

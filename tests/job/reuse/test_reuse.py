@@ -1,6 +1,6 @@
-"""Whole jobs that reuse rows: what is computed is counted, what is written is as if all had been.
+"""Whole jobs that reuse rows: only new rows run, but the output equals that of a full run.
 
-The fake engine answers with the prompt, or draws by all that a draw may depend on.
+The fake engine answers with the prompt, or draws from everything that a sample may depend on.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from tests.job.output.test_resume import Build, stop_at
 from tests.models import make_text_model
 
 LONG = "x" * 300
-"""A prompt that the fake model, of 256 tokens, has no room for."""
+"""A prompt that is too long for the fake model, which takes 256 tokens."""
 DRAW = {"temperature": 1.0, "max_tokens": 6}
 
 
 class Story:
-    """One job after the other over the rows of ``tmp_path/in``."""
+    """Runs several jobs, one after the other, over the rows of ``tmp_path/in``."""
 
     def __init__(self, tmp_path: Path) -> None:
         self.path = tmp_path
@@ -61,14 +61,14 @@ class Story:
     def run(
         self, out: str, *reuse: str, build: TellingBuild | None = None, **sections: Any
     ) -> list[int]:
-        """Run a job into ``out``; the rows that its engine was given."""
+        """Run a job into ``out``; return the rows that its engine ran."""
         build = build or TellingBuild()
         spec = self.spec(out, reuse, **sections)
         assert run_job(spec, build=build, quiet=True) is ExitCode.OK
         return sorted(build.ran)
 
     def check(self, out: str, **sections: Any) -> None:
-        """The output is whole, and its parts are those of a run that computes every row."""
+        """Check that the output is complete and equals that of a run that computes every row."""
         build = sections.pop("build", None)
         self.run(f"{out}-fresh", build=build, **sections)
         assert self.data(out) == self.data(f"{out}-fresh")
@@ -139,12 +139,12 @@ def test_parts_filter_order_and_explode_do_not_matter(story: Story) -> None:
     assert story.run("two", "one", output={"rows_per_part": 7, "explode": True}, **n) == []
     story.check("two", output={"rows_per_part": 7, "explode": True}, **n)
     filtered = {"input": {"filter": "n % 3 = 1"}}
-    assert story.run("three", "two", **n, **filtered) == []  # out of an exploded output
+    assert story.run("three", "two", **n, **filtered) == []  # copied from an exploded output
     story.check("three", **n, **filtered)
 
 
 def test_samples_of_moved_rows_are_drawn_again(story: Story) -> None:
-    """Keyed by position, what moved is drawn again; where it draws by its own seed, it is not."""
+    """By default a row's position seeds its samples; a row with its own seed keeps its samples."""
     story.write(numbered(20), sampling_params=[None] * 18 + ['{"seed": 5}'] * 2)
     draw = {"sampling": DRAW}
     story.run("one", build=TellingBuild(next_token=drawn), **draw)
@@ -186,7 +186,7 @@ def test_rows_of_two_outputs_are_reused(story: Story) -> None:
     story.write(numbered(20))
     assert story.run("three", "one", "two") == list(range(15, 20))
     story.check("three")
-    assert story.run("four", "two", "three") == []  # what was copied can be copied
+    assert story.run("four", "two", "three") == []  # rows that were copied can be copied again
 
 
 def test_finished_rows_of_an_interrupted_run_are_reused(story: Story) -> None:
@@ -405,7 +405,7 @@ def _draws(sections: dict[str, Any]) -> bool:
 
 
 def _identities(prompts: list[str], sections: dict[str, Any]) -> list[tuple[Any, ...]]:
-    """What decides each row's answer, of those that are run."""
+    """Return the facts that decide each row's answer, for the rows within the limit."""
     most = sections.get("sampling", {}).get("max_tokens", 8)
     limit = sections.get("input", {}).get("limit", len(prompts))
     return [

@@ -1,4 +1,4 @@
-"""Rows reused of, and by, several that write to one output: shards, and workers of a fleet."""
+"""Reuse of rows by shards and by workers of a fleet, and from their outputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests of jobs with rows of all tasks share."""
+"""Helpers for tests of jobs with rows of all tasks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:
-    """The output rows of the job whose output is ``out`` there."""
+    """Return the output rows of the job that wrote to ``folder/out``."""
     return [
         row
         for path in sorted((folder / "out" / "data").iterdir())
@@ -19,6 +19,6 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
 
 
 def summary_of(folder: Path) -> dict[str, Any]:
-    """Its summary."""
+    """Return the summary of the job that wrote to ``folder/out``."""
     found: dict[str, Any] = json.loads((folder / "out" / "summary.json").read_bytes())
     return found

@@ -38,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(folder: Path, name: str, accept: str, **changes: Any) -> tuple[list[Any], dict[str, Any]]:
-    """The output rows and the summary of a job."""
+    """Run a job; return its output rows and its summary."""
     text = (
         "model: {name: model, dtype: float32}\ninput: {path: in.parquet}\n"
         "prompt: {chat_template: none}\nsampling: {max_tokens: 6, seed: 3}\n"
@@ -64,7 +64,7 @@ def test_accept_keeps_the_first_passing_samples_and_counts_all(folder: Path) -> 
         assert row["status"] == "ok"
         wanted = 2 if cell == CELLS[2] else 3
         candidates = whole["outputs"]
-        if cell == CELLS[2]:  # the row's own n is how many it keeps, not how many there are
+        if cell == CELLS[2]:  # the row's n is the number of samples to keep, not to draw
             candidates = [one for one in row["outputs"] if re.search(REGEX, one["text"])]
         texts = [one["text"] for one in candidates]
         passing = [

@@ -1,4 +1,4 @@
-"""Jobs whose rows are checked by schemas that no grammar can insist on: what is ok is valid."""
+"""Jobs whose schemas no grammar can fully enforce: rows without error match their schema."""
 
 from __future__ import annotations
 
@@ -20,11 +20,13 @@ from tests.models import make_text_model
 from tests.text.hard_schemas import HARD_SCHEMAS
 
 LETTERS = {"enum": list("abcdefgh"), "not": {"enum": list("abcd")}}
-"""Met by a half of what the grammar makes."""
+"""A schema that half of the grammar's outputs match."""
 NEVER = {"enum": list("abc"), "not": {}}
 _ECMA_ONLY = (r"\\cJ", r"\\p{", r"\\W")
-"""Parts of patterns, as in JSON, that Python's regular expressions lack or read differently: their
-``\\W`` does not match letters beyond ASCII."""
+r"""Escapes, in JSON, that Python's regular expressions lack or read differently.
+
+For example, Python's ``\W`` does not match letters beyond ASCII.
+"""
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +43,7 @@ def checked(schema: Any) -> dict[str, Any]:
 def run(
     folder: Path, name: str, cells: list[dict[str, Any] | None], more: str = "", **changes: Any
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """The output rows and the summary of a job."""
+    """Run a job; return its output rows and its summary."""
     column = [cell and json.dumps(cell) for cell in cells]
     prompts = [f"Row {at}:" for at in range(len(cells))]
     pq.write_table(
@@ -61,7 +63,7 @@ def run(
 
 
 def is_valid(schema: Any, text: str) -> bool:
-    """By another package than the one that rows are judged by."""
+    """Validate with jsonschema, which the program does not use to check rows."""
     make = jsonschema.validators.validator_for(schema, jsonschema.Draft202012Validator)
     checker = make.FORMAT_CHECKER
     return bool(make(schema, format_checker=checker).is_valid(json.loads(text)))
@@ -104,7 +106,7 @@ def test_samples_that_fail_the_schema_are_drawn_again(folder: Path) -> None:
     assert counts["samples_tried"] == sum(counts.values()) - counts["samples_tried"]
     assert counts["samples_rejected"] >= 12 * CHECKED_TRIES
     ok = [row["status"] == "ok" for row in rows if row["row_id"] % 4 == 0]
-    assert sum(ok) >= 10  # of 12; without another try a half
+    assert sum(ok) >= 10  # of 12; with a single try, only half would pass
 
 
 def test_greedy_samples_are_not_drawn_again(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Jobs that classify: next to transformers, heads and pairs of all kinds, bad rows, interrupted."""
+"""Jobs that classify, compared with transformers: all kinds of heads and pairs, and bad rows."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LABELS = {"id2label": {0: "bad", 1: "so-so", 2: "good"}}
 
 @pytest.fixture(scope="module")
 def text_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Llama that writes text, with its tokenizer."""
+    """Return a tiny Llama that generates text, with its tokenizer."""
     return make_text_model(tmp_path_factory.mktemp("text"))
 
 
@@ -89,7 +89,7 @@ PAIRS = "classify: {query_column: q, document_column: d}\n"
 def test_pairs_are_joined_as_the_tokenizer_does(tmp_path: Path, text_model: Path) -> None:
     model = make_classifier(tmp_path / "model", text_model, num_labels=1)
     rows = run(tmp_path, model, {"q": QUERIES, "d": DOCUMENTS}, PAIRS)
-    for at in (0, 2):  # the other query has a control token's text, which stays text
+    for at in (0, 2):  # the second query contains a control token, which must be read as text
         expected = float(logits(model, QUERIES[at], DOCUMENTS[at]).sigmoid())
         assert rows[at]["score"] == pytest.approx(expected, abs=1e-4)
     tokens = len(QUERIES[1]) + len(DOCUMENTS[1]) + 2

@@ -1,4 +1,4 @@
-"""Jobs that classify by encoders: labels and pairs next to transformers' own heads."""
+"""Jobs that classify with encoders: labels and pairs equal those of transformers' heads."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ output: {{path: out}}
 
 
 def logits(model: Path, *texts: list[str]) -> Any:
-    """transformers' own, of each text or pair alone."""
+    """Return transformers' logits for each text or pair, computed one at a time."""
     loaded = AutoModelForSequenceClassification.from_pretrained(model, dtype=torch.float32).eval()
     tokenizer, found = AutoTokenizer.from_pretrained(model), []
     takes_types = "token_type_ids" in inspect.signature(loaded.forward).parameters
@@ -79,7 +79,7 @@ HEADS: list[tuple[str, dict[str, Any]]] = [
     ("modernbert", {"classifier_pooling": "mean", "classifier_bias": True}),
     ("modernbert", {"classifier_pooling": "cls"}),
 ]
-"""Families whose heads are run, and what their configs say of them."""
+"""Families with supported heads, and changes to their configs."""
 
 
 @pytest.mark.parametrize(("family", "changes"), HEADS)

@@ -1,4 +1,4 @@
-"""Columns that no request can be made of are found from the schema."""
+"""Columns that requests cannot be made from are refused by their type."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Jobs that embed: next to transformers, with bad rows, interrupted, planned."""
+"""Jobs that embed, compared with transformers, also with bad rows."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ PROMPTS = [
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A body saved without an output head, as embedding models are; not tied."""
+    """Save a model without an output head, like an embedding model; its embeddings are not tied."""
     folder = make_text_model(tmp_path_factory.mktemp("model"), tie_word_embeddings=False)
     AutoModel.from_pretrained(folder).save_pretrained(folder)
     assert json.loads((folder / "config.json").read_bytes())["architectures"] == ["LlamaModel"]
@@ -66,7 +66,7 @@ errors: {{max_error_rate: 1.0}}
 
 @cache
 def hidden_state(model: Path, prompt: str) -> npt.NDArray[np.float32]:
-    """transformers' own last hidden state."""
+    """Return transformers' last hidden state of the last token."""
     reference = AutoModel.from_pretrained(model, dtype=torch.float32)
     inputs = AutoTokenizer.from_pretrained(model)(prompt, return_tensors="pt")
     with torch.no_grad():
@@ -109,7 +109,7 @@ def test_text_may_have_max_model_len_tokens(
 
 
 def with_modules(folder: Path, model: Path, *, pooling: str = "lasttoken") -> torch.nn.Linear:
-    """Lay a model folder out as sentence-transformers does, with a Dense layer, which is given."""
+    """Write a model folder in the format of sentence-transformers; return its Dense layer."""
     folder.mkdir()
     for path in model.iterdir():
         (folder / path.name).symlink_to(path)
@@ -170,7 +170,7 @@ def test_dense_layers_of_the_folder_are_run(tmp_path: Path, model: Path) -> None
 
 @pytest.mark.parametrize("size", [300.0, 1e5, 1e30])
 def test_half_precision_rounds_the_finished_embedding(size: float) -> None:
-    """The squares of what is normalised, and what is, may be beyond float16, or float32."""
+    """The vector's values overflow float16 or float32 when squared, the large ones even float16."""
     embed = Embedder(EmbeddingModules(4), EmbedConfig(dtype="float16"))
     vector = embed(np.full(4, size, np.float32))
     assert vector.dtype == np.float16

@@ -1,4 +1,4 @@
-"""Jobs that embed by models that read texts whole: right, cut, interrupted, planned."""
+"""Jobs that embed with encoders: values, truncation, and texts that are not embedded."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ errors: {{max_error_rate: 1.0}}
 
 
 def expected(model: Path, texts: list[str], cut: int = 20) -> list[Any]:
-    """transformers' mean hidden states, of texts cut by its own tokenizer."""
+    """Return the mean of transformers' hidden states; its tokenizer truncates the texts."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     ids = tokenizer(texts, truncation=True, max_length=cut)["input_ids"]
     return [states.mean(0) for states in reference_states(model, ids)]

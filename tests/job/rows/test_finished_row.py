@@ -1,4 +1,4 @@
-"""Completions of a row, and errors, to a row of the output."""
+"""Rows of the output, from completions and errors."""
 
 from __future__ import annotations
 

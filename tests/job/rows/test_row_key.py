@@ -1,4 +1,4 @@
-"""Row keys are equal where, and only where, all that decides the rows' answers is equal."""
+"""Row keys are equal if and only if everything that decides the answers is equal."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ ROWS = st.builds(
 
 
 def decides(one: PromptRow, with_prompt: bool) -> tuple[Any, ...]:
-    """All that a row's answer follows from, spelt out."""
+    """Return everything that decides a row's answer."""
     assert isinstance(one.prompt, Prompt)
     params, tokens = one.sampling.params, one.prompt.token_ids.tolist()
     draws = params.temperature > 0
@@ -109,7 +109,7 @@ def test_keys_are_equal_exactly_if_the_answers_are(
     pair: tuple[PromptRow, PromptRow], params: tuple[Any, Any], data: st.DataObject
 ) -> None:
     one, other = pair
-    if data.draw(st.booleans()):  # two rows with everything in common are rarely drawn
+    if data.draw(st.booleans()):  # Hypothesis rarely draws two equal rows
         other = replace(one, row_id=other.row_id)
     changed = dict(params[0])
     if data.draw(st.booleans()):
@@ -132,7 +132,7 @@ def test_keys_are_equal_exactly_if_the_answers_are(
 
 
 def test_a_key_is_the_same_in_the_next_process() -> None:
-    """A key written today is looked for in years: this fails where its meaning has changed."""
+    """Later versions look up keys that are written today, so a row's key must never change."""
     key = keys().of(row(n=2, stop=("\n",)))
     assert len(key) == KEY_BYTES
     assert key.hex() == "790f2e8fc9110fbaf4ad69df85902faf"
@@ -226,7 +226,7 @@ def test_a_row_that_cannot_run_has_no_key() -> None:
 
 @pytest.mark.parametrize("name", [entry.name for entry in fields(SamplingParams)])
 def test_every_parameter_except_seed_and_length_is_in_the_text(name: str) -> None:
-    """Also one that is yet to come: who adds it must say whether it decides."""
+    """A new parameter fails here until its author decides whether it affects the answer."""
     changed: dict[str, Any] = {
         "max_tokens": 9,
         "n": 2,

@@ -1,4 +1,4 @@
-"""Jobs that score: next to transformers, with bad rows, interrupted, planned."""
+"""Jobs that score, compared with transformers, also with bad rows."""
 
 from __future__ import annotations
 
@@ -57,12 +57,12 @@ errors: {{max_error_rate: 1.0}}
 
 @cache
 def reference_of(model: Path) -> torch.nn.Module:
-    """transformers' own model."""
+    """Return the same model, as transformers loads it."""
     return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
 
 
 def judged(model: Path, context: list[int], continuation: list[int]) -> tuple[list[float], bool]:
-    """transformers' log-probabilities of a continuation, and whether it is the likeliest."""
+    """Return log-probabilities of a continuation, and whether greedy decoding would give it."""
     reference = reference_of(model)
     with torch.no_grad():
         logits = reference(input_ids=torch.tensor([context + continuation])).logits[0]
@@ -191,8 +191,8 @@ def test_the_prompt_is_computed_once_for_its_completions(tmp_path: Path, model: 
     assert run_job(spec, quiet=True) is ExitCode.OK
     summary = summary_of(tmp_path)
     tokens = summary["tokens"]
-    # All but the last token of each completion; the prompt's last for each, as its logits are
-    # needed.
+    # Computed are all tokens of a completion but the last, and for each completion the prompt's
+    # last token, because its logits are needed.
     assert tokens["prompt"] == 4 * (101 + 3)
     assert tokens["prompt_computed"] == 101 + 3 * 1 + 4 * 3
     assert (tokens["output"], tokens["recomputed"]) == (0, 0)

@@ -1,4 +1,4 @@
-"""What jobs of all tasks that draw nothing have in common: interrupted, and planned."""
+"""Jobs of all tasks that draw no samples: interrupted jobs, and plans."""
 
 from __future__ import annotations
 

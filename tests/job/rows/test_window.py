@@ -1,4 +1,4 @@
-"""In which order rows are handed over, when, and what they are told of each other."""
+"""The order in which rows reach the engine, when they do, and which prefixes they share."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def tokens(row: PromptRow) -> list[int]:
 
 
 def random_rows(count: int) -> list[PromptRow]:
-    """Rows that are unlike in few tokens."""
+    """Return rows of a few different tokens, so that many share prefixes."""
     draw = random.Random(0)
     return [
         row(at, *(draw.randrange(3) for _ in range(draw.randrange(1, 9)))) for at in range(count)
@@ -62,7 +62,7 @@ def random_rows(count: int) -> list[PromptRow]:
 
 
 def tree_size(rows: list[PromptRow]) -> int:
-    """Distinct prefixes."""
+    """Return the number of distinct prefixes."""
     return len({tuple(tokens(r)[:n]) for r in rows for n in range(1, len(tokens(r)) + 1)})
 
 

@@ -13,7 +13,7 @@ from tests.job.datasets import write_parquet
 
 
 def numbered(tmp_path: Path, count: int = 25) -> list[str]:
-    """Write prompts with different ends."""
+    """Write prompts that all end differently."""
     prompts = [f"{row % 7} is the number {row}" for row in range(count)]
     write_parquet(tmp_path / "in" / "x.parquet", {"prompt": prompts, "n": range(count)})
     return prompts
@@ -33,6 +33,6 @@ def snapshot(tmp_path: Path) -> dict[str, tuple[int, bytes]]:
 
 
 def tree(tmp_path: Path) -> dict[str, tuple[int, bytes]]:
-    """Return all files of the output except the lock."""
+    """Return the time and content of all files of the output except the lock."""
     files = [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
     return {str(p): (p.stat().st_mtime_ns, p.read_bytes()) for p in files if p.stem != "lock"}

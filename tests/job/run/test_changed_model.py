@@ -26,7 +26,7 @@ ADAPTER = "adapter_model.safetensors"
 
 @pytest.fixture
 def stopped(tmp_path: Path) -> Any:
-    """A stopped job with a model and an adapter."""
+    """Return a stopped job with a model and an adapter."""
     prompts(tmp_path)
     for folder in ("model", "adapter"):
         (tmp_path / folder).mkdir()
@@ -42,7 +42,7 @@ def stopped(tmp_path: Path) -> Any:
 
 
 def change(path: Path) -> None:
-    """Change a file's content, but neither its size nor its time."""
+    """Change a file's content, but neither its size nor its modification time."""
     status = path.stat()
     path.write_bytes(path.read_bytes()[:-1] + b"\x01")
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
@@ -78,7 +78,7 @@ def test_moved_model_resumes(stopped: Any, tmp_path: Path) -> None:
 
 
 def forget_content(path: Path) -> None:
-    """Change a manifest to the form of versions that hashed no weights."""
+    """Rewrite a manifest as earlier versions wrote it, which did not hash weights."""
     plan = json.loads(path.read_bytes())
     model = plan["job"]["model_facts"]["model"]
     model["model.safetensors"] = model["model.safetensors"][:2]

@@ -73,7 +73,7 @@ def test_damaged_part_is_named_with_the_reason(
     numbered(tmp_path)
     run_job(job(tmp_path), build=build)
     path = tmp_path / "out" / "data" / "part-00001.parquet"
-    (tmp_path / "out" / "_SUCCESS").unlink()  # with _SUCCESS, parts are not read
+    (tmp_path / "out" / "_SUCCESS").unlink()  # an output with _SUCCESS is not checked again
     harm(path)
     capsys.readouterr()
     run_job(job(tmp_path), build=build)
@@ -84,7 +84,7 @@ def test_damaged_part_is_named_with_the_reason(
 
 
 def rewrite(path: Path, *, in_place: bool) -> None:
-    """Change a byte of a file, but neither its size nor its time."""
+    """Change a byte of a file, but neither its size nor its modification time."""
     data, stat = bytearray(path.read_bytes()), path.stat()
     data[60] ^= 1
     if not in_place:

@@ -1,4 +1,4 @@
-"""Equal rows are computed once, and their output is as if each had run by itself."""
+"""Equal rows are computed once; the output equals that of computing each row."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ PARAMS = [
 
 
 class Planned(Build):
-    """Notes the prefix of each prompt that later rows reuse."""
+    """Records the prefix of each prompt that later rows reuse."""
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         built = super().__call__(*arguments, **options)
@@ -193,7 +193,7 @@ def test_followers_of_a_failed_leader_run_again(tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("end", ["stop", "die"])
 def test_followers_count_as_in_flight(tmp_path: Path, end: str) -> None:
-    """Followers count as in flight, because they are equal to the row that kills the process."""
+    """Followers have the content of the row that kills the process, so they are suspects too."""
     write_parquet(tmp_path / "in" / "x.parquet", {"prompt": ["poison"] * 3 + list("abcdef")})
     spec = job(tmp_path, errors={"max_error_rate": 1.0})
     if end == "stop":

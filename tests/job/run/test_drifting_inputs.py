@@ -70,7 +70,7 @@ def test_strict_job_resumes_as_union(tmp_path: Path) -> None:
 
 
 def with_bad_ids(tmp_path: Path, **sections: dict[str, Any]) -> JobSpec:
-    """A job of 40 rows: row 7 has no id, and rows 11 and 33 have the id of row 4."""
+    """Return a job of 40 rows: row 7 has no id, and rows 11 and 33 repeat the id of row 4."""
     ids = [None if row == 7 else 4 if row in (11, 33) else row for row in range(40)]
     rows = {"prompt": [f"number {row}" for row in range(40)], "id": ids}
     write_parquet(tmp_path / "in" / "x.parquet", rows)

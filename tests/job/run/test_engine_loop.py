@@ -15,7 +15,7 @@ from tests.job.fakes import FakeBuild, grammars
 
 
 class StoppedWhileReading(Prefetcher[list[PromptRow]]):
-    """Rows whose reading is stopped while the loop waits for them."""
+    """Sets ``stop`` while the loop waits for rows."""
 
     def __init__(self, stop: Event) -> None:
         super().__init__([], depth=1)
@@ -43,6 +43,6 @@ def test_loop_stopped_while_reading_is_incomplete() -> None:
     )
     written: list[TurnResult] = []
     with StoppedWhileReading(stop) as rows, BackgroundConsumer(written.append, depth=1) as writer:
-        while not rows.exhausted:  # until the thread has ended
+        while not rows.exhausted:  # wait until the thread has ended
             pass
         assert not loop.run(rows, writer.put)

@@ -1,4 +1,4 @@
-"""A row of a hundred megabytes becomes an error, and takes at most three times its size."""
+"""A row of 100 MB becomes an error, and takes only a few times its size in memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.job.fakes import FakeBuild, job
 
 ROW_BYTES = 100_000_000
 MARGIN = 0.2
-"""Share of the row's size that the job before may have left in memory."""
+"""Memory that the first job may leave behind, as a share of the huge row's size."""
 
 
 @pytest.mark.long
@@ -52,7 +52,7 @@ def test_huge_row_takes_few_times_its_size(tmp_path: Path, kept: bool, times: in
 
 
 def run_both(folder: str, kept: str) -> None:
-    """Run a job over small rows, then one with a huge row; print the peak after each, in bytes."""
+    """Run a job over small rows, then a job with a huge row; print the peak memory after each."""
     for name in ("small", "huge"):
         spec = job(
             Path(folder) / name,

@@ -18,7 +18,7 @@ ENDED, FAILED = ExitCode.OK, ExitCode.TOO_MANY_ROW_ERRORS
 
 
 def small_job(tmp_path: Path, **sections: dict[str, Any]) -> JobSpec:
-    """A job of four rows, one of which fails."""
+    """Return a job of four rows; one of them fails."""
     folder = tmp_path / "in"
     folder.mkdir(exist_ok=True)
     pq.write_table(pa.table({"prompt": ["aa", "b", "ab", ""]}), folder / "x.parquet")

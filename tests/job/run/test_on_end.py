@@ -1,4 +1,4 @@
-"""Notifications of ``on_end``: each end once, and without secrets."""
+"""Notifications of ``on_end``: one for each end of a run, and without secrets."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.job.output.test_resume import Build, fail_at, stop_at
 
 
 class Hook(ThreadingHTTPServer):
-    """A webhook that keeps its messages."""
+    """A webhook server that keeps the messages it gets."""
 
     def __init__(self) -> None:
         self.messages: list[dict[str, Any]] = []

@@ -53,7 +53,7 @@ def summary(tmp_path: Path) -> dict[str, Any]:
 def test_prefix_sharing_reaches_what_is_possible(
     tmp_path: Path, num_rows: int, order: str, least: float, most: float
 ) -> None:
-    """Prefixes on three levels, which do not end at blocks, in a pool for a tenth of all rows."""
+    """Prefixes have three levels and end within blocks; the pool holds a tenth of all rows."""
     possible = write_shared_rows(tmp_path / "in" / "x.parquet", num_rows)
     need = (possible + num_rows * OUTPUT_TOKENS) // BLOCK_SIZE
     spec = shared_job(tmp_path, order)
@@ -145,7 +145,7 @@ def test_next_window_is_planned_before_the_last_one_drains(
     build, unfinished = Watched(max_num_seqs=4), []
 
     def before_step(step: int) -> None:
-        if step == 0:  # the next window is planned before a row is finished
+        if step == 0:  # block until the second window is planned
             assert second_is_planned.wait(_LONG_S)
         unfinished.append(build.built.engine.num_unfinished)
 
@@ -175,7 +175,7 @@ def test_engine_starts_before_a_large_window_is_read(
         number, wait = len(batches), start_prompts(self, rows)
 
         def made() -> Any:
-            if number == 1:  # the consuming thread may not have begun yet
+            if number == 1:  # the consumer's thread may not have started yet
                 until = time.monotonic() + _LONG_S
                 while not hungry[0]() and time.monotonic() < until:
                     time.sleep(0.001)

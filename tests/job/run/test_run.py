@@ -1,4 +1,4 @@
-"""Jobs end to end, on an engine that answers a prompt with the prompt."""
+"""Whole jobs on an engine that answers with the prompt."""
 
 from __future__ import annotations
 

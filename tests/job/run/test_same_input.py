@@ -33,7 +33,7 @@ def write_plain(path: Path, prompts: list[str]) -> None:
 
 
 def stopped_at(root: Path) -> set[int]:
-    """Stop a job over three files halfway; returns its unfinished rows."""
+    """Stop a job over three files halfway; return its unfinished rows."""
     for at, name in enumerate(NAMES):
         write_plain(root / "in" / name, [f"{at} row {row:02d}" for row in range(ROWS)])
     build = TellingBuild(max_num_seqs=4)
@@ -50,7 +50,7 @@ def stopped_at(root: Path) -> set[int]:
 
 
 def ran(root: Path, **sections: Any) -> set[int]:
-    """Finish the job; returns the rows that ran."""
+    """Finish the job; return the rows that ran."""
     build = TellingBuild()
     assert run_job(job(root, **sections), build=build, quiet=True) is ExitCode.OK
     return set(build.ran)
@@ -100,7 +100,7 @@ def swap(folder: Path) -> None:
 
 
 def edit_a_page(folder: Path) -> None:
-    """Change a byte of a row, but not the size, the footer or the time of the file."""
+    """Change a byte of a row, but not the file's size, footer or modification time."""
     path = folder / "b.parquet"
     data = path.read_bytes()
     other = data.replace(b"1 row 03", b"1 row 83")
@@ -164,7 +164,7 @@ def test_renamed_partition_folder_is_another_input(tmp_path: Path) -> None:
 
 
 def as_before(out: Path) -> None:
-    """Change the plan to the form of versions that compared files by path and time."""
+    """Rewrite the plan as earlier versions wrote it, which compared files by path and time."""
     for name in ("manifest.json", "manifest-copy.json"):
         path = out / "_batchinfer" / name
         plan = json.loads(path.read_bytes())
@@ -208,7 +208,7 @@ def test_unchanged_file_is_not_hashed_again(
 def test_file_written_just_now_is_hashed_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A second change within a tick of the clock would not change its times."""
+    """A file's time would not show a second change within the same clock tick."""
     stopped_at(tmp_path)
     monkeypatch.setattr(identity, "content_hash", lambda path, _: f"of {path.name}")
     with pytest.raises(identity.DataError, match="has different content"):

@@ -1,4 +1,4 @@
-"""Runs that are stopped by signals, refused or ended by a failed engine."""
+"""Runs that are stopped by signals, refused, or ended by a failed engine."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_failed_engine_does_not_wait_for_the_next_window(
 
     def reading(*arguments: Any, **options: Any) -> Iterator[list[PromptRow]]:
         for number, batch in enumerate(read_prompts(*arguments, **options)):
-            if number < 3:  # a window, and the row that shows its end
+            if number < 3:  # a window, and the row that ends it
                 yield batch
                 continue
             leaving.wait()

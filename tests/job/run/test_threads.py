@@ -47,7 +47,7 @@ def test_prefetcher_stops_its_thread() -> None:
     before = set(threading.enumerate())
     with Prefetcher(iter(int, 1), depth=1) as endless:
         assert endless.take(60) == 0
-    # A subset, because threads of earlier tests may end here.
+    # A subset: threads of earlier tests may end meanwhile.
     assert set(threading.enumerate()) <= before
 
 

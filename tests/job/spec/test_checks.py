@@ -43,7 +43,7 @@ def test_adapters_need_rows_and_rows_need_adapters(tmp_path: Path) -> None:
     assert spec.model.adapters == {"a": str(tmp_path / "b"), "c": "o/r"}
 
 
-# Where the output goes
+# Output paths
 
 
 @pytest.mark.parametrize(

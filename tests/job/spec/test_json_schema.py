@@ -85,11 +85,11 @@ def test_every_key_of_the_schema_has_a_description() -> None:
 
 
 SECTIONS = sorted(known_keys())
-"""Sections whose keys are the user's own, like model.adapters, are none."""
+"""Sections with fixed keys; model.adapters, whose keys users choose, is not among them."""
 
 
-def misspelt(key: str) -> str:
-    """``key`` without its fourth letter."""
+def misspelled(key: str) -> str:
+    """Return ``key`` without its fourth letter."""
     return key[:3] + key[4:]
 
 
@@ -100,16 +100,16 @@ def long_keys(section: str) -> list[str]:
 @pytest.mark.parametrize("section", SECTIONS)
 def test_every_key_is_the_nearest_to_its_misspelling(section: str) -> None:
     for key in long_keys(section):
-        assert nearest(misspelt(key), known_keys()[section]) == key
+        assert nearest(misspelled(key), known_keys()[section]) == key
 
 
 @pytest.mark.parametrize("section", [section for section in SECTIONS if long_keys(section)])
 def test_misspelled_set_key_on_the_command_line(tmp_path: Path, section: str) -> None:
     key = long_keys(section)[-1]
-    written = f"{section}.{misspelt(key)}".lstrip(".")
+    written = f"{section}.{misspelled(key)}".lstrip(".")
     with pytest.raises(UsageError) as caught:
         load_job(write_job(tmp_path), overrides=[f"{written}=1"])
-    value = "…" if section == "on_end" else "1"  # it may be a secret
+    value = "…" if section == "on_end" else "1"  # the value may be a secret
     assert f"--set {written}={value}: unknown key {written}; did you mean {key}?" in str(
         caught.value
     )
@@ -117,8 +117,8 @@ def test_misspelled_set_key_on_the_command_line(tmp_path: Path, section: str) ->
 
 @pytest.mark.parametrize("key", ["model", "input", "sampling", "output"])
 def test_misspelled_section_is_not_also_reported_missing(tmp_path: Path, key: str) -> None:
-    wrong = f"{misspelt(key)}:"
+    wrong = f"{misspelled(key)}:"
     with pytest.raises(UsageError) as caught:
         load_job(write_job(tmp_path, MINIMAL.replace(f"{key}:", wrong)))
     (line,) = str(caught.value).splitlines()
-    assert line.endswith(f"unknown key {misspelt(key)}; did you mean {key}?")
+    assert line.endswith(f"unknown key {misspelled(key)}; did you mean {key}?")

@@ -1,4 +1,4 @@
-"""From a job file and options to a JobSpec."""
+"""Loading a JobSpec from a job file and options."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_minimal_job_has_the_documented_defaults(tmp_path: Path) -> None:
 
 def test_every_documented_key_is_known_and_at_its_default(tmp_path: Path) -> None:
     spec = load(tmp_path, EVERY_KEY, variables={"ds": "2026-11-20"})
-    assert spec.name == "summarise-2026-11-20"
+    assert spec.name == "summarize-2026-11-20"
     assert spec.input.paths == (str(tmp_path / "lake/prompts/dt=2026-11-20"),)
     assert spec.output.path == str(tmp_path / "out/summaries/dt=2026-11-20")
     short = "model: Qwen/Qwen3-0.6B\ninput: {path: x}\nsampling: {max_tokens: 256}\n"
@@ -333,7 +333,7 @@ def test_glob_characters_in_the_job_folder_are_escaped(tmp_path: Path) -> None:
     assert pattern.input.paths == (str(tmp_path / "run[[]1]" / "*.parquet"),)
 
 
-# Anything at all
+# Random values
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=12),
@@ -346,7 +346,7 @@ keys_of_the_file = st.sampled_from(
 
 
 def as_flow(value: object) -> str:
-    """YAML flow text of ``value``; texts are quoted only half of the time."""
+    """Return ``value`` as YAML flow text; only texts of odd length are quoted."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{as_flow(k)}: {as_flow(v)}" for k, v in value.items()) + "}"
     if isinstance(value, list):

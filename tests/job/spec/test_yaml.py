@@ -1,4 +1,4 @@
-"""YAML text to plain data with lines, within limits."""
+"""Parsing of YAML text into plain data with line numbers, within limits."""
 
 from __future__ import annotations
 

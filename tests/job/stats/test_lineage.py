@@ -1,4 +1,4 @@
-"""Run facts in OpenLineage's shape: what its specification asks for is there."""
+"""The facts of a run as an OpenLineage event, which the specification's schema accepts."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ RUN_EVENT = _object(
     inputs=DATASETS,
     outputs=DATASETS,
 )
-"""What the specification 2-0-2 requires."""
+"""JSON Schema of the fields that OpenLineage 2-0-2 requires."""
 
 
 def lineage(tmp_path: Path) -> dict[str, Any]:

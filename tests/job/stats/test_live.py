@@ -1,4 +1,4 @@
-"""What a run tells of itself while it goes on, and ``status --watch`` on it."""
+"""The live file of a running job, and ``status --watch``."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_run_continues_if_the_live_file_cannot_be_written(
 def test_status_before_the_first_finished_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A status from tokens: all rows are in flight, and nothing is on disk."""
+    """All rows are in flight and none is on disk: the status comes from the live file's tokens."""
     write_parquet(tmp_path / "in" / "x.parquet", {"prompt": ["some words to repeat"] * 12})
     files: list[LiveFile] = []
     begin = LiveFile.__init__
@@ -111,7 +111,7 @@ def test_status_before_the_first_finished_row(
 
 
 def test_status_follow_prints_lines_until_the_job_ends(tmp_path: Path) -> None:
-    """Two watch a job that runs: on a terminal one is interrupted, elsewhere it ends with it."""
+    """Two processes watch a job: the one on a terminal is interrupted, the other ends with it."""
     write_parquet(tmp_path / "in" / "x.parquet", {"prompt": [f"{row} asks" for row in range(40)]})
     out, watchers = tmp_path / "out", list[subprocess.Popen[str]]()
     controller, terminal = os.openpty()

@@ -1,4 +1,4 @@
-"""``status``: from files alone, while a job runs and afterwards."""
+"""``status`` reads only files, while a job runs and afterwards."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_status_of_a_running_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     dataset(tmp_path)
     monkeypatch.setattr(part_writer, "FLUSH_ROWS", 1)
     monkeypatch.setattr(pipeline, "BackgroundConsumer", AtOnce)
-    monkeypatch.setattr(LiveFile, "write", lambda self: None)  # what is on disk is enough
+    monkeypatch.setattr(LiveFile, "write", lambda self: None)  # ``status`` must need only files
     seen: list[Status] = []
     build = Build(lambda step: seen.append(status(tmp_path)))
     spec = job(tmp_path, errors={"max_error_rate": 1}, engine={"order": "input"})

@@ -1,4 +1,4 @@
-"""Statistics of whole jobs: the contract's columns, definitions and identities."""
+"""Statistics of whole jobs have the columns, definitions and identities of the contract."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ SUMMARY_KEYS = {
 
 
 class Finished:
-    """The committed files of a job."""
+    """The files of a finished job."""
 
     def __init__(self, path: Path) -> None:
         out = path / "out"
@@ -75,7 +75,7 @@ class Finished:
 
 
 def dataset(path: Path) -> None:
-    """40 rows that share a beginning, with a bad one among them."""
+    """Write 40 rows with a common prefix; one is bad."""
     prompts = [f"The same instruction for every row. {row * 37 % 101}" for row in range(40)]
     prompts[11] = ""
     write_parquet(path / "in" / "x.parquet", {"prompt": prompts})
@@ -88,7 +88,7 @@ def run(path: Path, build: FakeBuild | None = None, **sections: Any) -> Finished
 
 
 def check_identities(job: Finished) -> None:
-    """Those of a job that was never interrupted."""
+    """Check the identities of a job that was never interrupted."""
     check_sums(job)
     assert job.summary["tokens"]["lost"] == 0
 

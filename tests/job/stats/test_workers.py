@@ -1,4 +1,4 @@
-"""Statistics of several runs at the same time."""
+"""Statistics of runs at the same time."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_status_leaves_out_stopped_workers_of_earlier_fleets(tmp_path: Path) -> 
         run("run-00001-w02", 90.0, 40.0),
         run("run-00001-w03", 100.0, 50.0),
         run("run-00002-w01", 1000.0, 100.0),
-        run("run-00002-w02", 950.0, 50.0),  # died, but overlapped w01
+        run("run-00002-w02", 950.0, 50.0),  # died, but ran at the same time as w01
     ]
     workers = latest_workers(OutputDir(tmp_path), runs, 2000.0)
     assert [(worker.worker, worker.saved_at) for worker in workers] == [

@@ -1,4 +1,4 @@
-"""Datasets of the Hugging Face Hub, through huggingface_hub, from a stand-in on this machine."""
+"""Datasets of the Hugging Face Hub; a local server stands in for the Hub."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ URL = f"hf://{NAME}"
 
 
 class Hub(BaseHTTPRequestHandler):
-    """One dataset, its files in ``folder``: what huggingface_hub asks of the Hub to read it."""
+    """Serves one dataset from ``folder``: the parts of the Hub's API that huggingface_hub uses."""
 
     folder: Path
     status = 200
@@ -87,13 +87,13 @@ class Hub(BaseHTTPRequestHandler):
 
 @pytest.fixture(autouse=True)
 def online(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tests are kept from the real Hub; this one is here."""
+    """Leave the offline mode of the test suite; the stand-in is on this machine."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
 
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Hub]]:
-    """The stand-in, with ten rows in three files and what is no data."""
+    """Start the stand-in, with ten rows in three files and a file that is not data."""
     folder = tmp_path / "hub"
     for name, values in (("b", range(4, 7)), ("a", range(4)), ("sub/c", range(7, 10))):
         prompts = [f"{value} asks" for value in values]

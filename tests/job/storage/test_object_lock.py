@@ -37,11 +37,11 @@ def state(server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[StorePath]:
 
 
 class Run:
-    """A run's lock and files, with clocks that stand still.
+    """A run's lock and files, on clocks that the test sets.
 
     Args:
-        state: the folder.
-        later_s: how far the store's clock is ahead of the present.
+        state: the output's state folder.
+        later_s: seconds by which the store's clock is ahead of the real time.
     """
 
     def __init__(self, state: StorePath, later_s: float = 0.0) -> None:
@@ -143,7 +143,7 @@ def test_suspended_run_that_lost_the_lock_writes_nothing(state: StorePath) -> No
 
 
 def test_late_write_of_an_old_holder_replaces_nothing(state: StorePath) -> None:
-    """It fell asleep between its last look at the lock and the write, by its own clock."""
+    """By its own clock, the old holder slept between its last check of the lock and the write."""
     sleeper = Run(state)
     sleeper.lock.acquire()
     path, known = (state.parent / "data" / name for name in ("part-1.parquet", "part-2.parquet"))
@@ -171,7 +171,7 @@ def test_objects_of_dead_runs_are_overwritten(state: StorePath) -> None:
 
 
 def test_delete_lists_objects_before_it_checks_the_lock(state: StorePath) -> None:
-    """So that between that look and the delete nothing takes long."""
+    """Then nothing slow happens between the check and the delete."""
     sleeper = Run(state)
     sleeper.lock.acquire()
     path = state.parent / "_SUCCESS"
@@ -278,14 +278,14 @@ def test_store_lock_of_a_dead_local_process_is_free(
 def test_store_lock_survives_a_lost_answer(
     state: StorePath, server: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is sent again is refused: it is there already."""
+    """The client sends the write again, and the store refuses it because the object exists."""
     lost: list[str] = []
 
     def lose(request: Request) -> int | None:
         if request.method != "PUT" or HOLDER not in request.path or request.path in lost:
             return None
         lost.append(request.path)
-        return -503  # handed on, and then answered so
+        return -503  # the store gets the request, but the client gets 503
 
     with between(server, lose) as address:
         point_to(address, monkeypatch)

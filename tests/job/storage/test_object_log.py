@@ -1,4 +1,4 @@
-"""Files that are added to, in a store."""
+"""Log files in an object store, which are appended to."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from batchinfer.job.storage.object_filesystem import EVERY_S, KEPT_BYTES, StoreL
 
 
 class Store:
-    """What was put, and a clock that stands still."""
+    """Records the uploads; the test sets its clock."""
 
     def __init__(self) -> None:
         self.put: list[bytes] = []

@@ -1,4 +1,4 @@
-"""Input from an object store, by way of moto's server on this machine."""
+"""Input from an object store; moto's server stands in for it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _connected(address: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def prompts(tmp_path: Path, request: pytest.FixtureRequest) -> str:
-    """Ten rows in three files of a folder; beside them what is no data. The folder's URL."""
+    """Upload ten rows in three files, next to files that are not data; return the folder's URL."""
     key = f"{zlib.crc32(request.node.name.encode())}/dt=1/"
     folder = tmp_path / "uploaded"
     for name, values in (("b", [4, 5, 6]), ("a", [0, 1, 2, 3]), ("sub/c", [7, 8, 9])):

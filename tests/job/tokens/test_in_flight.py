@@ -49,8 +49,11 @@ def observer(most_lost_s: float = 0.0, kept: Any = None, **options: Any) -> Toke
 def test_tokens_are_flushed_before_most_lost_s_has_passed(
     most_lost_s: float, is_alone: bool, dues: list[float]
 ) -> None:
-    """The rest of the time is for a step and a write. A row that runs alone is flushed a second
-    after its first new token, however long its prompt took."""
+    """Part of ``most_lost_s`` is left for a step and a write.
+
+    A row that runs alone is flushed a second after its first new token, however long its prompt
+    took.
+    """
     now, handed_over = [0.0], []
     tokens = observer(most_lost_s, clock=lambda: now[0])
     tokens.is_row_alone = is_alone

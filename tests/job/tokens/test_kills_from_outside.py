@@ -22,18 +22,18 @@ MOST_TOKENS = 30
 
 
 class Killed(BaseException):
-    """What no part of the program expects."""
+    """An exception that no code of the program catches."""
 
 
 class SlowBuild(FakeBuild):
-    """Engines whose steps take a while by a clock of their own, and that may be killed."""
+    """Builds engines with a simulated clock; each step takes time, and a step can be killed."""
 
     def __init__(self) -> None:
         super().__init__(next_token=self._next_token)
         self.now = 0.0
         self.most_steps = 1_000_000
         self.poison: tuple[int, int] | None = None
-        """A row, and which of its tokens kills."""
+        """A row id and the position of the token at which this row kills the run."""
         self.before_step = self._before_step
 
     def _before_step(self, step: int) -> None:
@@ -49,7 +49,7 @@ class SlowBuild(FakeBuild):
 
 @pytest.fixture
 def build(monkeypatch: pytest.MonkeyPatch) -> SlowBuild:
-    """Runs in whose time a flush is due after five seconds, as it is in earnest."""
+    """Run jobs on the simulated clock, with the real interval of five seconds between flushes."""
     build = SlowBuild()
     timed = partial(TokensInFlight, clock=lambda: build.now)
     monkeypatch.setattr(pipeline, "TokensInFlight", timed)
@@ -80,8 +80,10 @@ def kills_until_done(run: Callable[[], ExitCode], most: int) -> int:
 
 
 def test_rows_of_externally_killed_runs_are_not_given_up(tmp_path: Path, build: SlowBuild) -> None:
-    """However early, as long as each run lives a second after its first token; two rows, since one
-    would be ready before it has died often enough."""
+    """Runs may be killed early, if each lives for a second after its first token.
+
+    The job has two rows, because a single row would finish before enough runs have died.
+    """
     spec = long_job(tmp_path, num_rows=2)
     build.most_steps = 14
     kills = kills_until_done(lambda: run_job(spec, build=build, quiet=True), 100)

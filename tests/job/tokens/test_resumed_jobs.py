@@ -1,4 +1,4 @@
-"""Whole jobs of long answers that are cut off: nothing drawn is drawn again, nothing differs."""
+"""Jobs of long answers that are interrupted: no token is drawn twice, and no output differs."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ OF_ROWS: list[dict[str, Any]] = [
     GREEDY,
     {"max_tokens": 1},
 ]
-"""A row of each kind; those that are greedy have one prompt."""
+"""Sampling parameters of rows of each kind; greedy rows share a prompt."""
 MIXED: dict[str, dict[str, Any]] = {"sampling": SEEDED}
 ACCEPTED = {"sampling": SEEDED, "accept": {"regex": "A[A-D]*$", "k": 2, "max_tries": 8}}
 THINKING = {
@@ -50,11 +50,11 @@ THINKING = {
 
 
 class Killed(BaseException):
-    """What no part of the program expects."""
+    """An exception that no code of the program catches."""
 
 
 def build(at: int = -1, end: Callable[[], None] = lambda: None) -> FakeBuild:
-    """An engine that does something before a step."""
+    """Return a builder whose engine calls ``end`` before the step ``at``."""
     made = FakeBuild(num_blocks=256, max_num_seqs=9, next_token=drawn_at_length)
     made.before_step = lambda step: end() if step == at else None
     return made
@@ -87,7 +87,7 @@ def long_job(folder: Path, name: str, kind: dict[str, Any] = MIXED) -> JobSpec:
 
 @contextmanager
 def flushed_at_once(patch: pytest.MonkeyPatch) -> Iterator[None]:
-    """With every turn of the engine's loop, before the next."""
+    """Flush tokens in every turn of the engine's loop, before the next turn."""
     with patch.context() as within:
         within.setattr(LocalFiles, "flush_every_s", 0.0)
         within.setattr(pipeline, "BackgroundConsumer", AtOnce)
@@ -99,7 +99,7 @@ def rows_of(folder: Path, name: str) -> pa.Table:
 
 
 def facts_of(folder: Path, name: str) -> tuple[dict[str, int], int]:
-    """``tokens`` of the summary, and tokens decoded in all runs."""
+    """Return ``tokens`` of the summary, and the number of tokens decoded in all runs."""
     summary = json.loads((folder / name / "summary.json").read_bytes())
     steps = pq.read_table(folder / name / "stats" / "steps.parquet")
     tokens = summary["tokens"]
@@ -122,7 +122,7 @@ def token_files(folder: Path, name: str) -> list[Path]:
 def test_resumed_job_draws_no_token_twice(
     tmp_path: Path, kind: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a job that is stopped, and in one that dies right after a flush."""
+    """One job is stopped, and another dies right after a flush."""
     assert run_job(long_job(tmp_path, "unbroken", kind), build=build(), quiet=True) is ExitCode.OK
     unbroken, decoded_once = facts_of(tmp_path, "unbroken")
     spec = long_job(tmp_path, "stopped", kind)
@@ -142,7 +142,7 @@ def test_resumed_job_draws_no_token_twice(
         assert tokens["output"] == unbroken["output"]
         assert tokens["lost"] == unbroken["lost"] == 0
         assert tokens["recomputed"] > unbroken["recomputed"]
-        # What a grammar had forced and nobody had computed yet counts as computed again.
+        # Tokens that a grammar forced, but no step computed, count as recomputed after the resume.
         assert decoded_once - 2 * len(" and ") <= decoded <= decoded_once
         assert not token_files(tmp_path, name)
 
@@ -156,7 +156,7 @@ def test_resume_keeps_reasoning_and_its_budget(tmp_path: Path) -> None:
     assert run_job(unbroken, build=build(), quiet=True) is ExitCode.OK
     assert rows_of(tmp_path, "stopped").equals(rows_of(tmp_path, "unbroken"))
     rows = rows_of(tmp_path, "stopped").to_pylist()
-    assert max(row["num_reasoning_tokens"] for row in rows) == 9 + 1  # with the end marker
+    assert max(row["num_reasoning_tokens"] for row in rows) == 9 + 1  # including the end marker
     for row in rows:
         (sample,) = row["outputs"]
         assert row["reasoning"] == sample["reasoning"]
@@ -209,7 +209,7 @@ def test_damaged_token_files_are_ignored(tmp_path: Path, harm: Callable[[Path], 
 
 
 def test_token_files_of_another_plan_are_ignored(tmp_path: Path) -> None:
-    """An earlier job's, of which some are sent off late, and whose rows have the same prompts."""
+    """The files belong to an earlier job with the same prompts; some of them are written late."""
     spec = long_job(tmp_path, "out")
     assert run_job(spec, build=build(12, stop), quiet=True) is ExitCode.INTERRUPTED
     (late,) = token_files(tmp_path, "out")
@@ -227,7 +227,7 @@ def test_token_files_of_another_plan_are_ignored(tmp_path: Path) -> None:
 def test_long_answers_are_not_suspected_of_crashes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No row finishes between one and the next, but each run draws more of them."""
+    """No row finishes between the deaths, but each run draws more tokens."""
     spec = long_job(tmp_path, "out", {"sampling": {**SEEDED, "ignore_eos": True}})
     with flushed_at_once(monkeypatch):
         for _ in range(4):

@@ -1,4 +1,4 @@
-"""Files of tokens: what comes back is what was written, as far as it is whole."""
+"""Token files return what was written, as far as the files are intact."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def array(token_ids: Sequence[int]) -> TokenIds:
 def increment(
     row_id: int, samples: Sequence[tuple[int, Sequence[int]]], chain: int = 0
 ) -> OutputIncrement:
-    """Where the tokens of each sample start, and they."""
+    """Return an increment; ``samples`` are pairs of the first token's position and new tokens."""
     parts = [
         (start, PartialSample(index, array(token_ids), -1.0 * len(token_ids), None))
         for index, (start, token_ids) in enumerate(samples)
@@ -55,7 +55,7 @@ def write(files: TokenFiles, *increments: OutputIncrement, replaces_all: bool = 
 
 
 def tokens_of(out: OutputDir, row_id: int) -> list[list[int]]:
-    """The tokens of each sample that a run would go on from."""
+    """Return the tokens of each sample from which a run would resume."""
     kept = TokenFiles(out, PLAN, {}, "run-00009").recover(ALL).get((row_id, 0))
     return [] if kept is None else [one.token_ids.tolist() for one in kept.partial().samples]
 
@@ -90,7 +90,7 @@ def test_token_file_with_all_tokens_replaces_older_files(out: OutputDir, dies: b
     write(files, increment(3, [(0, [5, 6, 8])], chain=1), replaces_all=True)
     (path,) = out.files.entries(out.tokens)
     assert files.size == Path(path).stat().st_size
-    for name, data in old.items() if dies else ():  # before it has deleted them
+    for name, data in old.items() if dies else ():  # as if it died before deleting them
         Path(name).write_bytes(data)
     assert tokens_of(out, 3) == [[5, 6, 8]]
     write(files, replaces_all=True)

@@ -46,7 +46,7 @@ NEW = [f"{row} new" for row in range(9)]
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A finished job whose input has changed since, to fewer parts."""
+    """Return the folder of a finished job whose new input makes fewer parts."""
     write_rows(tmp_path, *OLD)
     assert run(spec_of(tmp_path)) is ExitCode.OK
     write_rows(tmp_path, *NEW)
@@ -59,7 +59,7 @@ def files(out: Path) -> dict[str, bytes]:
 
 @pytest.fixture(scope="module")
 def fresh(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    """The files of an output that was made at once."""
+    """Return the files of a job that ran once, on the new input."""
     folder = tmp_path_factory.mktemp("fresh")
     write_rows(folder, *NEW)
     assert run(spec_of(folder)) is ExitCode.OK
@@ -67,7 +67,7 @@ def fresh(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
 
 
 def check_new(folder: Path, fresh: dict[str, bytes]) -> None:
-    """Check that the output is as if it was made at once."""
+    """Check that the output equals that of a single run on the new input."""
     out = folder / "out"
     assert not verify(OutputDir(out)).problems
     assert verify(OutputDir(out)).complete
@@ -115,7 +115,7 @@ def test_interrupted_swap_is_completed(
 
 @pytest.mark.parametrize("options", [{"update": True}, {"overwrite": True}])
 def test_live_progress_files_survive(folder: Path, options: dict[str, bool]) -> None:
-    """A thread writes them all the time, so that their folder cannot be deleted."""
+    """A thread writes these files all the time, so their folder cannot be deleted."""
     live = OutputDir(folder / "out").live
     Path(live).mkdir(exist_ok=True)
     (Path(live) / "other.json").write_text("{}")
@@ -157,7 +157,7 @@ def swapped(folder: Path) -> list[Path]:
 
 
 def half_way(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Interrupt an update when some of its files are in place."""
+    """Interrupt an update after it has moved some of its files into place."""
     cut_off_at(monkeypatch, "copied", times=3)
     with pytest.raises(CutOff):
         run(spec_of(folder), update=True)

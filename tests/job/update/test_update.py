@@ -1,4 +1,4 @@
-"""Updates of outputs: the rows that are computed again, and the result."""
+"""Updates of outputs: which rows run again, and the result."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ class Place:
         write_parquet(self.folder / "in" / name, {"prompt": list(texts)})
 
     def run(self, expected: ExitCode = ExitCode.OK, **options: Any) -> list[int]:
-        """Run the job; returns the rows that the engine ran, sorted."""
+        """Run the job; return the rows that the engine ran, sorted."""
         build = TellingBuild(next_token=self.next_token)
         code = run_job(self.spec(), build=build, quiet=True, **options)
         assert code is expected
         return sorted(build.ran)
 
     def stop(self, step: int, **options: Any) -> list[int]:
-        """Run the job and stop it at a step; returns the rows that the engine ran."""
+        """Run the job and stop it at a step; return the rows that the engine ran, sorted."""
         build = TellingBuild(max_num_seqs=4, next_token=self.next_token)
         build.before_step = stop_at(step)
         assert run_job(self.spec(), build=build, quiet=True, **options) is ExitCode.INTERRUPTED
@@ -62,7 +62,7 @@ class Place:
         return [row for part in parts for row in pq.read_table(part).to_pylist()]
 
     def check_as_fresh(self) -> None:
-        """Check that the output has the bytes of an output that was made at once."""
+        """Check that the output equals that of a single run into another folder."""
         build = TellingBuild(next_token=self.next_token)
         run_job(self.spec("fresh"), build=build, quiet=True)
         fresh, here = (self.folder / out / "data" for out in ("fresh", "out"))
@@ -76,7 +76,7 @@ class Place:
 
 @pytest.fixture
 def place(tmp_path: Path) -> Place:
-    """A finished job."""
+    """Return a finished job."""
     found = Place(tmp_path)
     found.write(*ROWS)
     assert found.run() == list(range(14))
@@ -163,7 +163,7 @@ def test_stopped_update_is_resumed(tmp_path: Path, update: bool) -> None:
 def test_update_reuses_rows_of_an_unfinished_update(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pipeline, "BackgroundConsumer", AtOnce)  # copies rows first
+    monkeypatch.setattr(pipeline, "BackgroundConsumer", AtOnce)  # the update copies rows first
     place.write(*ROWS, *(f"{row} more" for row in range(9)))
     place.stop(8, update=True)
     (generation,) = place.out.files.entries(place.out.next)
@@ -237,7 +237,7 @@ def test_retry_errors_refuses_fewer_rows(place: Place) -> None:
 
 
 def test_update_without_empty_folders(place: Place) -> None:
-    """As after a copy by a tool that copies only files."""
+    """Tools that copy only files lose empty folders."""
     for folder in sorted((place.folder / "out").rglob("*"), reverse=True):
         if folder.is_dir() and not any(folder.iterdir()):
             folder.rmdir()

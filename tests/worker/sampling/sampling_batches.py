@@ -35,7 +35,7 @@ class Sample:
     allowed: Sequence[int] = ()
 
     @property
-    def penalised(self) -> bool:
+    def penalized(self) -> bool:
         return (self.presence, self.frequency, self.repetition) != (0.0, 0.0, 1.0)
 
 
@@ -72,7 +72,7 @@ def make_batch(samples: Sequence[Sample]) -> SamplingBatch:
 
 
 def _penalties(samples: Sequence[Sample]) -> Penalties | None:
-    at = [k for k, sample in enumerate(samples) if sample.penalised]
+    at = [k for k, sample in enumerate(samples) if sample.penalized]
     if not at:
         return None
     return Penalties(

@@ -119,7 +119,7 @@ def _load(job: JobSpec, context: EngineContext, grammars: GrammarCompiler) -> Lo
     )
 
 
-def _summarise(row: Mapping[str, Any]) -> tuple[str | None, str]:
+def _summarize(row: Mapping[str, Any]) -> tuple[str | None, str]:
     facts = f"{row['num_prompt_tokens'] or 0:,} input tokens"
     if row["label"] is None:
         return None, facts
@@ -131,7 +131,7 @@ CLASSIFY_TASK = Task(
     lambda job: _TYPES,
     _prompt_builder,
     _load,
-    _summarise,
+    _summarize,
     ("label", "score"),
     _FAILED,
     _check_columns,

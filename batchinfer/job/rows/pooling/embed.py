@@ -108,7 +108,7 @@ def _prompt_builder(job: JobSpec) -> BuilderFactory:
     )
 
 
-def _summarise(row: Mapping[str, Any]) -> tuple[str | None, str]:
+def _summarize(row: Mapping[str, Any]) -> tuple[str | None, str]:
     facts = f"{row['num_prompt_tokens'] or 0:,} input tokens"
     values = row["embedding"]
     if values is None:
@@ -122,7 +122,7 @@ EMBED_TASK = Task(
     _result_types,
     _prompt_builder,
     _load,
-    _summarise,
+    _summarize,
     ("embedding.list.element",),
     _FAILED,
     runner=_runner,
