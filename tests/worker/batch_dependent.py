@@ -1,4 +1,4 @@
-"""A product whose last bits depend on how many rows there are, as those of a library may."""
+"""A GEMM whose last bits depend on the number of rows, like those of some libraries."""
 
 from __future__ import annotations
 

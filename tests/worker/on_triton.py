@@ -1,4 +1,4 @@
-"""Runs the CUDA side on CPU tensors, in Triton's interpreter, and notes what would be launched."""
+"""Run CUDA code on CPU tensors in Triton's interpreter, and record the kernel launches."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.interpreter import GridExecutor
 
-# Kernels need no device memory of their own: views, and memory that is only asked for.
+# These operations launch no kernel: they make views or allocate memory.
 _NOT_LAUNCHED = ("empty", "empty_like", "empty_strided", "new_empty", "detach", "_unsafe_view",
                  "_reshape_alias", "lift_fresh")  # fmt: skip
 
 
 def pretend_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensors say that they are on a CUDA device; whoever asks them calls Triton's kernels."""
+    """Let all tensors say that they are on a CUDA device, so that Triton's kernels are called."""
     monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
 
 
 @dataclass(frozen=True)
 class Launch:
-    """A kernel, and what its launch fixes: the grid and every argument that is not a tensor."""
+    """A kernel, and the fixed part of its launch: the grid and the arguments without tensors."""
 
     name: str
     fixed: tuple[Any, ...] = ()
@@ -32,7 +32,7 @@ class Launch:
 
 @dataclass
 class Trace(TorchDispatchMode):
-    """The launches of torch's operations and of Triton's kernels, in order."""
+    """Records the launches of torch's operations and of Triton's kernels, in order."""
 
     launches: list[Launch] = field(default_factory=list)
     inside_triton: bool = False
@@ -52,7 +52,7 @@ class Trace(TorchDispatchMode):
 
 
 def _fixed(argument: Any) -> Any:
-    """An argument with None in place of tensors, also of those in tuples."""
+    """Return an argument with None in place of tensors, also within tuples."""
     if isinstance(argument, tuple):
         return tuple(map(_fixed, argument))
     return None if isinstance(argument, torch.Tensor) else argument
@@ -60,7 +60,7 @@ def _fixed(argument: Any) -> Any:
 
 @contextmanager
 def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[Trace]:
-    """Note the launches of what runs inside."""
+    """Record the launches of the code inside the ``with`` block."""
     trace = Trace()
     execute = GridExecutor.__call__
 

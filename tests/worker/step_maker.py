@@ -1,4 +1,4 @@
-"""Builds steps by hand: sequences with scattered blocks, advanced by any number of tokens."""
+"""Build steps by hand, of sequences with scattered blocks and any number of tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from batchinfer.engine.step import SamplingBatch, SamplingColumns, Step
 
 @dataclass
 class HandSequence:
-    """A sequence with its block table, advanced by hand."""
+    """A sequence with its block table; tests advance it by hand."""
 
     token_ids: list[int]
     block_table: list[int]
@@ -21,7 +21,7 @@ class HandSequence:
 
 @dataclass
 class StepMaker:
-    """Hands out blocks in a shuffled order and builds steps of greedy samples."""
+    """Assigns blocks in a shuffled order, and builds steps of greedy samples."""
 
     num_blocks: int
     block_size: int
@@ -34,7 +34,7 @@ class StepMaker:
         self.free = [int(block) for block in order]
 
     def sequence(self, token_ids: list[int]) -> HandSequence:
-        """A new sequence; nothing of it is computed."""
+        """Return a new sequence of which nothing is computed."""
         state_slots = [self.free.pop() for _ in range(self.slots_per_state)]
         return HandSequence(list(token_ids), [], state_slots=state_slots)
 
@@ -45,7 +45,10 @@ class StepMaker:
         copies: tuple[tuple[int, int], ...] = (),
         every_logit: bool = False,
     ) -> Step:
-        """Compute the next tokens of each sequence; logits of those that end their sequence."""
+        """Return a step that computes the next tokens of each sequence.
+
+        Logits are computed for last tokens of sequences, and with ``every_logit`` for all tokens.
+        """
         tokens, positions, starts, slots, wanted = [], [], [0], [], []
         for sequence, count in parts:
             first = sequence.num_computed
@@ -80,7 +83,7 @@ class StepMaker:
 
 
 def greedy_batch(num_samples: int) -> SamplingBatch:
-    """One greedy sample from each row of logits."""
+    """Return a batch with one greedy sample from each row of logits."""
     columns = SamplingColumns.zeros(num_samples)
     columns.top_p[:], columns.num_logprobs[:] = 1, -1
     none = np.empty(0, np.int32)

@@ -1,4 +1,4 @@
-"""Models with attention within chunks, whose chunks the blocks must fill."""
+"""Models with chunked attention, whose chunks must be multiples of the block size."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.models import make_checkpoint
 
 
 def test_chunks_need_be_filled_by_the_engines_blocks_alone(tmp_path: Path) -> None:
-    """24 tokens are no multiple of the blocks that a model is tried with when it is loaded."""
+    """A chunk of 24 tokens is not a multiple of the block size that loading tries."""
     name = str(make_checkpoint("llama4_text", tmp_path, attention_chunk_size=24))
     loaded = load_model(ModelConfig(name=name), device=torch.device("cpu"))
     assert loaded.layout(8).chunks == (24, 0, 24)

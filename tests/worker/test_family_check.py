@@ -1,4 +1,4 @@
-"""Families that paged attention does not compute as transformers does are refused."""
+"""Families are refused if paged attention would change transformers' logits."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.models import FAMILIES, tiny_config, tiny_model
 
 LONGEST = 512
 FREE = 16 << 30
-"""Memory enough for a copy in float32."""
+"""Enough memory for a float32 copy of the model."""
 
 
 def model_of(family: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
@@ -88,7 +88,7 @@ def test_a_model_that_ignores_positions_is_refused() -> None:
     rotary = model.model.rotary_emb
     forward = rotary.forward
     rotary.forward = lambda x, position_ids: forward(x, torch.arange(x.shape[1])[None])
-    check_attention(model, layout)  # rotary positions are relative: shifting both is no harm
+    check_attention(model, layout)  # rotary positions are relative, so a shift changes nothing
     rotary.forward = lambda x, position_ids: forward(x, torch.arange(x.shape[1])[None] ** 2)
     with pytest.raises(ModelError, match="depends on its neighbors"):
         check_attention(model, layout)
@@ -107,7 +107,8 @@ def test_a_sliding_window_in_the_attention_mask_alone_is_refused(free_bytes: int
     register()
     with pytest.raises(ModelError, match=r"'phimoe' cannot be run: .*sliding_window .*to 300"):
         check_against_eager(phimoe(300), LONGEST, free_bytes)
-    check_against_eager(phimoe(LONGEST), LONGEST, free_bytes)  # no sequence leaves it
+    # No sequence is longer than the window.
+    check_against_eager(phimoe(LONGEST), LONGEST, free_bytes)
     check_against_eager(phimoe(None), LONGEST, free_bytes)
 
 

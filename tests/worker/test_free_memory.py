@@ -1,4 +1,4 @@
-"""Memory that is freed goes back to the system."""
+"""Freed memory is returned to the operating system."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def tensors() -> list[torch.Tensor]:
 def test_what_another_thread_allocated_is_returned() -> None:
     with ThreadPoolExecutor(1) as threads:
         made = threads.submit(tensors).result()
-        kept = made[::64]  # between holes, so that nothing goes back by itself
+        kept = made[::64]  # surrounded by free memory, so that nothing is returned by itself
         held = psutil.Process().memory_info().rss
         del made
         return_freed_memory()

@@ -53,7 +53,7 @@ def test_views_tile_the_pool(layer_major: bool) -> None:
         cache.key(layer).fill_(2 * layer)
         cache.value(layer).fill_(2 * layer + 1)
     counts = torch.bincount(cache.pool.long().flatten())
-    per_slot = 2 * 4 * 6  # slots (one is the null slot), heads, tokens ...
+    per_slot = 2 * 4 * 6  # slots (including the null slot), heads, tokens ...
     assert counts.tolist() == [per_slot * n for n in (6, 4)] * 3
 
 
@@ -62,7 +62,7 @@ def test_views_tile_the_pool(layer_major: bool) -> None:
 def test_values_that_lie_in_the_keys(fp8: bool, layer_major: bool) -> None:
     layout = KVLayout(3, 1, 20, 16, block_size=4, element_bytes=4, fp8=fp8, latent=True)
     cache = KVCache(layout, 5, CPU, torch.float32, layer_major=layer_major)
-    assert cache.pool.numel() == 6 * 3 * 4 * 20  # slots (one is the null slot), layers, tokens
+    assert cache.pool.numel() == 6 * 3 * 4 * 20  # slots (including the null slot), layers, tokens
     key = torch.randint(-8, 8, (7, 1, 20)).float()
     slots = torch.tensor([4, 5, 6, 7, 16, 17, -1])
     for layer in range(3):
@@ -200,7 +200,7 @@ def test_swapped_block_returns_unchanged(layer_major: bool, device: str) -> None
 def test_blocks_leave_before_others_come_and_the_last_to_come_stays(
     layer_major: bool, device: str
 ) -> None:
-    """A slot is taken over in one step; one given away again in it is filled twice."""
+    """Two blocks leave and three come: a slot is filled after its block has left; the last block wins."""
     cache = make(num_host_blocks=3, layer_major=layer_major, device=device)
     cache.pool.copy_(torch.randn_like(cache.pool))
     before = cache.blocks.clone()

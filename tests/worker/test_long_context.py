@@ -1,4 +1,4 @@
-"""Long sequences: positions scaled as transformers scales them, and a context of 16,384 tokens."""
+"""Long sequences: scaled positions as in transformers, and a context of 16,384 tokens."""
 
 from __future__ import annotations
 
@@ -80,7 +80,8 @@ def test_scaled_positions_are_those_of_transformers(name: str, fused: bool) -> N
     cache = KVCache(layout, LONGEST // BLOCK_SIZE, torch.device("cpu"), torch.float32)
     maker = StepMaker(LONGEST // BLOCK_SIZE, BLOCK_SIZE)
     sequence, backend = maker.sequence(ids), make_backend(cache)
-    # The first chunk is shorter than the original length: company must not choose the scaling.
+    # The first chunk is shorter than the original length; the other rows of a step must not choose
+    # the scaling.
     counts = [20, 100, LONGEST - 122, 1, 1]
     steps = [maker.step([(sequence, count)], every_logit=True) for count in counts]
     got = torch.cat([forward(model, cache, backend, step) for step in steps])
@@ -89,7 +90,7 @@ def test_scaled_positions_are_those_of_transformers(name: str, fused: bool) -> N
 
 @pytest.mark.long
 def test_a_long_prompt_is_right_and_takes_the_memory_planned() -> None:
-    """`benchmarks/long_context.py` has 131,072 tokens; an eighth of them is a 64th of it."""
+    """The benchmark uses 131,072 tokens; an eighth of them takes a 64th of the work."""
     command = [sys.executable, str(ROOT / "benchmarks" / "long_context.py")]
     done = subprocess.run(
         [*command, "--tokens", "16384", "--outputs", "4"],
@@ -100,5 +101,5 @@ def test_a_long_prompt_is_right_and_takes_the_memory_planned() -> None:
     found = json.loads(done.stdout)
     assert found["kv_error"] < 5e-4
     assert found["logprob_error"] < 1e-4
-    # Threads' stacks, a library and what the allocator keeps come on top.
+    # Thread stacks, a library and the allocator's cache take memory too.
     assert found["taken_mib"] < found["planned_mib"] + 64

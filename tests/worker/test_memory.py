@@ -21,7 +21,7 @@ from batchinfer.worker.sampling.sampler import workspace_bytes
 from tests.models import make_text_model, tiny_config
 
 CONFIG = {"vocab_size": 100, "hidden_size": 32, "intermediate_size": 64}
-LAYOUT = KVLayout(2, 2, 8, 8, block_size=16, element_bytes=4)  # 4 KiB a block
+LAYOUT = KVLayout(2, 2, 8, 8, block_size=16, element_bytes=4)  # a block has 4 KiB
 MIB = 2**20
 GRAPH_BYTES = memory.graph_bytes
 
@@ -68,7 +68,7 @@ def test_fp8_makes_twice_the_blocks_of_a_16_bit_pool(device: str) -> None:
     )
     assert fp8.num_blocks in (2 * plain.num_blocks, 2 * plain.num_blocks + 1)
     assert fp8.pool_bytes == pytest.approx(plain.pool_bytes, rel=1e-3)
-    # What is computed is as wide as ever.
+    # Activations and logits do not become smaller.
     assert fp8.activation_bytes == plain.activation_bytes
     assert fp8.logits_bytes == plain.logits_bytes
 
@@ -202,7 +202,7 @@ def test_free_host_bytes_respects_the_limit_of_the_address_space(
 
 
 def test_a_small_pool_runs_where_little_may_be_mapped(tmp_path: Path) -> None:
-    """The default swap space is mapped at once, whatever of it is used."""
+    """The default swap space is mapped at once, even if it is not used."""
     code = """
 import os, resource, sys
 import psutil, torch, transformers
@@ -280,7 +280,7 @@ def test_graphs_need_room_for_the_largest_step_and_its_rows_of_logits() -> None:
         (140, {}, 8192),
         (24, {}, 2048),
         (24, {"max_num_batched_tokens": 3000}, 1500),
-        (1, {}, 1024),  # a decode of every sequence
+        (1, {}, 1024),  # a decode step of all sequences
         (140, {"max_num_batched_tokens": 100_000}, 8192),
         (140, {"max_num_batched_tokens": 100}, 100),
     ],

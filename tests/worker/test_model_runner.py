@@ -20,7 +20,7 @@ NEAR_TIE = 1e-4
 
 
 def greedy(logits: torch.Tensor, batch: SamplingBatch) -> SampleHandle:
-    """A stand-in for the sampler: the most likely token."""
+    """Take the most likely tokens, in place of the sampler."""
     ids = logits[torch.from_numpy(batch.logits_rows).long()].argmax(-1)
     zeros = torch.zeros(len(ids))
     return SampleHandle(ids, zeros, zeros > 0)
@@ -37,7 +37,7 @@ def make_runner(family: str, num_blocks: int = 64) -> tuple[ModelRunner, StepMak
 
 
 def generate(family: str, prompts: list[list[int]], num_tokens: int, chunk: int) -> list[list[int]]:
-    """Greedy tokens of all prompts together, prompts in chunks."""
+    """Generate greedily for all prompts together; prompts are computed in chunks."""
     runner, maker = make_runner(family)
     sequences = [maker.sequence(prompt) for prompt in prompts]
     targets = [len(prompt) + num_tokens for prompt in prompts]
@@ -92,13 +92,13 @@ def test_a_step_takes_its_tokens_from_the_samples_of_the_step_before() -> None:
     prompts = [[5, 6, 7], [8, 9]]
 
     def second_step(known: bool) -> list[int]:
-        """Each sequence's second token; the first is handed over, or taken from the device."""
+        """Return each sequence's second token; its first comes from the host or the device."""
         runner, maker = make_runner("llama")
         sequences = [maker.sequence(prompt) for prompt in prompts]
         first = runner.submit(maker.step([(s, len(s.token_ids)) for s in sequences])).result()
         for sequence, token in zip(sequences, first.token_ids.tolist(), strict=True):
             sequence.token_ids.append(token if known else 0)
-        # A third one has its tokens from the host; the others come in another order.
+        # A third sequence has its tokens from the host; the other two change their order.
         third = maker.sequence([3, 4])
         step = maker.step([(sequences[1], 1), (third, 2), (sequences[0], 1)])
         if not known:

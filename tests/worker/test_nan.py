@@ -1,4 +1,4 @@
-"""A row whose logits are not numbers errs alone, whatever it shares with others."""
+"""A row with NaN logits fails alone, whatever it shares with other rows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from batchinfer import LLM, SamplingParams
 from tests.engine.invariants import check_scheduler
 
 PREFIX = list(range(20, 40))
-POISON = 77  # a token whose embedding is not a number
+POISON = 77  # a token whose embedding is NaN
 GOOD = [[*PREFIX, 50, 51, 52], [*PREFIX, 53], [*PREFIX, *range(60, 69)]]
 BAD = [*PREFIX, POISON]
 

@@ -59,7 +59,7 @@ def test_the_tensors_of_the_attempt_are_gone() -> None:
 
 
 def test_the_tensors_of_an_earlier_failure_are_gone() -> None:
-    """Those of the error that the one for want of memory was raised in place of."""
+    """The out-of-memory error was raised while another error was handled, whose tensors must go."""
     kept: list[weakref.ref[torch.Tensor]] = []
 
     def fail() -> None:

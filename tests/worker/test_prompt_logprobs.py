@@ -1,4 +1,4 @@
-"""Given tokens are judged as transformers' own logits judge them, a few rows at a time."""
+"""Log-probabilities of given tokens equal transformers', computed a few rows at a time."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_log_probabilities_are_those_of_the_models_own_logits(family: str) -> No
     runner, maker = make_runner(family)
     runner._scorer = PromptScorer(runner._model, rows=4)
     step = maker.step([(maker.sequence(prompt), len(prompt)) for prompt in prompts])
-    # All of the first prompt, and of the second from its fifth token on.
+    # Score the first prompt from its second token on, and the second prompt from its sixth.
     rows = [*range(22), *range(23 + 4, 23 + 10)]
     tokens = [*prompts[0][1:], *prompts[1][5:]]
     wanted = [TOP] * 22 + [0] * 6

@@ -1,4 +1,4 @@
-"""On a CPU a row's logits have the same bits, whatever runs beside it and however it is run."""
+"""On a CPU, a row's logits have the same bits with any other rows and any schedule."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from tests.worker.batch_dependent import BATCH_DEPENDENT
 
 CPU = torch.device("cpu")
 OWN = KernelRequirements("own", deterministic=True)
-# Widths that are multiples of 32, as those of real models are: where a module is not fused, torch
-# computes the last elements of a tensor, past whole pairs of vectors, with another exp.
+# All widths are multiples of 32, like those of real models. In modules that are not fused, torch
+# computes exp differently for the last elements of a tensor that fill no pair of vectors.
 WIDE = {"hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 8}
 ODD = {"hidden_size": 104, "intermediate_size": 300, "num_attention_heads": 4}
 
@@ -82,7 +82,7 @@ def prompt(row: int, prefix: int) -> np.ndarray:
 
 
 def logits_of(loaded: LoadedModel, setup: Setup) -> dict[tuple[int, int, int], bytes]:
-    """The logits of every row, sample and output position."""
+    """Return the logits of every row, sample and output position."""
     cache = KVCache(loaded.layout(8), setup.num_blocks, CPU, getattr(torch, loaded.dtype))
     windows = cache.layout.windows
     pool = BlockPool(setup.num_blocks, 8, enable_prefix_caching=setup.caching, windows=windows)
@@ -119,7 +119,8 @@ def test_logits_do_not_depend_on_how_a_row_is_run(llama: LoadedModel, other: Set
     ("family", "widths"),
     [
         *((family, WIDE) for family in ("qwen3", "gemma2", "mistral", "olmo2")),
-        *((family, ODD) for family in ("llama", "qwen3")),  # of which all of a layer is fused
+        # The layers of these families are fused completely.
+        *((family, ODD) for family in ("llama", "qwen3")),
     ],
 )
 def test_other_families_and_widths(family: str, widths: dict[str, int], tmp_path: Path) -> None:
@@ -146,7 +147,7 @@ APART = {
 def test_rows_that_attend_together_have_the_bits_of_rows_apart(
     llama: LoadedModel, apart: Setup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Twelve rows under three prefixes, eight samples each: what they share is read once."""
+    """Twelve rows with three prefixes have eight samples each; shared blocks are read once."""
     told = []
     of_step = PrefixTree.of_step
 
@@ -166,7 +167,7 @@ def test_rows_that_attend_together_have_the_bits_of_rows_apart(
 def test_batch_dependent_kernel_changes_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Guards the tests above: they can fail."""
+    """Shows that the tests above can fail."""
     monkeypatch.setattr(kernel_choice, "linear_kernels", lambda dtype: (BATCH_DEPENDENT,))
     loaded = load_model(ModelConfig(str(make_checkpoint("llama", tmp_path, **WIDE))), device=CPU)
     usual = logits_of(loaded, Setup())

@@ -1,5 +1,7 @@
-"""With `engine.deterministic` a row's tokens and logprobs have the same bits on a CUDA device too,
-whatever runs beside it and however it is run: in Triton's interpreter, and on a GPU."""
+"""With `engine.deterministic`, a row's tokens and logprobs have the same bits on CUDA too.
+
+They depend neither on other rows nor on the schedule, in Triton's interpreter and on a GPU.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,7 @@ OTHERS = {
 
 @dataclass(frozen=True)
 class Prepared:
-    """A model whose rows keep their bits, and how it is captured."""
+    """A model whose rows keep their bits, and the function that captures its steps."""
 
     model: torch.nn.Module
     layout: KVLayout
@@ -94,7 +96,7 @@ class RecordingSampler(Sampler):
 
 
 def bits_of(prepared: Prepared, setup: Setup) -> dict[tuple[int, int, int], bytes]:
-    """The bits of every row, sample and output position."""
+    """Return the bits of every row, sample and output position."""
     weight = next(prepared.model.parameters())
     cache = KVCache(prepared.layout, setup.num_blocks, weight.device, weight.dtype)
     windows = prepared.layout.windows
@@ -133,19 +135,19 @@ def bits_of(prepared: Prepared, setup: Setup) -> dict[tuple[int, int, int], byte
 
 
 def prompt(row: int) -> np.ndarray:
-    """A prompt that shares 9 tokens with others."""
+    """Return a prompt that shares its first 9 tokens with other rows."""
     shared, own = np.random.default_rng(row % 2), np.random.default_rng(100 + row)
     ids = [shared.integers(2, 190, 9), own.integers(2, 190, 1 + 6 * row)]
     return np.concatenate(ids).astype(np.int32)
 
 
 def replayed(run: Run) -> Run:
-    """A capture that runs everything again."""
+    """Capture nothing: a replay calls ``run`` again."""
     return run
 
 
 def wait_for_nothing(self: HostCopy, tensor: torch.Tensor) -> None:
-    """There is no pinned memory without a device: what goes to the host is there."""
+    """Keep the tensor: without a device there is no pinned memory."""
     self._event, self._host = None, tensor
 
 
@@ -166,7 +168,11 @@ def prepared_model(
     packed: bool = True,
     **changes: Any,
 ) -> Prepared:
-    """A tiny model as ``engine.deterministic`` has it; its products only where ``packed``."""
+    """Return a tiny model prepared as ``engine.deterministic`` does.
+
+    Args:
+        packed: False keeps torch's matrix products.
+    """
     register()
     model = tiny_model(family, **SMALL | changes).to(device, dtype)
     model.set_attn_implementation(ATTENTION_NAME)  # type: ignore[operator]
@@ -183,10 +189,10 @@ def prepared_model(
 
 
 @pytest.mark.long
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # padding holds whatever memory held
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # padding holds arbitrary values
 @pytest.mark.usefixtures("interpreted")
 def test_bits_do_not_depend_on_how_a_row_is_run() -> None:
-    """With the usual attention the row that is preempted differs."""
+    """Without ``engine.deterministic``, the preempted row would have other bits."""
     prepared = prepared_model("qwen3", hidden_size=32)
     usual = bits_of(prepared, Setup())
     assert len(usual) == 5 * 3

@@ -1,4 +1,4 @@
-"""Parity with transformers' own eager attention, family by family, in float32 on the CPU."""
+"""Attention of each family on a CPU equals transformers' eager attention in float32."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ TOLERANCE = 1e-4
 
 @pytest.fixture(autouse=True, params=["native", "torch"])
 def cpu_backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both ways to attend on a CPU; where no compiler is, the first is the second."""
+    """Run with the C kernels and with torch; without a C compiler, both runs use torch."""
     if request.param == "torch":
         monkeypatch.setattr(cpu_attention, "supports", lambda dtype: False)
 
 
 class Parity:
-    """One model twice: eager as transformers runs it, and over a pool full of NaN."""
+    """Two copies of a model: one runs eagerly in transformers, one over a pool filled with NaN."""
 
     def __init__(
         self, family: str, block_size: int, dtype: torch.dtype = torch.float32, *, fp8: bool = False
@@ -62,7 +62,7 @@ class Parity:
         return [self.maker.sequence(rng.integers(0, VOCAB_SIZE, n).tolist()) for n in lengths]
 
     def eager(self, sequence: HandSequence) -> torch.Tensor:
-        """Logits [T, vocabulary] of every token so far."""
+        """Return logits [T, vocabulary] of all computed tokens of a sequence."""
         with torch.inference_mode():
             ids = torch.tensor([sequence.token_ids[: sequence.num_computed]])
             return self.reference(input_ids=ids, use_cache=False).logits[0]
@@ -70,7 +70,7 @@ class Parity:
     def step(
         self, parts: list[tuple[HandSequence, int]], copies: tuple[tuple[int, int], ...] = ()
     ) -> torch.Tensor:
-        """Run one step; logits of all its tokens."""
+        """Run one step; return the logits of all its tokens."""
         step = self.maker.step(parts, copies=copies, every_logit=True)
         return forward(self.model, self.cache, self.backend, step)
 
@@ -154,7 +154,7 @@ def test_sixteen_bit_models_stay_near_eager(dtype: torch.dtype) -> None:
 def test_fp8_cache_equals_rounded_keys_and_values(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # One way to attend for both: what differs in its last bit rounds to another eighth.
+    # Both runs use torch, because a difference in the last bit can round to the next float8 value.
     monkeypatch.setattr(cpu_attention, "supports", lambda dtype: False)
     stored, rounded = (Parity(family, block_size=16, fp8=fp8) for fp8 in (True, False))
     write = rounded.cache.write
@@ -178,7 +178,7 @@ def test_fp8_cache_equals_rounded_keys_and_values(
 @pytest.mark.skipif(not cpu_attention.supports(torch.float32), reason="no C compiler here")
 @pytest.mark.parametrize("block_size", [5, 16])
 def test_c_kernels_read_an_fp8_cache(block_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As by torch's operations, but for keys and values that round to another eighth."""
+    """Equal torch's results, except for keys and values that round to the next float8 value."""
     monkeypatch.undo()
     own = Parity("llama", block_size, fp8=True)
     with monkeypatch.context() as patch:

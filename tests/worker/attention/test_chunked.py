@@ -1,4 +1,4 @@
-"""Attention within chunks: a step cut where chunks end."""
+"""Chunked attention: steps are cut at the ends of chunks."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_each_token_sees_its_chunk_up_to_itself(parts: list[tuple[int, int]]) ->
 
 
 def test_shared_prefixes_are_cut_at_the_start_of_a_chunk() -> None:
-    """Two share 20 tokens, 8 of them in the second chunk; the third is in another chunk."""
+    """Two sequences share 20 tokens, 8 in the second chunk; the third is in another chunk."""
     maker = StepMaker(32, BLOCK)
     first = maker.sequence([1] * 24)
     maker.step([(first, 20)])

@@ -19,7 +19,7 @@ def make_cache(num_blocks: int = 2048, element_bytes: int = 4) -> KVCache:
 
 
 def plan_of(parts: list[tuple[int, int]], window: int = 0) -> tuple[Plan, int]:
-    """Plan of sequences given as (tokens computed before, tokens in this step)."""
+    """Return the plan of sequences given as (tokens computed before, tokens in this step)."""
     maker = StepMaker(2048, BLOCK_SIZE)
     rows = []
     for computed, count in parts:
@@ -54,7 +54,7 @@ def test_a_window_leaves_old_blocks_ungathered() -> None:
 
 
 def test_large_blocks_are_cut_into_buckets_of_similar_contexts() -> None:
-    layout = KVLayout(1, 8, 128, 128, 16, 4)  # 128 KiB a block: 32 fill a bucket
+    layout = KVLayout(1, 8, 128, 128, 16, 4)  # a block has 128 KiB, so 32 fill a bucket
     cache = KVCache(layout, 300, torch.device("cpu"), torch.float32)
     maker = StepMaker(300, 16)
     sequences = [maker.sequence([0] * (n + 1)) for n in (15, 31, 200, 220, 400, 15, 255)]

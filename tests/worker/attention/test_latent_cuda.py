@@ -1,4 +1,4 @@
-"""Latents by the Triton kernels, in the interpreter, against transformers' own attention."""
+"""Latent attention with Triton kernels in the interpreter equals transformers' attention."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 def test_a_prefill_a_chunk_and_decodes_that_share_match_eager(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(KVCache, "is_native", False)  # the pool lies as on a CUDA device
+    monkeypatch.setattr(KVCache, "is_native", False)  # use the pool's layout of CUDA devices
     model, eager = (tiny_model("youtu", kv_lora_rank=32, num_hidden_layers=2) for _ in range(2))
     register()
     model.set_attn_implementation(ATTENTION_NAME)  # type: ignore[operator]

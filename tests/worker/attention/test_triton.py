@@ -1,4 +1,4 @@
-"""The CUDA backend over CPU tensors, in Triton's interpreter, against the backend of the CPU."""
+"""The CUDA backend, in Triton's interpreter on CPU tensors, equals the CPU backend."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ PLAIN, WINDOWED = (AttentionVariant(0.25, window, 0.0, None) for window in (0, 5
 def begun(
     step_parts: list[tuple[int, int]], **pool: bool
 ) -> tuple[CudaAttention, Any, torch.Tensor]:
-    """Both backends at the start of a step over a random pool, and its queries.
+    """Return both backends, after a step has begun over a random pool, and the step's queries.
 
     Args:
         step_parts: (tokens computed before, tokens of the step) of each sequence.
-        pool: see `begin`.
+        pool: options of `begin`.
     """
     maker = StepMaker(32, 16)
     sequences = [(maker.sequence([1] * (before + new)), before, new) for before, new in step_parts]
@@ -49,11 +49,11 @@ def begun(
 def begin(
     step: Step, *, fp8: bool = False, by_columns: bool = False, layer_major: bool = False
 ) -> tuple[CudaAttention, Any, torch.Tensor]:
-    """Both backends at the start of a step over a random pool, and its queries.
+    """Return both backends, after ``step`` has begun over a random pool, and its queries.
 
     Args:
         fp8: the pool's dtype is float8.
-        by_columns: its values lie as they do on a GPU.
+        by_columns: the pool stores values by columns, as on a GPU.
     """
     torch.manual_seed(0)
     layout, cpu = replace(LAYOUT, fp8=fp8), torch.device("cpu")

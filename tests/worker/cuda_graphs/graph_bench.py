@@ -1,4 +1,4 @@
-"""A tiny model with graphs of its steps, where a replay is the computation itself."""
+"""A tiny model with step graphs on a CPU, where a replay runs the computation again."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ NUM_LAYERS = 1
 
 
 def eager(run: Run) -> Run:
-    """A capture that runs everything again; only tensors can tell it what has changed."""
+    """Capture nothing: a replay calls ``run`` again, which sees new inputs only in its tensors."""
     return run
 
 
 @cache
 def fused_model(family: str, changes: tuple[tuple[str, Any], ...]) -> torch.nn.Module:
-    """A tiny model that attends by the registered function, made and fused once."""
+    """Return a fused tiny model with paged attention; each is made only once."""
     return _fused(family, dict(changes))
 
 
@@ -59,7 +59,7 @@ def _layout(model: torch.nn.Module) -> KVLayout:
 class Bench:
     """A tiny model and a pool with some prefilled sequences.
 
-    Models without adapters are shared: who changes one undoes it.
+    Models without adapters are shared, so tests must undo their changes to them.
     """
 
     def __init__(
@@ -92,11 +92,15 @@ class Bench:
         )
 
     def prefilled(self, lengths: list[int], seed: int = 0) -> list[HandSequence]:
-        """Sequences that have keys and values, random ones, of all but their last token."""
+        """Return sequences with random keys and values for all but their last token."""
         return self.partly_filled([(length - 1, 1) for length in lengths], seed)
 
     def partly_filled(self, lengths: list[tuple[int, int]], seed: int = 0) -> list[HandSequence]:
-        """Sequences of so many tokens with keys and values, random ones, and so many without."""
+        """Return sequences with random keys and values for their first tokens.
+
+        Args:
+            lengths: (tokens with keys and values, tokens without) of each sequence.
+        """
         ids = np.random.default_rng(seed)
         sequences = [
             self.maker.sequence(ids.integers(0, VOCAB_SIZE, there + new).tolist())
@@ -112,12 +116,12 @@ class Bench:
         return sequences
 
     def plain(self, step: Step, prev_token_ids: torch.Tensor | None = None) -> torch.Tensor:
-        """Logits without graphs."""
+        """Return the logits of a step computed without graphs."""
         backend = make_cuda_backend(self.cache, None)
         return forward(self.model, self.cache, backend, step, prev_token_ids)
 
     def size_of(self, step: Step) -> GraphSize:
-        """The size that a step takes when all are captured."""
+        """Return the graph size that a step uses if all sizes are captured."""
         size = GraphSizes(self.graphs.sizes).least(
             kind_of(step), step.num_tokens, step.num_sequences
         )
@@ -125,7 +129,7 @@ class Bench:
         return size
 
     def replayed(self, step: Step, prev_token_ids: torch.Tensor | None = None) -> torch.Tensor:
-        """Logits by a graph, captured now where it is not yet."""
+        """Return the logits from a graph, which is captured now if it was not before."""
         if self.graphs.size_for(step) != self.size_of(step):
             self.graphs.capture(self.size_of(step))
         size = self.graphs.size_for(step)
@@ -133,12 +137,12 @@ class Bench:
         return self.graphs.logits(step, size, prev_token_ids)
 
     def compare(self, step: Step, prev_token_ids: torch.Tensor | None = None) -> None:
-        """A replay gives the plain logits, and leaves the pool as the plain step does."""
+        """Check that a replay gives the logits of the eager step, and leaves the same pool."""
         before = self.cache.pool.clone()
         expected = self.plain(step, prev_token_ids)
         computed = self.cache.pool.clone()
         self.cache.pool.copy_(before)
         got = self.replayed(step, prev_token_ids)
         torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
-        # Equal NaN: where nothing was to be written, nothing was.
+        # equal_nan: slots that must not be written still hold NaN.
         torch.testing.assert_close(self.cache.pool, computed, atol=1e-5, rtol=1e-5, equal_nan=True)

@@ -1,4 +1,4 @@
-"""Operations that make the host wait, which no graph can hold, are seen when they run."""
+"""Operations that wait for the device cannot be captured, and are detected when they run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Few sizes, and little padding."""
+"""Graph sizes are few, and steps need little padding."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from batchinfer.engine.simulate.model_cost import ModelCost
 from batchinfer.engine.simulate.roofline import DEVICES
 from batchinfer.worker.cuda_graphs.graph_sizes import GraphSizes, all_sizes, decode_sizes
 
-# Of the shape of Qwen3-0.6B.
+# the shapes of Qwen3-0.6B
 SMALL_MODEL = {
     "model_type": "qwen3",
     "num_hidden_layers": 28,

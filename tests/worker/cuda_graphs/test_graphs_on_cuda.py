@@ -1,6 +1,6 @@
-"""Steps replayed by CUDA graphs against the same steps computed eagerly.
+"""Replayed CUDA graphs give the logits of eager steps.
 
-On a CPU the kernels are interpreted in float32, and a replay computes again.
+On a CPU, Triton's interpreter runs the kernels in float32, and a replay computes again.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.models import VOCAB_SIZE, tiny_model
 from tests.worker.on_triton import pretend_cuda
 from tests.worker.step_maker import StepMaker
 
-# Rows that are padding hold whatever memory held; the interpreter's NumPy remarks on it.
+# Padding rows hold arbitrary values, about which NumPy warns in the interpreter.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 MAX_SEQS, MAX_MODEL_LEN, BLOCK_SIZE = 9, 128, 16
@@ -38,7 +38,7 @@ def check(got: torch.Tensor, expected: torch.Tensor) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("device", CPU_AND_CUDA)
 def test_replays_give_the_eager_logits(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Heads of 128 in bfloat16, as most models have them, over steps that grow and shrink."""
+    """Steps grow and shrink; heads have 128 values in bfloat16, like those of most models."""
     on_cuda = device == "cuda"
     dtype = torch.bfloat16 if on_cuda else torch.float32
     options: dict[str, Any] = {} if on_cuda else {"capture": lambda run: run}
@@ -69,7 +69,7 @@ def test_replays_give_the_eager_logits(device: str, monkeypatch: pytest.MonkeyPa
     ]
     step = maker.step([(s, len(s.token_ids)) for s in sequences])
     expected = forward(model, cache, CudaAttention(cache), step).clone()
-    if on_cuda:  # chunks, in as many tokens as there is a graph of
+    if on_cuda:  # prompt chunks with as many tokens as a captured graph
         check(forward(model, cache, CudaAttention(cache), step, graphs=graphs), expected)
     for count in (5, 2, 3, 1):
         for sequence in sequences[:count]:
@@ -86,7 +86,7 @@ def test_captured_computations_share_memory_and_read_their_inputs(device: str) -
     capture, replays = CudaCapture(), []
     inputs = [torch.zeros(size, device=device, dtype=torch.bfloat16) for size in (4096, 64)]
     for tensor in inputs:
-        (tensor + 1).mul_(2)  # before its capture, as asked for
+        (tensor + 1).mul_(2)  # the computation before its capture, as ``capture`` asks for
         replays.append(capture(lambda tensor=tensor: ((tensor + 1).mul_(2),)))
     for value in (1.0, 5.0):
         for tensor, replay in zip(inputs, replays, strict=True):

@@ -1,4 +1,4 @@
-"""Steps over arrays that stay where they are: here a replay is the computation itself."""
+"""Step graphs, whose inputs stay at fixed addresses; here a replay runs the computation again."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.worker.on_triton import pretend_cuda, traced
 from tests.worker.step_maker import HandSequence
 from tests.worker.test_model_runner import greedy
 
-# Rows that are padding hold whatever memory held; the interpreter's NumPy remarks on it.
+# Padding rows hold arbitrary values, about which NumPy warns in the interpreter.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
@@ -38,7 +38,7 @@ def on_triton(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def no_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There is none without a device: what goes to the host is there."""
+    """Let copies to the host keep their tensor: without a device there is no pinned memory."""
 
     def keep(self: HostCopy, tensor: torch.Tensor) -> None:
         self._event, self._host = None, tensor
@@ -47,7 +47,7 @@ def no_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def leave_something_behind(bench: Bench, size: GraphSize) -> None:
-    """Fill the arrays of a size with a step of other sequences; it must not be followed."""
+    """Fill the graph's inputs with a step of other sequences, which must not affect later steps."""
     if size.kind == "mixed":
         parts = [(bench.maker.sequence([5] * (size.tokens - size.sequences + 1)), 10**6)]
         parts += [(bench.maker.sequence([5]), 1) for _ in range(size.sequences - 1)]
@@ -58,7 +58,11 @@ def leave_something_behind(bench: Bench, size: GraphSize) -> None:
 
 
 def every_token(bench: Bench, parts: list[tuple[int, int]], seed: int = 0) -> Step:
-    """A step of sequences with so many tokens computed and so many to compute now."""
+    """Return a step.
+
+    Args:
+        parts: (tokens computed before, tokens to compute now) of each sequence.
+    """
     sequences = bench.partly_filled(parts, seed)
     return bench.maker.step([(s, new) for s, (_, new) in zip(sequences, parts, strict=True)])
 
@@ -127,7 +131,7 @@ def test_launches_fix_nothing_that_changes_from_step_to_step(
         bench, traces = Bench(num_hidden_layers=2), []
         for parts in (first, second):
             step = every_token(bench, parts)
-            bench.replayed(step)  # captures
+            bench.replayed(step)  # also captures the graph
             with traced(monkeypatch) as trace:
                 bench.graphs._replays[bench.size_of(step)]()
             traces.append(trace)
@@ -137,7 +141,7 @@ def test_launches_fix_nothing_that_changes_from_step_to_step(
 
 
 def fed_by_samples(step: Step, samples: list[int]) -> Step:
-    """The step, its first tokens what the step before drew."""
+    """Return ``step`` with samples of the previous step as its first tokens."""
     previous = np.full(step.num_tokens, -1, dtype=np.int32)
     previous[: len(samples)] = samples
     return replace(step, previous_sample=previous)
@@ -158,7 +162,7 @@ def test_shared_prefixes_are_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
                  for n in range(4)]  # fmt: skip
     bench.plain(bench.maker.step([(follower, 1) for follower in followers]))
     (other,) = bench.partly_filled([(5, 9)])
-    # The second is padded, over what the first left behind; the third has a chunk as well.
+    # The second step is padded and overwrites the first step's inputs; the third also has a chunk.
     for count, others in ((4, []), (2, []), (3, [(other, 4)])):
         sequences = [leader, *followers[:count]]
         step = bench.maker.step([(sequence, 1) for sequence in sequences] + others)
@@ -206,7 +210,7 @@ def test_rows_of_adapters_are_those_of_peft_whatever_is_beside_them(tmp_path: Pa
     sequences = bench.partly_filled([(0, n) for n in (13, 5, 1, 9)])
     numbers = [2, 0, 1, 2]
     for with_adapters in (numbers, [0, 0, 0, 0], [1, 1, 1, 1]):
-        # Prompts first, then decodes of what they left; the same through other adapters.
+        # Run prompts, then decodes; then run the same with other adapters.
         for sequence in sequences:
             sequence.num_computed = 0
         for tokens in (10**6, 1):
@@ -288,7 +292,7 @@ def test_a_capture_that_fails_loses_that_size_alone() -> None:
         in "".join(lines)
     )
     assert "not permitted" in "".join(lines)
-    # A larger one takes the steps.
+    # A larger graph runs the steps.
     step = every_token(bench, [(5, 1), (20, 1), (9, 1)])
     size = bench.graphs.size_for(step)
     assert size == ("decode", 8, 8)

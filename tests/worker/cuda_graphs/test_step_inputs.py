@@ -1,4 +1,4 @@
-"""A step's arrays come in one copy, padded, to where they always are."""
+"""One copy brings a step's arrays, padded, to fixed addresses on the device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Encoders run packed: hidden states of each family next to transformers' own."""
+"""Encoders on packed sequences compute the hidden states of transformers."""
 
 from __future__ import annotations
 

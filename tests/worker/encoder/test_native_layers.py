@@ -1,4 +1,4 @@
-"""Which encoders run their layers as one call, and what those that cannot do."""
+"""Which encoders run their layers as one call, and how the others run."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_layers_that_give_other_states_stay(
 
 
 def test_layers_of_several_widths_stay() -> None:
-    """They would work in the memory that the first one needs."""
+    """All layers of a call use the workspace of the first one, which would be too small."""
     shape = {"hidden_size": 32, "num_attention_heads": 2}
     layers = [
         BertLayer(BertConfig(**shape, intermediate_size=width, attn_implementation="eager"))
@@ -95,7 +95,7 @@ def test_weights_of_joined_layers_count_once(tmp_path: Path) -> None:
 
 
 def test_steps_grow_and_shrink(tmp_path: Path) -> None:
-    """What one step worked in is of no account to the next."""
+    """The workspace's contents from one step do not affect the next."""
     one = ModelEncoder(loaded(make_encoder(tmp_path / "model", "bert"), "bfloat16").encoder, CPU)
     rows = sequences()
     whole = one.encode(step(rows, "mean"))

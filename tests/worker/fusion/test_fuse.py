@@ -1,4 +1,4 @@
-"""Fused modules replace only modules that compute the same."""
+"""Fusion replaces only modules that compute the same as the fused module."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ from tests.worker.step_maker import StepMaker
 
 MAX_MODEL_LEN = 512
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-SWAPPED = {  # three layers each: attention, gated MLPs, norms
+SWAPPED = {  # three attention layers, gated MLPs and norms each
     "llama": (3, 3, 7),
     "qwen2": (3, 3, 7),
     "qwen3": (3, 3, 7),
     "mistral": (3, 3, 7),
     "granite": (3, 3, 7),
-    "gemma2": (3, 0, 13),  # its MLPs have another activation
+    "gemma2": (3, 0, 13),  # its MLPs use another activation
     "qwen3_moe": (3, 0, 7),
-    "gpt_oss": (0, 0, 7),  # its rotary positions come as half a head
+    "gpt_oss": (0, 0, 7),  # its rotary cosines and sines cover half a head
     "gpt2": (0, 0, 0),
 }
 
 
 @pytest.fixture(autouse=True, params=["native", "torch"])
 def cpu_operations(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the C kernels, and with their twins."""
+    """Run with the C kernels, and with the torch functions that replace them."""
     if request.param == "torch":
         monkeypatch.setattr(cpu_attention, "supports", lambda dtype: False)
 
@@ -67,7 +67,7 @@ def swapped(model: nn.Module) -> tuple[int, int, int]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_stay_those_of_transformers(family: str) -> None:
-    """Prefill, then a chunk beside a decode, over a pool full of NaN."""
+    """Run a prefill, then a step with a chunk and a decode, over a pool filled with NaN."""
     model = tiny_model(family)
     rng = np.random.default_rng(1)
     maker = StepMaker(64, 16)
@@ -106,7 +106,7 @@ def test_parameters_are_held_once() -> None:
 
 
 def fused_is_close(family: str, dtype: torch.dtype, change: Callable[[Any], None]) -> Any:
-    """Fuse a model after ``change``; its logits stay as near to float32's as they were."""
+    """Change and fuse a model; check that its logits stay as close to float32's as before."""
     model: Any = prepared(tiny_model(family))
     change(model)
     layout = layout_of(model)
@@ -129,7 +129,7 @@ def logits_of(model: Any, step: Step) -> torch.Tensor:
 @dtypes
 @pytest.mark.parametrize("family", ["gemma2", "gemma3_text", "llama", "qwen3", "olmo2"])
 def test_with_norm_weights_as_trained_models_have_them(family: str, dtype: torch.dtype) -> None:
-    """Large gates tell one activation from another; some weights are far larger than the rest."""
+    """Some weights are far larger than the rest: large gates tell activations apart."""
 
     def change(model: Any) -> None:
         torch.manual_seed(1)
@@ -144,7 +144,7 @@ def test_with_norm_weights_as_trained_models_have_them(family: str, dtype: torch
 @dtypes
 @pytest.mark.parametrize("limit", [0.5, 5.0, 50.0, 1000.0])
 def test_attention_that_clips_is_not_fused(limit: float, dtype: torch.dtype) -> None:
-    """As OLMo's: ``clip_qkv`` shows only when something is large enough."""
+    """OLMo clips queries, keys and values with ``clip_qkv``, which only large values reveal."""
 
     class Clipped(LlamaAttention):
         def forward(self, hidden_states: torch.Tensor, **options: Any) -> Any:
@@ -157,7 +157,7 @@ def test_attention_that_clips_is_not_fused(limit: float, dtype: torch.dtype) -> 
 
 
 def test_attention_that_differs_at_late_positions_is_not_fused() -> None:
-    """As Llama 4's, which scales its queries from some position on."""
+    """Llama 4, for example, scales its queries from some position on."""
     model: Any = prepared(tiny_model("llama"))
     last = model.model.rotary_emb(torch.zeros(1, 1, 32), torch.tensor([[MAX_MODEL_LEN - 1]]))[0]
 

@@ -1,4 +1,4 @@
-"""Fused decoder layers keep the logits of transformers and launch nine kernels."""
+"""Fused decoder layers keep the logits of transformers and launch nine kernels each."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.worker.step_maker import StepMaker
 def fused(
     family: str, dtype: torch.dtype = torch.float32, **changes: Any
 ) -> tuple[torch.nn.Module, KVLayout, int]:
-    """A fused model, its layout, and the number of its fused layers."""
+    """Return a fused model, its layout, and the number of its fused layers."""
     register()
     model = tiny_model(family, **changes).to(dtype)
     model.set_attn_implementation(ATTENTION_NAME)  # type: ignore[operator]
@@ -36,7 +36,7 @@ def fused(
 
 
 def prefill_and_decode(layout: KVLayout) -> tuple[KVCache, list[Any], list[list[int]]]:
-    """A pool, a chunked prefill and a decode over it, and the token ids of the two sequences."""
+    """Return a pool, steps of a chunked prefill and a decode, and the ids of both sequences."""
     ids = np.random.default_rng(0).integers(0, VOCAB_SIZE, (2, 20)).tolist()
     cache = KVCache(layout, 8, torch.device("cpu"), torch.float32)
     maker = StepMaker(8, 16)
@@ -93,7 +93,7 @@ def test_layers_are_not_fused_without_finite_logits() -> None:
 
 
 def launches(num_layers: int, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Of a decode step of two sequences."""
+    """Return the kernel launches in a decode step of two sequences, by name."""
     model, layout, _ = fused("qwen3", num_hidden_layers=num_layers)
     cache, steps, _ = prefill_and_decode(layout)
     for step in steps[:-1]:
@@ -106,7 +106,7 @@ def launches(num_layers: int, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_a_decode_layer_is_nine_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And `_merge_kernel` is the tenth where contexts may be longer than a piece."""
+    """If contexts can be longer than one piece, `_merge_kernel` is a tenth kernel."""
     pretend_cuda(monkeypatch)
     layer = launches(3, monkeypatch) - launches(2, monkeypatch)
     assert layer == {

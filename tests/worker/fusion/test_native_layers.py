@@ -38,7 +38,7 @@ PARTS = (
     *(("attend", "attention"), ("gemm", "o"), ("rms_norm", "mlp_norm")),
     *(("gemm", "gate_up"), ("silu_mul", "silu"), ("gemm", "down")),
 )
-"""C functions, and the arguments of a layer that they take, in order."""
+"""C functions, each with the arguments of a layer that it takes, in order."""
 JOINED = pytest.mark.parametrize("joined", [False, True], ids=["apart", "joined"])
 
 
@@ -50,10 +50,11 @@ def fused(
     method: str = "",
     **changes: Any,
 ) -> tuple[torch.nn.Module, KVLayout]:
-    """A model with packed weights whose layers are one call, each by itself or together.
+    """Return a model with packed weights whose layers run in C calls.
 
     Args:
-        method: of quantization; none where it is empty.
+        joined: one call runs all layers; otherwise each layer has its own call.
+        method: quantization method; empty for none.
     """
     register()
     model = tiny_model(family, **changes).to(dtype)
@@ -73,7 +74,7 @@ def fused(
 
 
 class Run:
-    """Two sequences over one pool, and what transformers makes of the first's every position."""
+    """Two sequences over one pool, and transformers' logits of all their positions."""
 
     def __init__(
         self, family: str, layout: KVLayout, dtype: torch.dtype = torch.float32, **changes: Any
@@ -97,7 +98,7 @@ class Run:
 
 
 def calls(model: torch.nn.Module) -> list[int]:
-    """How many layers each call computes."""
+    """Return the number of layers of each call."""
     modules = [module for module in model.modules() if isinstance(module, NativeDecoderLayers)]
     return [len(module.layers) for module in modules]
 
@@ -117,7 +118,7 @@ def calls(model: torch.nn.Module) -> list[int]:
     ],
 )
 def test_logits_stay_those_of_transformers(family: str, count: int, joined: bool) -> None:
-    """In steps that grow, shrink and are as long as the one before, of other sequences."""
+    """Steps of other sequences grow, shrink and repeat the length of the step before."""
     model, layout = fused(family, joined=joined)
     assert calls(model) == ([count] if joined and count else [1] * count)
     run = Run(family, layout)
@@ -133,7 +134,7 @@ def test_logits_stay_those_of_transformers(family: str, count: int, joined: bool
 
 
 def _turn_from(place: int) -> Any:
-    """A hook that gives a layer angles of its own, as some models do, from a place on."""
+    """Return a hook that gives one layer other rotary angles from a position on."""
 
     def turn(layer: Any, arguments: Any, options: Any) -> tuple[Any, Any]:
         cos, sin = (part.clone() for part in options["position_embeddings"])
@@ -145,7 +146,7 @@ def _turn_from(place: int) -> Any:
 
 @pytest.mark.parametrize("place", [0, 8], ids=["at once", "late"])
 def test_layers_that_are_turned_differently_stay_apart(place: int) -> None:
-    """Even where it shows at no position that is tried."""
+    """Also if the angles differ only at positions that no trial run covers."""
     model, layout = fused("llama")
     body: Any = model.model
     body.layers[1].register_forward_pre_hook(_turn_from(place), with_kwargs=True)
@@ -168,7 +169,7 @@ def test_layers_that_the_model_counts_stay_apart(error: type[Exception]) -> None
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_layers_with_and_without_a_window_are_one_call(dtype: torch.dtype) -> None:
-    """Models with two layer groups are tested in ``tests/test_sliding_windows.py``."""
+    """``tests/test_sliding_windows.py`` tests models with two layer groups."""
     if not decoder_layer.supports(dtype):
         pytest.skip("not on this processor")
     types = ["full_attention", "sliding_attention", "sliding_attention"]
@@ -192,12 +193,12 @@ def test_layers_with_and_without_a_window_are_one_call(dtype: torch.dtype) -> No
 @pytest.mark.parametrize(
     ("family", "changes"),
     [("llama", {}), ("qwen3", {"num_attention_heads": 64, "intermediate_size": 1024})],
-    ids=["dense", "padded"],  # rows of 1024 floats are kept apart
+    ids=["dense", "padded"],  # rows of 1024 floats are padded
 )
 def test_steps_over_a_pool_whose_first_was_of_a_single_token(
     family: str, changes: dict[str, int], room: int, joined: bool
 ) -> None:
-    """In a workspace that has room for so many tokens."""
+    """The workspace starts with room for ``room`` tokens."""
     model, layout = fused(family, joined=joined, **changes)
     workspace = next(x for x in model.modules() if isinstance(x, NativeDecoderLayers)).workspace
     workspace.release()
@@ -214,7 +215,7 @@ def test_steps_over_a_pool_whose_first_was_of_a_single_token(
 def test_steps_go_on_after_one_that_failed_in_the_middle(
     counts: tuple[int, ...], joined: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Later layers have not seen that the workspace moved."""
+    """When the call fails, later layers have not yet seen that the workspace moved."""
     model, layout = fused("llama", joined=joined)
     run = Run("llama", layout)
     run.logits(model, (run.first, 4))
@@ -229,8 +230,8 @@ def test_steps_go_on_after_one_that_failed_in_the_middle(
 
 
 def test_rows_of_any_of_a_layers_products_find_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are made in the same memory one after the other, whichever of them are the widest."""
-    widths = {"head_dim": 256, "intermediate_size": 16}  # what is attended is the widest
+    """All products of a layer are computed in the same memory, so the widest must fit."""
+    widths = {"head_dim": 256, "intermediate_size": 16}  # attention's output is the widest
     model, layout = fused("mistral", joined=True, method="int8", **widths)
     run = Run("mistral", layout, **widths)
     tokens: list[int] = []
@@ -245,8 +246,10 @@ def test_rows_of_any_of_a_layers_products_find_room(monkeypatch: pytest.MonkeyPa
 def test_layers_in_one_call_have_the_bits_of_their_parts_called_one_by_one(
     dtype: torch.dtype, method: str, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Few rows and many, rounded where they are made or before they are multiplied; threads wait
-    for each other where they must."""
+    """Run few and many rows; their int8 rounding happens in other functions.
+
+    Threads wait for each other where one function reads what another wrote.
+    """
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     model, layout = fused("mistral", joined=True, dtype=dtype, method=method)
     run = Run("mistral", layout, dtype)

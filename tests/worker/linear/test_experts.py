@@ -1,4 +1,4 @@
-"""Mixtures of experts over packed weights."""
+"""Mixtures of experts with packed weights."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ kinds = pytest.mark.parametrize("kind", KINDS)
 
 
 def make_experts(kind: str) -> torch.nn.ModuleDict:
-    """A model of one layer's experts, with random weights."""
+    """Return a model with the experts of one layer and random weights."""
     torch.manual_seed(0)
     build, config = KINDS[kind]
     config._experts_implementation = "eager"
@@ -57,7 +57,7 @@ def make_experts(kind: str) -> torch.nn.ModuleDict:
 
 
 def routed(tokens: int, *, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Rows, and the experts and weights of each: some experts have no row."""
+    """Return rows, and the experts and weights of each row; some experts get no row."""
     random = torch.Generator().manual_seed(seed)
     chosen = [torch.randperm(NUM_EXPERTS - 1, generator=random)[:TOP_K] for _ in range(tokens)]
     index = torch.stack(chosen) if chosen else torch.empty(0, TOP_K, dtype=torch.int64)
@@ -130,7 +130,7 @@ def test_a_models_experts_are_rounded_as_its_linear_layers(method: str, tmp_path
 @needs_compiler
 @pytest.mark.parametrize("method", LOW_BIT_METHODS)
 def test_mxfp4_is_kept_as_it_was_saved(method: str, tmp_path: Path) -> None:
-    """Codes of 4 bits and powers of two: only rows are rounded."""
+    """Its codes of 4 bits and power-of-two scales stay exact; only the rows are rounded."""
     folder, _ = write_quantized(tmp_path, "gpt_oss", MXFP4, experts_alone, **ALL_SEE_ALL)
     model = ModelConfig(str(folder), dtype="float32")
     plain = load_model(model, device=CPU)
@@ -153,7 +153,7 @@ def test_mxfp4_is_kept_as_it_was_saved(method: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("family", "case", "method", "changes"),
     [
-        ("deepseek_v3", "packed int4", "int4", {"moe_intermediate_size": 64}),  # as Kimi K2
+        ("deepseek_v3", "packed int4", "int4", {"moe_intermediate_size": 64}),  # like Kimi K2
         ("deepseek_v3", "packed int4", "int8", {"moe_intermediate_size": 64}),
         ("qwen3_moe", "gptq with zeros", "int4", _ALL_SPARSE),
         ("qwen3_moe", "gptq with zeros", "int8", _ALL_SPARSE),
@@ -201,7 +201,7 @@ PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
 def assert_rows_are_rounded(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> None:
-    """And nothing else: to the bits of a float's sum."""
+    """Check that only the rows are rounded, up to the error of a float32 sum."""
     codes, scales = round_rows(x)
     torch.testing.assert_close(out, codes * scales[:, None] @ weight.T, atol=1e-4, rtol=1e-4)
 

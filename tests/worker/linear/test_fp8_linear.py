@@ -1,4 +1,4 @@
-"""Linear layers of float8 in a model: fused, small, and the logits of what they are rounded to."""
+"""Linear layers with float8 weights: fused and small layers, and the logits of rounded weights."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.worker.on_triton import pretend_cuda, traced
 from tests.worker.step_maker import StepMaker
 
 IDS = np.random.default_rng(0).integers(2, VOCAB_SIZE, 9).tolist()
-# Whole blocks, so that a merged weight has those of its parts.
+# Sizes are multiples of a block, so a merged weight has the blocks of its parts.
 SIZES = {
     "num_hidden_layers": 2,
     "hidden_size": 128,
@@ -43,7 +43,7 @@ SIZES = {
 
 
 def fused(family: str) -> tuple[Any, KVLayout]:
-    """A model with everything fused that is on a CUDA device."""
+    """Return a model in which everything is fused that is fused on a CUDA device."""
     register()
     model: Any = tiny_model(family, **SIZES)
     model.set_attn_implementation(ATTENTION_NAME)
@@ -53,7 +53,7 @@ def fused(family: str) -> tuple[Any, KVLayout]:
 
 
 def rounded(x: torch.Tensor) -> torch.Tensor:
-    """Rows as float8 has them."""
+    """Return rows rounded to float8."""
     groups = build_groups(x)
     quantize_groups(**groups)
     scales = groups["scales"].T.repeat_interleave(128, 1)[:, : x.shape[1]]
@@ -62,7 +62,7 @@ def rounded(x: torch.Tensor) -> torch.Tensor:
 
 @torch.inference_mode()
 def logits_of_rounded(family: str, *, rows_too: bool) -> torch.Tensor:
-    """transformers' model; what its linear layers multiply is rounded, but its head's."""
+    """Return transformers' logits with rounded weights in all linear layers except the head."""
     model: Any = tiny_model(family, **SIZES)
     for module in model.modules():
         if type(module) is nn.Linear and module is not model.get_output_embeddings():
@@ -97,7 +97,7 @@ def test_logits_are_those_of_rounded_weights_and_rows(
     assert launched["_quantize_groups_kernel"] == (count if rows_too else 0)
     assert launched["linear"] == 1, "the output head"
     wanted = logits_of_rounded(family, rows_too=rows_too)
-    # A number halfway between two of float8 falls to the other side for the least of reasons.
+    # A value halfway between two float8 values can round either way.
     assert (got - wanted).norm() <= (2e-2 if rows_too else 1e-5) * wanted.norm()
     with torch.inference_mode():
         plain = tiny_model(family, **SIZES)(input_ids=torch.tensor([IDS])).logits[0]
@@ -107,7 +107,7 @@ def test_logits_are_those_of_rounded_weights_and_rows(
 @pytest.mark.parametrize("name", [pytest.param("cuda", marks=NEEDS_CUDA)])
 @torch.inference_mode()
 def test_a_model_is_quantized_as_it_is_loaded(tmp_path: Path, name: str) -> None:
-    pytest.importorskip("psutil")  # a GPU box may lack it
+    pytest.importorskip("psutil")  # GPU machines may lack it
     from batchinfer.worker.loader import load_model
 
     folder = make_checkpoint("qwen3", tmp_path, **SIZES)

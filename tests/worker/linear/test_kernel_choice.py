@@ -40,7 +40,7 @@ def kernel(kind: str, instructions: str = "AVX2", *, keeps: bool = False) -> Lin
 
 
 class Counting:
-    """Multiplies, and counts how often."""
+    """Multiplies, and counts the calls."""
 
     calls = 0
 

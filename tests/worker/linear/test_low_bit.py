@@ -1,4 +1,4 @@
-"""Models whose linear layers multiply by weights of 8 and 4 bits, and rows of int8."""
+"""Models with weights of 8 and 4 bits in their linear layers, and rows of int8."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def logits_of(model: nn.Module, loaded: LoadedModel, adapter: int = 0) -> torch.
 
 
 class Rounded(nn.Module):
-    """A linear layer by the kernels' twin."""
+    """A linear layer that computes the kernels' product with torch."""
 
     def __init__(self, linear: nn.Linear, weight: LowBitWeight) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class Rounded(nn.Module):
 
 
 def linears(model: Any) -> Iterator[tuple[nn.Module, str, nn.Linear]]:
-    """Parent, name and layer of each linear layer."""
+    """Yield the parent, the name and the layer of each linear layer."""
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if type(child) is nn.Linear:
@@ -97,8 +97,11 @@ def rounded(linear: nn.Linear, name: str, method: str) -> LowBitWeight:
 
 @torch.inference_mode()
 def logits_of_the_twin(folder: Path, method: str | None, dtype: str = "float32") -> torch.Tensor:
-    """transformers' model in float32, its weights of ``dtype``; its linear layers are rounded, the
-    head to int8."""
+    """Return transformers' logits in float32, with quantized linear layers and an int8 head.
+
+    Args:
+        dtype: the dtype that the weights are loaded in.
+    """
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).float()
     for parent, name, linear in linears(model) if method else ():
         setattr(parent, name, Rounded(linear, rounded(linear, name, method)))
@@ -141,7 +144,7 @@ def test_layers_are_fused_small_and_keep_a_rows_bits(
 
 
 def test_layers_whose_last_bits_are_other_codes_are_joined(tmp_path: Path) -> None:
-    """A hidden state that is rounded once less can have another code in one layer of many."""
+    """With one rounding less, a hidden state can have another code in one of many layers."""
     sizes: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 6}
     folder = make_checkpoint("llama", tmp_path, initializer_range=0.3, **sizes)
     model = load(folder, "int8", "bfloat16").model
@@ -169,7 +172,8 @@ def test_adapters_are_added_to_layers_of_few_bits(tmp_path: Path) -> None:
     model = ModelConfig(str(folder), dtype="float32", quantization="int8", adapters=adapters)
     loaded = load_model(model, device=CPU)
     with torch.inference_mode():
-        wanted = base(input_ids=torch.tensor([IDS])).logits[0]  # peft has put the adapter into it
+        # Peft has merged the adapter into the weights.
+        wanted = base(input_ids=torch.tensor([IDS])).logits[0]
     ours, without = logits_of(loaded.model, loaded, adapter=1), logits_of(loaded.model, loaded)
     assert (ours - wanted).norm() <= 0.1 * wanted.norm()
     assert (without - wanted).norm() > 0.5 * wanted.norm()
@@ -179,7 +183,7 @@ def test_adapters_are_added_to_layers_of_few_bits(tmp_path: Path) -> None:
 def test_kept_codes_are_packed_without_rounding(
     checkpoint: Callable[[str], Path], method: str
 ) -> None:
-    """Also those of layers that were merged; and numbers beside them count for nothing."""
+    """This holds for merged layers too, and float weights next to the codes are ignored."""
     loaded = load_model(ModelConfig(str(checkpoint("llama")), dtype="float32"), device=CPU)
     model: Any = AutoModelForCausalLM.from_pretrained(checkpoint("llama"), dtype=torch.float32)
     for _, name, linear in linears(model):

@@ -1,4 +1,4 @@
-"""Packed linear layers: the same product, and rows that do not depend on each other."""
+"""Packed linear layers compute the same product, and rows do not depend on each other."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_the_product_is_that_of_the_layer(
 def test_packed_linear_is_batch_invariant(
     kernel: LinearKernel, dtype: torch.dtype, in_features: int, out_features: int
 ) -> None:
-    """With any number of threads."""
+    """The result also does not depend on the number of threads."""
     if not kernel.is_batch_invariant:
         pytest.skip(f"{kernel.name} does not say that it does")
     packed = PackedLinear(layer(in_features, out_features, dtype, bias=True), kernel)

@@ -1,4 +1,4 @@
-"""Codes of a quantized checkpoint that are packed as they were saved."""
+"""Checkpoints whose quantized weights are packed without another rounding."""
 
 from __future__ import annotations
 
@@ -60,22 +60,22 @@ _KEPT = {
     **dict.fromkeys(("packed int8", "int8 with zeros", "int8 in groups"), Int8GroupedWeight),
     **dict.fromkeys(("gptq 8 bits", "gptq 8 bits sorted"), Int8GroupedWeight),
 }
-"""Kinds of codes by the case; others are rounded anew."""
+"""Classes of the packed codes by case; the weights of other cases are quantized again."""
 _ROUNDED = {"nf4 in rows", "nf4 in rows, nested", "llm.int8"}
-"""Those that the kernels take with a last rounding to 127 steps, or of a float's last bit."""
+"""Cases whose values are rounded once more: to 127 steps, or in a float's last bit."""
 FP8_128 = (
     {"quant_method": "fp8", "weight_block_size": [128, 128]},
     partial(float8, block=(128, 128), end="weight_scale_inv"),
 )
 BLOCKS = {"hidden_size": 128, "intermediate_size": 256, "num_key_value_heads": 4}
-"""Whole blocks, so that layers can be joined, and groups that fill cache lines on any processor."""
+"""Sizes for whole blocks, so that layers can be joined and groups fill whole cache lines."""
 needs_kernel = pytest.mark.skipif(
     codes_kernel("int4", torch.float32) is None, reason="no C compiler here"
 )
 
 
 def codes_in(folder: Path, case: str, layer: str) -> Codes | None:
-    """The codes of a layer as the kernels take them."""
+    """Return a layer's codes in the form that the kernels take."""
     saved_as = choose_format(CASES[case][0])
     assert saved_as is not None
     tensors = dequantized_tensors([folder / "model.safetensors"], saved_as, torch.float32)
@@ -107,7 +107,7 @@ def test_codes_are_those_that_were_saved(case: str, tmp_path: Path) -> None:
     [
         ([32, 32, 32], True),
         ([32, 32, 16], True),
-        ([96, 0, 0], False),  # as some tools write it where nothing is sorted
+        ([96, 0, 0], False),  # some tools write this if nothing is sorted
         ([0, 32, 32], False),
         ([40, 32, 24], False),
         ([20, 20, 20], False),
@@ -154,9 +154,10 @@ def test_layers_are_packed_as_they_were_saved(
     saved = {name.rsplit("layers.", 1)[-1] for name in load_file(plain / "model.safetensors")}
     compared = 0
     for name, layer in layers.items():
-        tail = name.rsplit("layers.", 1)[-1].removesuffix(".linear")  # adds to a residual
+        # `linear` within a layer that adds a residual.
+        tail = name.rsplit("layers.", 1)[-1].removesuffix(".linear")
         if f"{tail}.weight" not in saved or "lm_head" in name:
-            continue  # merged with others
+            continue  # merged with other layers
         prefix = "model.language_model" if family == "qwen3_vl" else "model"
         codes = codes_in(folder, case, f"{prefix}.layers.{tail}")
         assert codes is not None
@@ -166,7 +167,7 @@ def test_layers_are_packed_as_they_were_saved(
     assert compared >= 4, "attention's and the MLP's last layers"
     dequantized = load(folder)
     assert re.fullmatch(f"{CASES[case][0]['quant_method']}.*, {method}", kept.facts["quantization"])
-    if case.startswith(("awq", "gptq", "int8 in")):  # others fill few panels, or blocks of 64
+    if case.startswith(("awq", "gptq", "int8 in")):  # others pad to panels or to blocks of 64
         cost = ModelCost.from_config(kept.config, "float32", quantization=method)
         assert kept.facts["weight_bytes"] == pytest.approx(cost.weight_bytes, rel=0.07)
     assert kept.facts["weight_bytes"] < dequantized.facts["weight_bytes"]
@@ -213,7 +214,7 @@ def test_codes_stand_for_what_was_saved_or_are_none(
 
 
 class RoundsRows(nn.Module):
-    """A linear layer that rounds the rows it multiplies to int8, and nothing else."""
+    """A linear layer that only rounds the rows it multiplies to int8."""
 
     def __init__(self, weight: torch.Tensor) -> None:
         super().__init__()
@@ -227,7 +228,7 @@ class RoundsRows(nn.Module):
 
 @torch.inference_mode()
 def logits_with_rows_rounded(folder: Path) -> torch.Tensor:
-    """transformers' model; its head's weight is rounded to int8, too."""
+    """Return transformers' logits with rows rounded to int8, and the head's weight too."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     for name, module in list(model.named_modules()):
         if isinstance(module, nn.Linear):
@@ -270,7 +271,7 @@ def test_layers_in_another_format_are_rounded_again(tmp_path: Path) -> None:
 
 
 def vectors(dtype: str) -> KernelRequirements:
-    """Products by the project's own kernel without tiles."""
+    """Require the project's GEMM kernel with vector instructions, not tiles."""
     name = f"own {gemm.vector_instructions(getattr(torch, dtype))}"
     return KernelRequirements(pinned={dtype: name})
 
@@ -283,7 +284,8 @@ def vectors(dtype: str) -> KernelRequirements:
         ("llama", "fp8 blocks", {}),
         ("llama", "fp8 whole", {}),
         ("llama", "float8 rows", {}),
-        ("deepseek_v3", "fp8 128", {"moe_intermediate_size": 128}),  # experts one by one
+        # Each expert has its own tensors.
+        ("deepseek_v3", "fp8 128", {"moe_intermediate_size": 128}),
     ],
 )
 def test_float8_takes_a_byte_on_a_cpu_and_changes_no_number(
@@ -329,7 +331,7 @@ def test_weights_are_rounded_to_float8_as_on_a_cuda_device(tmp_path: Path) -> No
 def test_float8_is_multiplied_as_it_was_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also layers that were merged."""
+    """This holds for merged layers too."""
     monkeypatch.setattr("batchinfer.kernels.launch.compute_capability", lambda device: 90)
     folder, plain = write_quantized(tmp_path, "llama", *FP8_128, **BLOCKS)
     config = load_config(folder)

@@ -1,4 +1,4 @@
-"""Each adapter in a mixed batch gives what peft gives with this adapter alone."""
+"""Each adapter in a mixed batch gives the results of peft with this adapter alone."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from tests.models import VOCAB_SIZE, make_checkpoint, tiny_model
 from tests.worker.step_maker import StepMaker
 
 CPU = torch.device("cpu")
-TIE = 1e-4  # logits this near may come out either way
+TIE = 1e-4  # logits closer than this count as a tie
 OUTPUT_TOKENS = 8
 FIRST: dict[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}
 SECOND: dict[str, Any] = {
@@ -57,7 +57,7 @@ PATTERNS: dict[str, Any] = {
 
 @dataclass
 class Adapted:
-    """A loaded model with two adapters, and transformers' and peft's models of the same."""
+    """A loaded model with two adapters, and the same models in transformers and peft."""
 
     loaded: LoadedModel
     alone: list[torch.nn.Module]
@@ -84,7 +84,7 @@ def adapted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Adapted
 
 
 def run(loaded: LoadedModel, rows: list[tuple[list[int], int]], **limits: int) -> list[Completion]:
-    """Rows, each through its adapter, greedily."""
+    """Generate greedily for rows given as (prompt, adapter)."""
     layout = loaded.layout(4)
     windows, num_blocks = layout.windows, limits.get("num_blocks", 400) * len(layout.windows)
     cache = KVCache(layout, num_blocks, CPU, torch.float32)
@@ -103,7 +103,7 @@ def run(loaded: LoadedModel, rows: list[tuple[list[int], int]], **limits: int) -
 
 
 def mixed_rows() -> list[tuple[list[int], int]]:
-    """Prompts under one prefix: each through both adapters and the base model."""
+    """Return prompts with a common prefix, each for both adapters and for the base model."""
     rng = np.random.default_rng(3)
     prefix = rng.integers(2, VOCAB_SIZE, 11).tolist()
     prompts = [prefix + rng.integers(2, VOCAB_SIZE, length).tolist() for length in (1, 6, 9)]
@@ -112,7 +112,7 @@ def mixed_rows() -> list[tuple[list[int], int]]:
 
 @torch.inference_mode()
 def assert_greedy(alone: list[torch.nn.Module], completion: Completion) -> None:
-    """Every token is the one that the adapter's own model would take, but for ties."""
+    """Check that each token is the adapter's own choice, except for ties."""
     request, (output,) = completion.request, completion.outputs
     ids = torch.tensor([[*request.prompt_token_ids.tolist(), *output.token_ids.tolist()]])
     logits = alone[request.adapter](input_ids=ids).logits[0, -OUTPUT_TOKENS - 1 : -1]
@@ -137,7 +137,7 @@ def test_mixed_rows_equal_separate_runs_of_peft(
 
 
 def logits_of(loaded: LoadedModel, adapters: list[int] | None, lengths: list[int]) -> list[Any]:
-    """Logits of every token of sequences with these adapters, in one step."""
+    """Return the logits of every token of sequences with these adapters, in one step."""
     rng = np.random.default_rng(0)
     maker = StepMaker(16, 16)
     parts = [(maker.sequence(rng.integers(2, VOCAB_SIZE, n).tolist()), n) for n in lengths]
@@ -189,7 +189,7 @@ def test_adapters_are_counted_in_bytes(adapted: Callable[[str], Adapted]) -> Non
     assert loaded.adapters == {"one": 1, "two": 2}
     per_layer = {"one": 4 * (32 + 64) + 4 * (32 + 32) + 4 * (32 + 96) + 4 * (48 + 32)}
     per_layer["two"] = 3 * (32 + 64 + 32 + 96)
-    wide = 32 + 2 * 32  # phi3's q, k and v
+    wide = 32 + 2 * 32  # phi3 merges q, k and v
     per_layer["one"] += 4 * (wide - 64)
     per_layer["two"] += 3 * (wide - 64)
     assert loaded.adapter_bytes == 4 * 3 * sum(per_layer.values())
@@ -212,12 +212,12 @@ def test_16_bit_adapters_run_in_the_models_dtype(tmp_path: Path) -> None:
     assert (got - wanted).norm() < 0.1 * wanted.norm()
 
 
-# What is refused
+# Refused adapters
 
 
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a model and a sound adapter for it."""
+    """Return a folder with a model and a valid adapter for it."""
     folder = tmp_path_factory.mktemp("sound")
     make_checkpoint("llama", folder / "model")
     make_adapter(
@@ -357,7 +357,7 @@ def test_adapter_too_large_for_the_device_is_named(
         )
 
 
-# Which layers a configuration names: as peft has it
+# Layers that a configuration names, as in peft
 
 NAMES = [f"model.layers.{n}.{part}" for n in (0, 1, 11) for part in ("attn.q_proj", "mlp.up")]
 

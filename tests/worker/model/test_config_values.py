@@ -66,7 +66,7 @@ def test_what_published_configs_hold_is_fine() -> None:
             "num_hidden_layers": 126,
             "n_routed_experts": 384,
             "head_dim": None,
-            "num_key_value_heads": [8, 4],  # refused elsewhere, for what it means
+            "num_key_value_heads": [8, 4],  # another check refuses lists
             "pad_token_id": -1,
             "rope_theta": 1e11,
             "sliding_window": None,

@@ -1,4 +1,4 @@
-"""Models that also see or hear write, from text alone, what transformers' whole model writes."""
+"""Models that also take images or audio generate transformers' tokens for text alone."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from tests.parity import CPU, Setup, assert_greedy, run
 from tests.wrappers import FAMILIES, make_wrapper
 
 SETUPS = [Setup(block_size=4, max_tokens=7), Setup(block_size=16, pool_tokens=160)]
-"""Two block sizes; chunks of 7; a pool that holds few rows."""
+"""Two block sizes, one with chunks of 7 tokens and one with a pool that holds few rows."""
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_equals_the_whole_model(family: str, tmp_path: Path) -> None:
     whole = make_wrapper(family, tmp_path)
-    if family == "llama4":  # the wrapper of transformers 5.24 fails on text without images
+    if family == "llama4":  # in transformers 5.24 the wrapper fails on text without images
         whole = whole.language_model
     loaded = load_model(ModelConfig(str(tmp_path)), device=CPU)
     for setup in SETUPS:

@@ -1,4 +1,4 @@
-"""Quantized weights: transformers' own logits, fewer bytes, and what is refused."""
+"""Quantized weights keep transformers' logits and take fewer bytes; bad settings are refused."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ WIDE = {"hidden_size": 64, "intermediate_size": 96}
 
 
 def theirs(method: str) -> Any:
-    """torchao's configuration that a method of ours stands for."""
+    """Return the configuration of torchao that our method replaces."""
     from torchao.prototype.quantization.int4 import PrototypeInt4WeightOnlyConfig
     from torchao.quantization import Int8WeightOnlyConfig
 
@@ -114,7 +114,7 @@ def test_a_quantized_checkpoint_is_loaded_as_it_was_saved(
     with torch.inference_mode():
         wanted = model(input_ids=torch.tensor([IDS])).logits[0]
     loaded = load_model(ModelConfig(str(tmp_path)), device=CPU)
-    # Tiny differences can change the 8-bit value that an activation is rounded to.
+    # A tiny difference can change an activation's 8-bit code.
     assert_alike(logits_of(loaded), wanted, 5e-2 if "Dynamic" in name else 1e-4)
     assert loaded.facts["quantization"] == name
     with pytest.raises(ModelError, match="weights are already quantized; remove the key"):
@@ -157,12 +157,13 @@ def test_adapters_are_added_to_quantized_layers(
         device=CPU,
     )
     with torch.inference_mode():
-        wanted = base(input_ids=torch.tensor([IDS])).logits[0]  # peft has put the adapter into it
+        # Peft has merged the adapter into the weights.
+        wanted = base(input_ids=torch.tensor([IDS])).logits[0]
     assert_alike(logits_of(loaded, adapter=1), wanted, 0.2)
     assert (logits_of(loaded) - wanted).norm() > 0.5 * wanted.norm()
 
 
-# What is refused
+# Refused settings
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What packages say on import about themselves stays off the screen."""
+"""Messages that packages print when they are imported stay off the screen."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models of random weights: those of transformers' own class, without weight files."""
+"""Models with random weights, made by transformers' classes without weight files."""
 
 from __future__ import annotations
 

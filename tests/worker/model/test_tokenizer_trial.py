@@ -1,4 +1,4 @@
-"""Tokenizer files that kill what loads them, or what decodes their tokens, are refused by name."""
+"""Tokenizer files are refused by name if loading them, or decoding, kills the process."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from tests.models import make_text_model
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny random model."""
+    """Return a tiny random model."""
     return make_text_model(tmp_path_factory.mktemp("model") / "tiny", num_hidden_layers=1)
 
 
 def changed(model: Path, folder: Path, **parts: Any) -> Path:
-    """The model's tokenizer file with other parts."""
+    """Write the model's tokenizer file with other ``parts``; return its path."""
     tokenizer = json.loads((model / "tokenizer.json").read_text())
     path = folder / "tokenizer.json"
     path.write_text(json.dumps({**tokenizer, **parts}))

@@ -1,4 +1,4 @@
-"""Kimi Linear: the keys of its published config, and latents beside recurrent states."""
+"""Kimi Linear: its published config, and latent attention next to recurrent layers."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ PUBLISHED = {
     "v_head_dim": 128,
     "vocab_size": 163840,
 }
-"""Keys of the hub's config of Kimi-Linear-48B-A3B."""
+"""Keys of the published config of Kimi-Linear-48B-A3B."""
 
 
 def test_published_config(tmp_path: Path) -> None:
@@ -72,14 +72,14 @@ def test_published_config(tmp_path: Path) -> None:
     assert layout.state is not None
     assert layout.state.num_bytes == 20 * 4 * 32 * (128 * 128 + 3 * 3 * 128)
     cost = ModelCost.from_config(config, "bfloat16")
-    # The cost model counts experts in the first layer, too, which has none.
+    # The cost model also counts experts in the first layer, which has none.
     assert cost.weight_bytes == pytest.approx(2 * 48e9, rel=0.06)
 
 
 def test_latents_lie_beside_recurrent_states(tmp_path: Path) -> None:
     folder = make_checkpoint("kimi_linear", tmp_path)
     names = load_file(folder / "model.safetensors")
-    assert "model.layers.0.self_attn.q_conv1d.weight" in names  # as in published checkpoints
+    assert "model.layers.0.self_attn.q_conv1d.weight" in names  # as named in published checkpoints
     outputs = []
     for latent in (True, False):
         loaded = load_model(ModelConfig(str(folder)), device=CPU, latent=latent)

@@ -1,6 +1,6 @@
 """Hybrid models compute transformers' logits with Triton kernels and CUDA graphs.
 
-On a CPU the kernels are interpreted in float32, and a replay of a graph computes again.
+On a CPU, Triton's interpreter runs the kernels in float32, and a replay computes again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.models import VOCAB_SIZE, tiny_model
 from tests.worker.on_triton import pretend_cuda
 from tests.worker.step_maker import StepMaker
 
-# Rows of padding are undefined, and NumPy warns about their values in the interpreter.
+# Padding rows hold arbitrary values, about which NumPy warns in the interpreter.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 NUM_SLOTS, MAX_SEQS, MAX_MODEL_LEN = 256, 4, 64
@@ -71,13 +71,13 @@ def test_steps_and_graphs_give_transformers_logits(
     )
     maker = StepMaker(NUM_SLOTS, 16, slots_per_state=layout.slots_per_state)
     sequences = [maker.sequence(row) for row in rows]
-    # A chunk of the first prompt; then its rest in a step with the other prompts.
+    # Run a chunk of the first prompt, then its rest in a step with the other prompts.
     forward(model, cache, CudaAttention(cache), maker.step([(sequences[0], 5)]))
     parts = [(sequences[0], 2), (sequences[1], 4), (sequences[2], 1)]
     first = forward(model, cache, CudaAttention(cache), maker.step(parts))
     check(first, [logits[len(row) - 1] for logits, row in zip(expected, rows, strict=True)])
     sizes = [size for size in graphs.sizes if size.sequences > len(sequences)]
-    graphs.capture(sizes[-1])  # has padding sequences
+    graphs.capture(sizes[-1])  # with padding sequences
     for drawn in range(2):
         for sequence, row in zip(sequences, longer, strict=True):
             sequence.token_ids.append(row[len(sequence.token_ids)])

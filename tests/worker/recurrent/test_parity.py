@@ -1,4 +1,4 @@
-"""Models with recurrent layers take the tokens that transformers takes, however rows are run."""
+"""Models with recurrent layers choose transformers' tokens, however rows are run."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SETUPS = {
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory):
-    """Loads a tiny checkpoint of a family, once."""
+    """Return a function that loads a family's tiny checkpoint, once."""
 
     @functools.cache
     def load(family: str) -> LoadedModel:
@@ -44,7 +44,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory):
 
 @functools.cache
 def eager(family: str) -> torch.nn.Module:
-    """transformers' model of the same weights, with its own layers."""
+    """Return transformers' model with the same weights."""
     return tiny_model(family)
 
 

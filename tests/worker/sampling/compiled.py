@@ -1,4 +1,4 @@
-"""Records the variants of sampling kernels that a GPU would compile and launch."""
+"""Record the variants of sampling kernels that a GPU would compile and launch."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from batchinfer.worker.sampling.variants import SamplingVariants
 from tests.engine.fake import make_engine, run_all
 
 VOCAB = 1024
-"""Logits of a row, where no model says how many."""
+"""Number of logits of a row if no model is loaded."""
 Variant = tuple[Any, ...]
-"""A kernel, and of its arguments what it is compiled for: types of tensors, and all else."""
+"""A kernel, and the arguments that it is compiled for: dtypes of tensors, and other values."""
 _JUDGES: Variant = ("row_stats",)
-"""What the log-probabilities of prompts need."""
+"""The kernel that computes log-probabilities of prompts."""
 
 
 class Compiled:
-    """Notes what launches would be compiled for, and launches nothing."""
+    """Records the variants that launches need, without launching kernels."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.vocab = VOCAB
@@ -40,45 +40,45 @@ class Compiled:
         self._variants.add((kernel.fn.__name__, *told))
 
     def ahead(self, *params: SamplingParams, **facts: Any) -> set[Variant]:
-        """For all kinds of steps that parameters lead to."""
+        """Return the variants of all kinds of steps that these parameters lead to."""
         kinds = SamplingVariants.of(params, self.vocab, **facts)
         judges = {_JUDGES} if kinds.scores else set()
         return judges.union(*map(self.drawing, kinds.batches()))
 
     def in_steps(self, requests: list[Request]) -> set[Variant]:
-        """For the steps of requests."""
+        """Return the variants that the steps of requests need."""
         engine, runner = make_engine(32)
         run_all(engine, requests)
         return set[Variant]().union(*map(self.of_step, runner.steps))
 
     def of_step(self, step: Step) -> set[Variant]:
-        """For one step."""
+        """Return the variants that one step needs."""
         variants = {_JUDGES} if step.scored is not None else set()
         if step.num_samples:
             variants |= self.drawing(step.sampling, len(step.logits_indices))
         return variants
 
     def drawing(self, batch: SamplingBatch, num_rows: int = 1) -> set[Variant]:
-        """For the samples of a batch."""
+        """Return the variants that draw the samples of a batch."""
         self._variants = set()
         draw_on_device(torch.zeros(num_rows, self.vocab), batch)
         return self._variants
 
 
 class WatchedEngines:
-    """Engines on a CPU whose users warm them up as they would on a GPU."""
+    """Builds engines on a CPU, and records the variants that their warm-up and steps need."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._compiled = Compiled(monkeypatch)
         self._monkeypatch = monkeypatch
         self._ahead: set[Variant] = set()
         self.in_steps: set[Variant] = set()
-        """What steps needed."""
+        """Variants that steps needed."""
         self.late: set[Variant] = set()
-        """Of that, what was not compiled before the step."""
+        """Variants that a step needed before they were compiled."""
 
     def build(self, *arguments: Any, **named: Any) -> EngineContext:
-        """As ``build_engine``."""
+        """Build an engine like ``build_engine``."""
         context = build_engine(*arguments, **named)
         runner: Any = context.engine._runner
         submit, self._compiled.vocab = runner.submit, context.vocab_size
@@ -103,7 +103,7 @@ class WatchedEngines:
 
 
 def _signature(argument: Any) -> Any:
-    """What an argument is compiled for: its dtype, or its value."""
+    """Return the dtype of a tensor, or the value of another argument."""
     if isinstance(argument, tuple):
         return tuple(map(_signature, argument))
     return argument.dtype if isinstance(argument, torch.Tensor) else argument

@@ -1,4 +1,4 @@
-"""Builds sampling batches; every parameter has a default without effect."""
+"""Build sampling batches; each parameter's default has no effect."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from batchinfer.engine.step import Penalties, SamplingBatch, SamplingColumns
 
 @dataclass(frozen=True)
 class Sample:
-    """One sample of a batch, as a user would ask for it."""
+    """One sample of a batch, with the parameters that a user sets."""
 
     row: int = 0
     temperature: float = 1.0
@@ -40,7 +40,7 @@ class Sample:
 
 
 def make_batch(samples: Sequence[Sample]) -> SamplingBatch:
-    """The samples as the struct of arrays that goes to the worker."""
+    """Return the samples as the struct of arrays that a step contains."""
 
     def column(name: str, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
         return np.array([getattr(sample, name) for sample in samples], dtype)

@@ -1,4 +1,4 @@
-"""Sampling on the CUDA side draws the tokens of the CPU, in few launches without a wait."""
+"""Sampling on CUDA draws the tokens of the CPU, in few launches and without waiting."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def normal(rows: int = 10, vocab: int = 300, dtype: torch.dtype = torch.float32)
 
 
 def check(draws: Draws, logits: torch.Tensor, batch: SamplingBatch) -> None:
-    """As the CPU has it: the tokens, and all else up to rounding."""
+    """Check that the tokens equal the CPU's, and other results up to rounding."""
     expected = Sampler()(logits.clone(), batch).result()
     assert draws.token_ids.tolist() == expected.token_ids.tolist()
     assert (draws.failures != 0).tolist() == expected.nonfinite.tolist()

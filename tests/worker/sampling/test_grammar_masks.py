@@ -17,7 +17,7 @@ from tests.worker.sampling.sampling_batches import Sample, make_batch
 
 
 def pack(allowed: np.ndarray) -> Int32:
-    """Masks of [M, tokens] bools."""
+    """Pack bools [M, tokens] into masks."""
     wide = np.pad(allowed, ((0, 0), (0, -allowed.shape[1] % 32)))
     return np.packbits(wide, axis=1, bitorder="little").view(np.int32)
 
@@ -27,7 +27,7 @@ def pack(allowed: np.ndarray) -> Int32:
 def test_forbidden_logits_are_minus_infinity(
     dtype: torch.dtype, vocab: int, beyond: int, rows: set[int]
 ) -> None:
-    """float16 goes through torch, as everything does where there is no C compiler."""
+    """Logits in float16 are masked by torch, like all logits without a C compiler."""
     random = np.random.default_rng(vocab)
     allowed = random.random((len(rows), max(vocab + beyond - 35, 1))) < 0.3
     wider = torch.from_numpy(random.normal(size=(9, vocab + 3))).to(dtype)

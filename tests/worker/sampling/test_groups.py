@@ -1,4 +1,4 @@
-"""Every sample is in one group, and a group fits into the workspace."""
+"""Every sample is in one group, and each group fits into the workspace."""
 
 from __future__ import annotations
 

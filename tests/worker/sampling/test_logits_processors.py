@@ -1,4 +1,4 @@
-"""Biases, allowed ids and penalties equal a plain reference and transformers."""
+"""Biases, allowed ids and penalties equal those of a simple reference and of transformers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def edited(logits: torch.Tensor, samples: list[Sample]) -> torch.Tensor:
 
 
 def reference(row: npt.NDArray[np.float32], sample: Sample) -> npt.NDArray[Any]:
-    """One sample, token by token, in float64."""
+    """Process one sample token by token, in float64."""
     result = row.astype(np.float64)
     for token_id, value in sample.bias.items():
         result[token_id] += value

@@ -1,4 +1,4 @@
-"""Philox gives the known answers of the Random123 library; each part of the key counts."""
+"""Philox matches the known answers of the Random123 library; each part of the key matters."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from batchinfer.kernels.cpu import paged_attention as cpu_attention
 from batchinfer.kernels.cpu import sampling
 from batchinfer.worker.sampling.on_cpu import RANDOM_BITS, philox_4x32, random_bits
 
-# Counter, key and output words of "philox4x32 10" in Random123's tests/kat_vectors.
+# Counter, key and output words of "philox4x32 10" in Random123's tests/kat_vectors
 KNOWN_ANSWERS = [
     ("00000000 00000000 00000000 00000000", "00000000 00000000",
      "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
@@ -23,7 +23,7 @@ KNOWN_ANSWERS = [
 
 
 def words(*texts: str) -> npt.NDArray[np.uint64]:
-    """[words, texts]"""
+    """Parse hexadecimal words; returns [words, texts]."""
     return np.array([[int(word, 16) for word in text.split()] for text in texts], np.uint64).T
 
 

@@ -1,4 +1,4 @@
-"""Samples come with log-probabilities of named ids, in the mode that the row asks for."""
+"""Samples report log-probabilities of chosen ids, in the mode that the row asks for."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_log_probabilities_of_named_ids_come_beside_the_most_likely() -> None:
 
 
 def test_each_sample_has_its_mode() -> None:
-    """Whose processed values are transformers', and whose token is the same in all."""
+    """Processed values equal those of transformers; the token is the same in all modes."""
     logits, seen = normal(1), [3, 4, 5, 6]
     sample = Sample(
         temperature=0.7, top_k=40, top_p=0.9, min_p=0.01, repetition=1.3, output=seen, logprobs=50

@@ -86,7 +86,7 @@ class TestDistribution:
     DRAWS = 20_000
 
     def check(self, logits: torch.Tensor, probabilities: torch.Tensor, like: Sample) -> None:
-        """Draw one token in each of many streams and compare counts with probabilities."""
+        """Draw one token in each of many streams, and compare counts with probabilities."""
         samples = [dataclasses.replace(like, stream=stream) for stream in range(self.DRAWS)]
         counts = np.bincount(sample(logits, samples).token_ids, minlength=logits.shape[1])
         expected = probabilities.double().numpy()
@@ -197,7 +197,7 @@ MIXED = [
 
 
 def facts(result: StepResult, at: int, alternatives: int) -> tuple[object, ...]:
-    """What a sample got, bit for bit."""
+    """Return all results of a sample, bit for bit."""
     own: tuple[object, ...] = (int(result.token_ids[at]), result.logprobs[at].tobytes())
     if alternatives >= 0:
         own += (

@@ -1,4 +1,4 @@
-"""Top-k and top-p keep the tokens that sorting whole rows keeps."""
+"""Top-k and top-p keep the tokens that sorting whole rows would keep."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from batchinfer.worker.sampling import top_k_top_p
 from batchinfer.worker.sampling.top_k_top_p import left_out, most_likely
 
-# Few distinct values, so that ties are common.
+# Few distinct values make ties common.
 LOGITS = st.lists(st.integers(-12, 0), min_size=1, max_size=150)
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _few_candidates() -> Iterator[None]:
-    """Makes tests of small vocabularies go through blocks and beyond the first candidates."""
+    """Start with two candidates, so that small vocabularies reach the code for more candidates."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(top_k_top_p, "_FIRST_CANDIDATES", 2)
         yield
@@ -29,7 +29,7 @@ def _few_candidates() -> Iterator[None]:
 def kept(
     weights: torch.Tensor, logits: torch.Tensor, top_k: list[int], top_p: list[float]
 ) -> list[set[int]]:
-    """Ids that the filters leave in each row."""
+    """Return the ids that the filters keep in each row."""
     removed = left_out(weights, logits, np.array(top_k, np.int32), np.array(top_p, np.float32))
     return [set(np.flatnonzero(~row)) for row in removed.numpy()]
 
@@ -41,7 +41,7 @@ def in_order(logits: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 def reference_kept(
     weights: np.ndarray[Any, Any], logits: np.ndarray[Any, Any], top_k: int, top_p: float
 ) -> set[int]:
-    """One row, token by token."""
+    """Return the ids that the filters keep in one row, token by token."""
     order = in_order(logits)
     order = order[:top_k] if top_k else order
     goal = np.float64(np.float32(top_p)) * sum(int(weights[i]) for i in order)
@@ -71,7 +71,7 @@ def test_keeps_what_sorting_keeps(
 
 def test_tokens_removed_before_count_for_nothing() -> None:
     logits = torch.tensor([[4.0, 3.0, 2.0, 1.0]])
-    weights = torch.tensor([[40, 30, 0, 0]])  # min-p took the last two
+    weights = torch.tensor([[40, 30, 0, 0]])  # min-p removed the last two tokens
     assert kept(weights, logits, [4], [0.58]) == [{0, 1}]
     assert kept(weights, logits, [4], [0.57]) == [{0}]
 

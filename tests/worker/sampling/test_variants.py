@@ -67,7 +67,7 @@ def test_no_step_of_mixed_samples_launches_another_variant(monkeypatch: pytest.M
     rows_own = {"own": field_names(SamplingParams)}
     ahead = compiled.ahead(SamplingParams(), **rows_own)
     assert in_steps <= ahead
-    assert "_token_bitmask_kernel" in {name for name, *_ in ahead}  # of a row's own grammar
+    assert "_token_bitmask_kernel" in {name for name, *_ in ahead}  # for a row's own grammar
     assert in_steps <= compiled.ahead(SamplingParams(top_k=5, presence_penalty=1.0), **rows_own)
 
 

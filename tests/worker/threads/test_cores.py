@@ -36,7 +36,7 @@ binds = pytest.mark.skipif(
 def test_each_thread_gets_its_own_core_if_there_are_as_many(
     count: int, own: Set[int], cores: list[Set[int]] | None
 ) -> None:
-    """A core has two logical ones here, whose numbers are 2 apart."""
+    """Each core here has two logical cores, with numbers 2 apart."""
     assert choose_cores(count, own, lambda core: {core % 2 + 4, core % 2 + 6}) == cores
 
 
@@ -54,14 +54,14 @@ def test_core_siblings_are_read_as_linux_writes_them(
 
 
 class Team:
-    """The threads of a team that a fresh thread begins, and what they are bound to."""
+    """A team of threads started by a new thread, and the cores they are bound to."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self._before = set(os.listdir("/proc/self/task"))
         self._cores = ThreadCores(environ)
 
     def bound(self, count: int) -> tuple[Set[int], list[Set[int]]]:
-        """Cores of the thread that begins the team, and of the others, while they are bound."""
+        """Return the cores of the starting thread and of the others, while they are bound."""
         with self._cores.bound(count):
             new = set(os.listdir("/proc/self/task")) - self._before
             others = [os.sched_getaffinity(int(thread)) for thread in new]
@@ -72,14 +72,14 @@ class Team:
 def team_of_a_fresh_thread(
     environ: Mapping[str, str],
 ) -> Iterator[Callable[[int], tuple[Set[int], list[Set[int]]]]]:
-    """Its runtime keeps no threads of other tests, and ends those of this one with it."""
+    """Run a team in a new thread, which shares no threads of the runtime with other tests."""
     with ThreadPoolExecutor(1) as pool:
         pool.submit(threading.get_native_id).result()
         team = Team(environ)
         yield lambda count: pool.submit(team.bound, count).result()
         assert (
             pool.submit(os.sched_getaffinity, 0).result() == OWN
-        )  # what it starts may go anywhere
+        )  # threads that it starts later may run on any core
 
 
 @binds
@@ -91,7 +91,7 @@ def test_each_thread_is_bound_and_free_again_when_they_are_fewer() -> None:
             if choose_cores(most - 1, OWN, core_siblings) is None:
                 caller, others = bound(most - 1)
                 assert caller == OWN
-                assert others.count(OWN) == most - 2  # one may be about to end
+                assert others.count(OWN) == most - 2  # one thread may be ending
 
 
 @binds

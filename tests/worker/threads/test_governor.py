@@ -16,7 +16,7 @@ CORES = 4
 
 
 class Machine:
-    """Steps on a machine whose other processes keep ``busy`` of its four cores.
+    """Simulates steps on a machine where other processes keep ``busy`` of the four cores busy.
 
     A thread without its own core delays the others by ``penalty`` times the work.
     """
@@ -41,7 +41,7 @@ class Machine:
         self.governor.observe(tokens, seconds)
 
     def run(self, seconds: float) -> set[int]:
-        """Run steps for this long; return the numbers of threads they ran on."""
+        """Run steps for this many seconds; return the numbers of threads that they ran on."""
         end, seen = self.seconds + seconds, set()
         while self.seconds < end:
             seen.add(self.governor.count)
@@ -66,7 +66,7 @@ def test_threads_step_down_to_the_free_cores_and_come_back(
     machine.run(60)
     assert machine.governor.count == CORES
     assert machine.run(30) == {CORES}
-    machine.busy = busy  # a second time it is not logged
+    machine.busy = busy  # a second reduction is not logged
     machine.run(60)
     assert [record.levelno for record in caplog.records] == [logging.WARNING] * 2
     down, back = (record.getMessage() for record in caplog.records)
@@ -94,7 +94,7 @@ def test_trials_of_more_threads_become_rare_while_they_fail() -> None:
 
 
 def test_fewer_threads_are_given_up_if_steps_are_no_faster() -> None:
-    """Every core is shared alike: with half the threads a step takes twice as long."""
+    """All cores are equally busy, so a step takes twice as long with half the threads."""
     machine = Machine(penalty=0.0)
     machine.busy = CORES
     machine.run(100)
@@ -102,7 +102,7 @@ def test_fewer_threads_are_given_up_if_steps_are_no_faster() -> None:
 
 
 def test_more_threads_are_tried_while_cores_are_short() -> None:
-    """A thread that shares its core with many gets little; four get four times as much."""
+    """A thread gets a small share of a busy core; four threads get four times as much."""
     delay, best = [0.0], 1
     governor = ThreadGovernor(CORES, delay=lambda: delay[0])
     for at in range(4000):
@@ -116,7 +116,7 @@ def test_more_threads_are_tried_while_cores_are_short() -> None:
 
 
 def slow_without_delay(at: int) -> tuple[float, float | None]:
-    """The processor may be throttled, or attention read longer contexts."""
+    """The processor may be throttled, or contexts may have grown."""
     return 0.01 if at < 100 else 0.1, 0.0
 
 
@@ -125,12 +125,12 @@ def slow_with_unknown_delay(at: int) -> tuple[float, float | None]:
 
 
 def cheap_delay(at: int) -> tuple[float, float | None]:
-    """As beside processes of low priority."""
+    """Processes of low priority cause such delays."""
     return (0.01, 0.0) if at < 100 else (0.013, 0.0065)
 
 
 def shrinking_delay(at: int) -> tuple[float, float | None]:
-    """Threads that end take their part of the sum with them."""
+    """The sum shrinks when threads end, because it covers only living threads."""
     return 0.1, -1.0
 
 
@@ -151,7 +151,7 @@ def test_all_threads_compute_unless_delays_make_steps_slow(
 
 
 def test_delays_between_steps_do_not_count() -> None:
-    """The caller's own threads may wait between two calls, and steps be slow for other reasons."""
+    """Between calls the caller's own threads may wait, and steps may be slow for other reasons."""
     delay = 0.0
     governor = ThreadGovernor(CORES, delay=lambda: delay)
     for at in range(20):  # each step is long enough for a window of its own
@@ -162,7 +162,7 @@ def test_delays_between_steps_do_not_count() -> None:
 
 
 def test_numbers_that_would_cost_more_than_the_delays_are_not_tried() -> None:
-    """Others were there first and use an eighth of the cores: half of the threads cannot win."""
+    """Other processes always use an eighth of the cores; half the threads cannot be faster."""
     delay = 0.0
     governor = ThreadGovernor(CORES, delay=lambda: delay)
     for _ in range(1000):
@@ -186,7 +186,7 @@ def test_a_trial_of_long_steps_ends_with_the_first_slower_one() -> None:
 
 @pytest.mark.parametrize("seconds", [0.5, 30.0])
 def test_all_threads_come_back_after_the_delay_was_unknown(seconds: float) -> None:
-    """As when the process can open no more files: trials end."""
+    """The delay is unknown if the process can open no more files; trials then end."""
     machine = Machine()
     machine.busy = 3
     while machine.governor.count == CORES:

@@ -1,4 +1,4 @@
-"""The number of threads on a CPU: which setting decides, and what the log says."""
+"""The number of threads on a CPU: which setting decides, and which lines are logged."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_numbers_set_for_engines_are_not_taken_for_the_callers() -> None:
     assert threads.default() == 4
     threads.set(1)
     threads.set(4)
-    torch.set_num_threads(1)  # the caller chooses a number that an engine had before
+    torch.set_num_threads(1)  # the caller sets a number that an engine used before
     assert threads.default() == 1
 
 
@@ -131,7 +131,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
 
 
 def built_with(model: ModelConfig, **engine: int) -> tuple[str, str, int]:
-    """An engine's line about threads, its device, and torch's number."""
+    """Build an engine; return its log line about threads, its device, and torch's thread count."""
     lines: list[str] = []
     config = EngineConfig(device="cpu", num_kv_blocks=8, **engine)  # type: ignore[arg-type]
     built = build_engine(model, config, log=lines.append)
@@ -190,7 +190,7 @@ class Step:
 
 
 class RecordingRunner:
-    """Records torch's number of threads for each step."""
+    """Records torch's number of threads in each step."""
 
     def __init__(self) -> None:
         self.counts: list[int] = []

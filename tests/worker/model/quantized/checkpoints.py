@@ -1,4 +1,4 @@
-"""Tiny checkpoints with quantized weights, each beside one of the weights they stand for."""
+"""Tiny quantized checkpoints, each with a float checkpoint of the same weights."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ WIDE = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
 def write_quantized(
     folder: Path, family: str, section: Mapping[str, Any], writer: Writer, **changes: Any
 ) -> tuple[Path, Path]:
-    """Write a random model with its layers' linear layers quantized.
+    """Write a random model whose linear layers are quantized.
 
     Args:
-        folder: to write below.
-        family: the model's; of a wrapper, as small as it is made elsewhere.
+        folder: the folder to write into.
+        family: the model's family; wrappers have their usual tiny size.
         section: config.json's ``quantization_config``.
-        writer: of a layer's weight, or of a tensor of experts where it is saved as one.
-        changes: to the family's config.
+        writer: quantizes a layer's weight, or the tensor of all experts if it is saved as one.
+        changes: changes to the family's config.
 
     Returns:
-        Its folder, and that of a model with the weights that the quantized ones stand for.
+        The model's folder, and the folder of a float model with the dequantized weights.
     """
     torch.manual_seed(1)
     float_model = folder / "float"

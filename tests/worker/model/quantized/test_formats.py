@@ -33,7 +33,7 @@ def format_of(section: Mapping[str, Any]) -> Format:
 def read(
     folder: Path, section: Mapping[str, Any], parts: Mapping[str, torch.Tensor], dtype: str = ""
 ) -> dict[str, torch.Tensor]:
-    """The tensors of a checkpoint of one layer."""
+    """Return the tensors of a checkpoint with one layer."""
     path = folder / "model.safetensors"
     save_file({f"a.{end}": part.contiguous() for end, part in parts.items()}, path)
     tensors = dequantized_tensors([path], format_of(section), getattr(torch, dtype or "float32"))
@@ -134,14 +134,14 @@ def test_fp8_may_name_its_scales_as_autofp8_does(tmp_path: Path) -> None:
 
 def test_codes_may_be_stored_as_if_they_were_floats(tmp_path: Path) -> None:
     section, writer = CASES["nf4"]
-    written = writer(WEIGHT * 0 + 1)  # all codes 15, of which bfloat16 makes NaN
+    written = writer(WEIGHT * 0 + 1)  # all codes are 15, which reads as NaN in bfloat16
     stored = written.parts["weight"].flatten().view(torch.bfloat16)
     parts = {**written.parts, "weight": stored}
     assert stored.isnan().any()
     assert torch.equal(read(tmp_path, section, parts)["a.weight"], written.weight)
 
 
-# What is refused
+# Refused tensors
 
 Change = Callable[[dict[str, torch.Tensor]], object]
 
@@ -163,7 +163,7 @@ def cast(end: str, dtype: torch.dtype) -> Change:
 
 
 def damaged(end: str, value: float = float("nan")) -> Change:
-    """One number that is none."""
+    """Return a change that overwrites one number."""
     return lambda parts: parts[end].view(-1)[:1].fill_(value)
 
 

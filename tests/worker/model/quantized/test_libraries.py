@@ -1,6 +1,6 @@
-"""Weights that the formats' own libraries wrote, read as they read them; where they are installed.
+"""Weights that the formats' own libraries wrote, if they are installed, are read correctly.
 
-GPTQModel and AutoAWQ are left to ``writers``: they install only where there is a CUDA device.
+GPTQModel and AutoAWQ need a CUDA device to install, so ``writers`` stands in for them.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def test_compressed_tensors(kind: str, arguments: dict[str, Any], tmp_path: Path
 @pytest.mark.parametrize("kind", ["nf4", "fp4"])
 def test_bitsandbytes_4_bits(kind: str, nested: bool, tmp_path: Path) -> None:
     library = pytest.importorskip("bitsandbytes")
-    weight = WEIGHT[:, :64].contiguous()  # its product on a CPU has blocks begin with each row
+    weight = WEIGHT[:, :64].contiguous()  # the library's CPU code starts a block in each row
     codes, state = library.functional.quantize_4bit(
         weight, blocksize=64, quant_type=kind, compress_statistics=nested
     )

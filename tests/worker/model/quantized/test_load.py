@@ -1,4 +1,4 @@
-"""Quantized checkpoints have the logits of a model with the same weights."""
+"""Quantized checkpoints have the logits of a float model with the same weights."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ IDS = np.random.default_rng(0).integers(2, VOCAB_SIZE, 21).tolist()
 
 
 def experts_alone(weight: torch.Tensor) -> Written:
-    """gpt-oss's experts; its other weights stay as they are."""
+    """Quantize the experts of gpt-oss, and leave its other weights unchanged."""
     return mxfp4(weight) if weight.dim() == 3 else Written({"weight": weight}, weight)
 
 

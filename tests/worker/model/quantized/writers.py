@@ -1,6 +1,6 @@
-"""Weights quantized and saved by each format's published layout, and what they stand for.
+"""Write quantized weights in each format's published layout, and the weights they stand for.
 
-Numbers, scales and zeros are made first; the weight they stand for is computed from them element by
+Integers, scales and zeros are made first. The expected weight is computed from them element by
 element, and only then are they packed.
 """
 
@@ -20,11 +20,11 @@ FLOAT4 = torch.cat([FLOAT4, -FLOAT4])
 
 @dataclass(frozen=True)
 class Written:
-    """A weight as some format saves it.
+    """A weight in the tensors of a quantization format.
 
     Args:
-        parts: tensors by what follows the name of the layer.
-        weight: what they stand for, float32.
+        parts: tensors by their names without the layer's name.
+        weight: the dequantized weight, float32.
     """
 
     parts: Mapping[str, torch.Tensor]
@@ -35,7 +35,7 @@ Writer = Callable[[torch.Tensor], Written]
 
 
 def pack(numbers: torch.Tensor, bits: int) -> torch.Tensor:
-    """[..., n] numbers to [..., n * bits / 32] words, the first number in the lowest bits."""
+    """Pack [..., n] integers into [..., n * bits / 32] words, the first one in the lowest bits."""
     spare = -numbers.shape[-1] % (32 // bits)
     numbers = torch.nn.functional.pad(numbers, (0, spare))
     per_word = numbers.long().unflatten(-1, (-1, 32 // bits))
@@ -45,7 +45,7 @@ def pack(numbers: torch.Tensor, bits: int) -> torch.Tensor:
 def grouped(
     weight: torch.Tensor, bits: int, group_of: torch.Tensor, *, symmetric: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Numbers from 0, scales and zeros [out, groups], and the weight they stand for."""
+    """Return integers from 0, scales and zeros [out, groups], and the dequantized weight."""
     most, num_groups = 2**bits - 1, int(group_of.max()) + 1
     numbers, wanted = torch.empty_like(weight, dtype=torch.int64), torch.empty_like(weight)
     scales = torch.empty(len(weight), num_groups, dtype=torch.float16)
@@ -74,14 +74,14 @@ def gptq(
 ) -> Written:
     group_of = in_order(weight, 32)
     if sorts:
-        # Layers of the same rows, such as those of queries and keys, have the same order.
+        # Layers with the same input, such as queries and keys, have the same order.
         same = torch.Generator().manual_seed(0)
         group_of = group_of[torch.randperm(len(group_of), generator=same)]
     numbers, scales, zeros, wanted = grouped(weight, bits, group_of, symmetric=symmetric)
     words = pack(zeros.T, bits)
     if not v2:
         ones = pack(torch.ones(1, 32 // bits), bits)
-        words = words - ones  # GPTQModel subtracts on whole words
+        words = words - ones  # GPTQModel subtracts 1 from whole words
     parts = {"qweight": pack(numbers, bits).T.contiguous(), "qzeros": words}
     parts |= {"scales": scales.T.contiguous(), "g_idx": group_of.to(torch.int32)}
     return Written(parts, wanted)
@@ -143,7 +143,7 @@ def float8(
 
 
 def table4(weight: torch.Tensor, *, nested: bool, blocksize: int = 64) -> Written:
-    """bitsandbytes' NF4; the table is saved too, so that any will do."""
+    """Quantize in the format of bitsandbytes' NF4; its table is saved too, so any table works."""
     table = torch.linspace(-1, 1, 16) ** 3
     runs = weight.flatten().split(blocksize)
     scales = torch.stack([run.abs().max() for run in runs])
@@ -179,7 +179,7 @@ def llm_int8(weight: torch.Tensor) -> Written:
 
 
 def mxfp4(weight: torch.Tensor) -> Written:
-    """Experts [experts, in, out]; its parts follow the name of the weight."""
+    """Quantize experts [experts, in, out]; the parts' names follow the name of the weight."""
     runs = weight.transpose(1, 2).unflatten(2, (-1, 32))
     exponents = runs.abs().amax(-1).log2().floor() - 2
     scales = torch.pow(2.0, exponents)[..., None]
@@ -192,7 +192,7 @@ def mxfp4(weight: torch.Tensor) -> Written:
 
 
 def compressed(kind: str, **weights: Any) -> dict[str, Any]:
-    """A ``quantization_config`` of compressed-tensors with one group."""
+    """Return a ``quantization_config`` of compressed-tensors with one group."""
     group = {"targets": ["Linear"], "weights": {"strategy": "group", **weights}}
     return {
         "quant_method": "compressed-tensors",
@@ -270,4 +270,4 @@ CASES: dict[str, tuple[dict[str, Any], Writer]] = {
     ),
     "llm.int8": ({"quant_method": "bitsandbytes", "load_in_8bit": True}, llm_int8),
 }
-"""``quantization_config`` and writer of a layer's weight, by name."""
+"""By name, the ``quantization_config`` and the writer of a layer's weight."""
