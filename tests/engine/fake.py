@@ -21,25 +21,25 @@ from batchinfer.engine.step import Step, StepResult
 from tests.engine.invariants import check_scheduler
 
 NextToken = Callable[[bytes, int, int, int], int]
-"""(context tokens as bytes, random stream, sample index, position) -> token id"""
+"""Maps (context tokens as bytes, random stream, sample index, position) to a token id."""
 
 MakeEngine = Callable[..., tuple[Engine, "FakeRunner"]]
-"""``make_engine``, for engines that run ahead or that do not."""
+"""``make_engine``, for engines that run ahead or do not."""
 
 EOS = 0
 EMPTY = -1
 SPOILT = 40
-"""A token of prompts that is judged by logits which are no numbers."""
+"""A prompt token whose score comes from NaN logits."""
 BEAM_VOCAB = 12
 
 
 def hashed(context: bytes, stream: int, sample: int, position: int) -> int:
-    """A token that depends on everything a real one may depend on, and on nothing else."""
+    """Return a token that depends on exactly the arguments that a real token may depend on."""
     return 1 + zlib.crc32(context + bytes(f"{stream}/{sample}/{position}", "ascii")) % 999
 
 
 def candidates(context: bytes) -> list[tuple[int, np.float32]]:
-    """Every token of a small vocabulary with its log-probability, best first."""
+    """Return all tokens of a small vocabulary with their log-probabilities, best first."""
     values = [
         -np.float32(zlib.crc32(context + bytes([token, 7])) / 2**30) for token in range(BEAM_VOCAB)
     ]
@@ -47,12 +47,12 @@ def candidates(context: bytes) -> list[tuple[int, np.float32]]:
 
 
 def likelihood(context: bytes, token: int) -> float:
-    """A log-probability that depends on everything a real one may depend on."""
+    """Return a log-probability that depends on the context and the token."""
     return -(zlib.crc32(context + bytes(f"={token}", "ascii")) % 2**20) / 2**10
 
 
 class FakeRunner:
-    """Stores each token in its slot; reads whole contexts back through the block tables."""
+    """A runner that stores each token in its slot, and reads contexts through the block tables."""
 
     def __init__(
         self,
@@ -76,13 +76,13 @@ class FakeRunner:
         self._previous = np.full(1, EMPTY, dtype=np.int32)
 
     def submit(self, step: Step) -> Ready:
-        """Computes at once; a token that the host does not know yet is that of the step before."""
+        """Run a step at once; take tokens that the host does not know from the previous step."""
         known = step.previous_sample < 0
         step = replace(
             step, token_ids=np.where(known, step.token_ids, self._previous[step.previous_sample])
         )
         result = self.run(step)
-        self._previous = np.append(result.token_ids, EMPTY)  # -1, where nothing is taken, is there
+        self._previous = np.append(result.token_ids, EMPTY)  # index -1 must exist, but is not used
         return Ready(result)
 
     def run(self, step: Step) -> StepResult:
@@ -136,9 +136,9 @@ class FakeRunner:
         )
 
     def _update_states(self, step: Step, contexts: list[bytes]) -> list[bytes]:
-        """Keep all tokens of a sequence in all slots of its state; returns them.
+        """Store all tokens of each sequence in all slots of its state; return the tokens.
 
-        Windows make contexts shorter, but not states.
+        Windows shorten contexts but not states.
         """
         slots = step.state_tables
         assert len(set(slots.ravel().tolist())) == slots.size, "two sequences, one state"
@@ -156,7 +156,7 @@ class FakeRunner:
         return whole
 
     def _scored(self, step: Step, contexts: list[bytes]) -> StepResult | None:
-        """Log-probabilities and the rest, all different for every context and token."""
+        """Return scores that differ for all contexts and tokens."""
         if step.scored is None:
             return None
         tokens, judged_by = step.scored.token_ids, []
@@ -177,13 +177,13 @@ class FakeRunner:
 
     @property
     def _kept(self) -> tuple[np.ndarray, ...]:
-        """What stands in the slots, beside each other."""
+        """The arrays with the contents of the slots."""
         return self.kv, self.kv_positions, self.kv_adapters
 
     def _alternatives(
         self, step: Step, of_logits: list[bytes]
     ) -> tuple[np.ndarray | None, np.ndarray | None]:
-        """The best of ``BEAM_VOCAB`` tokens, for the samples that want some."""
+        """Return the best of ``BEAM_VOCAB`` tokens for samples that ask for log-probabilities."""
         wanted = step.sampling.num_logprobs
         if wanted.max(initial=-1) < 0:
             return None, None
@@ -216,13 +216,13 @@ class FakeRunner:
 
 
 def adapters_of(step: Step) -> np.ndarray:
-    """[S] the adapter of each sequence."""
+    """Return the adapter of each sequence, [S]."""
     none = np.zeros(step.num_sequences, dtype=np.int32)
     return none if step.adapters is None else step.adapters
 
 
 def _mask(step: Step, sample: int) -> np.ndarray | None:
-    """The tokens that the mask of the sample's row allows, where it has one."""
+    """Return the tokens that the mask of the sample's row allows, or None without a mask."""
     batch = step.sampling
     found = np.flatnonzero(batch.masked_rows == batch.logits_rows[sample])
     if len(found) == 0:
@@ -232,7 +232,7 @@ def _mask(step: Step, sample: int) -> np.ndarray | None:
 
 
 def _allowed(step: Step, sample: int, token: int) -> int:
-    """The token, or where the sample's row has a mask one that the mask allows."""
+    """Return ``token``, or if the sample's row has a mask, a token that the mask allows."""
     allowed = _mask(step, sample)
     return token if allowed is None else int(allowed[token % len(allowed)])
 
@@ -240,9 +240,10 @@ def _allowed(step: Step, sample: int, token: int) -> int:
 def expected(
     request: Request, sample: int, next_token: NextToken = hashed, window: int = 0
 ) -> list[int]:
-    """What a sample must come to, whatever ran beside it.
+    """Return the tokens that a sample must have, whatever other rows run.
 
-    A model all of whose layers have a window draws from so many tokens.
+    Args:
+        window: the number of tokens that a model sees if all its layers have windows; 0: all.
     """
     tokens = request.prompt_token_ids.tolist()
     output: list[int] = []
@@ -255,7 +256,7 @@ def expected(
 
 
 def make_request(row_id: int, prompt: list[int], **params: object) -> Request:
-    """A request whose stream is its row id and whose end-of-sequence id is ``EOS``."""
+    """Return a request whose stream is its row id and whose end-of-sequence id is ``EOS``."""
     return Request(
         row_id=row_id,
         prompt_token_ids=np.asarray(prompt, dtype=np.int32),
@@ -281,7 +282,7 @@ def make_engine(
     slots_per_state: int = 0,
     preemption: Preemption = "recompute",
 ) -> tuple[Engine, FakeRunner]:
-    """An engine over a ``FakeRunner``."""
+    """Return an engine, and the ``FakeRunner`` that it uses."""
     pool = BlockPool(
         num_blocks,
         block_size,

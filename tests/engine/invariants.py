@@ -52,7 +52,7 @@ def check_table(table: SequenceTable) -> None:
 
 
 def _check_slots(table: SequenceTable, sequence: Sequence) -> None:
-    """Assert that a row has its blocks' slots in all layer groups, but for those left behind."""
+    """Assert that a row has slots for its blocks in all layer groups, except for evicted blocks."""
     blocks, has_own = sequence.blocks, table.windows[0] == 0
     num_evicted = (*[0] * has_own, *sequence.num_evicted)
     assert len(num_evicted) == len(table.windows)
@@ -73,7 +73,7 @@ def _slots(block: Block, *, has_own: bool) -> list[int]:
 
 
 def check_beam_groups(table: SequenceTable) -> None:
-    """Assert that groups are whole, or just their leaders, and of one length and age."""
+    """Assert that groups run whole or with just their leaders, and have one length and age."""
     for leader in {sequence.group[0] for sequence in table.running() if sequence.state.search}:
         group, size = leader.group, leader.request.group_size
         rows = [beam.row for beam in group if beam.row >= 0]
@@ -87,7 +87,7 @@ def check_beam_groups(table: SequenceTable) -> None:
 
 
 def check_states(scheduler: Scheduler) -> None:
-    """Assert that exactly the running sequences have recurrent states, in the table as well."""
+    """Assert that the table and the running sequences agree on recurrent states."""
     table, has_states = scheduler.table, scheduler.pool.states.slots_per_state > 0
     assert all(waiting.recurrent_state is None for waiting in scheduler.waiting)
     for sequence in table.running():
@@ -99,7 +99,7 @@ def check_states(scheduler: Scheduler) -> None:
 
 
 def check_reuse_hints(hints: ReuseHints) -> None:
-    """Assert that blocks in the index know who waits for them."""
+    """Assert that indexed blocks know the sequences that wait for them."""
     waiters = Counter(block for blocks in hints._waiting.values() for block in blocks)
     for block in (*waiters, *hints._pool.index.blocks()):
         assert block.waiters == waiters[block]
@@ -112,13 +112,14 @@ def check_pool(
     num_evicted: Iterable[tuple[int, ...]] = (),
     states: Sequences[RecurrentState] = (),
 ) -> None:
-    """Assert that counts, slots and index agree with ``tables``, all block tables alive.
+    """Assert that counts, slots and index agree with the block tables of all running sequences.
 
     Args:
-        pool: after a step, or between two calls.
-        tables: of the running sequences.
-        num_evicted: of each, the leading blocks that left each window; none given: none did.
-        states: the recurrent state of each.
+        pool: a pool between two steps or calls.
+        tables: the block tables of the running sequences.
+        num_evicted: for each sequence, the number of leading blocks that left each window; by
+            default, none did.
+        states: the recurrent state of each sequence.
     """
     counts: Counter[Block] = Counter()
     readers: Counter[WindowSlot] = Counter()
@@ -146,10 +147,10 @@ def check_pool(
 
 
 def _check_states(pool: BlockPool, states: Sequences[RecurrentState]) -> list[int]:
-    """Assert that states know who refers to them; returns their slots.
+    """Assert that states know which sequences use them; return their slots.
 
     Args:
-        states: of the running sequences.
+        states: the states of the running sequences.
     """
     references = Counter(states)
     kept = list(pool.states.snapshots)
@@ -188,7 +189,7 @@ def _check_states(pool: BlockPool, states: Sequences[RecurrentState]) -> list[in
 
 
 def _check_entry(pool: BlockPool, block: Block, counts: Counter[Block]) -> None:
-    """Assert that an indexed block is filed where it should be."""
+    """Assert that an indexed block is in the right eviction queues."""
     assert (block.ref_count > 0) == (block in counts)
     assert (block in pool.cached) == (block.ref_count == 0 and block.slot >= 0)
     for slot in block.window_slots:
@@ -216,7 +217,7 @@ def _check_host(host: HostPool, indexed: list[Block]) -> None:
 
 
 def _check_index(index: PrefixIndex, in_flight: set[Block]) -> None:
-    """Assert that every node's lists hold what they should; ``in_flight`` not yet computed."""
+    """Assert that every node's lists are right; blocks ``in_flight`` are not yet computed."""
     for node in (*index._roots.values(), *index.blocks()):
         children = node.children
         if children is None:

@@ -1,4 +1,4 @@
-"""Prompts that share prefixes, and the branch points that the plan of a window gives them."""
+"""Prompts that share prefixes, and the branch points in the plan of a window."""
 
 from __future__ import annotations
 
@@ -17,14 +17,18 @@ def common(left: list[int], right: list[int]) -> int:
 
 
 def planned(prompts: list[list[int]], run: list[int]) -> dict[int, BranchPoints]:
-    """Branch points of prompts that run in the order ``run``."""
+    """Return the branch points of prompts that run in the order ``run``."""
     order = sorted(range(len(prompts)), key=lambda at: prompts[at])
     with_next = [common(prompts[a], prompts[b]) for a, b in pairwise(order)]
     return plan_branch_points(order, [*with_next, 0], run, [len(one) for one in prompts])
 
 
 def tree(fan_out: tuple[int, int, int], lengths: tuple[int, int, int, int]) -> list[list[int]]:
-    """Prompts under a prefix tree of three levels; ``lengths`` of each level and of the leaves."""
+    """Return the prompts of a prefix tree with three levels.
+
+    Args:
+        lengths: tokens of each level, and of the leaves.
+    """
     rng = np.random.default_rng(0)
 
     def tokens(count: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""A plain beam search over the candidates of ``FakeRunner``, to compare the engine with."""
+"""A simple beam search over the candidates of ``FakeRunner``, to compare the engine with."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ Found = list[tuple[list[int], float]]
 
 @dataclass(frozen=True)
 class SmallToy(Toy):
-    """Texts of the tokens that beams choose among."""
+    """A grammar over the tokens that beams choose from."""
 
     def allowed(self, tokens: Sequence[int]) -> list[int]:
         return sorted({token % BEAM_VOCAB for token in super().allowed(tokens)})
 
 
 def expected_beams(request: Request, max_model_len: int = 4096, window: int = 0) -> Found:
-    """The search as it is written down: every token of every beam is looked at."""
+    """Search by definition: consider every token of every beam."""
     params, prompt = request.params, request.prompt_token_ids.tolist()
     width, grammar = params.beam_width, request.grammar
     assert width is not None
@@ -55,7 +55,7 @@ def expected_beams(request: Request, max_model_len: int = 4096, window: int = 0)
 
 
 def assert_found(completion: Completion, max_model_len: int = 4096, window: int = 0) -> None:
-    """The completion is the whole answer of its request."""
+    """Assert that the completion is the whole answer to its request."""
     assert completion.error_code is None
     best = expected_beams(completion.request, max_model_len, window)
     stops = completion.request.beam_end_ids
@@ -66,5 +66,5 @@ def assert_found(completion: Completion, max_model_len: int = 4096, window: int 
 
 
 def beams(row_id: int, prompt: list[int], width: int, **params: object) -> Request:
-    """A request for all beams of a search."""
+    """Return a request for all beams of a search."""
     return make_request(row_id, prompt, **{"n": width, "beam_width": width, **params})

@@ -1,4 +1,4 @@
-"""Beam searches find what they find alone, and their beams share blocks."""
+"""A beam search finds the same beams as alone, and its beams share blocks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.engine.toy_grammar import constrained
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize("max_tokens", [6, 64])
 def test_preempted_group_continues_whole(caching: bool, max_tokens: int) -> None:
-    """Every ninth step preempts the newest group. Groups with other adapters share no blocks."""
+    """Every ninth step preempts the newest group; groups with other adapters share no blocks."""
     requests = [
         replace(beams(row, [row // 2] * 9, 4, max_tokens=30, ignore_eos=True), adapter=row % 2)
         for row in range(6)
@@ -46,7 +46,7 @@ def test_preempted_group_continues_whole(caching: bool, max_tokens: int) -> None
 
 
 def test_small_pool_preempts_and_finds_the_same(make_engine: MakeEngine) -> None:
-    """The forecast takes long rows for short ones."""
+    """The length forecast expects short rows, but they are long."""
     requests = [beams(row, [row + 1] * 6, 3, max_tokens=40) for row in range(30)]
     engine, _ = make_engine(num_blocks=60, block_size=4)
     engine.scheduler.output_lengths.observe(np.full(500, 2), np.ones(500, dtype=np.bool_))
@@ -57,7 +57,7 @@ def test_small_pool_preempts_and_finds_the_same(make_engine: MakeEngine) -> None
 
 
 def test_beams_that_fill_the_pool_to_the_last_block_run(make_engine: MakeEngine) -> None:
-    """Three beams share the block of the prompt. One writes to it, the others copy it."""
+    """Three beams share the prompt's block; one writes to it and the others copy it."""
     engine, _ = make_engine(num_blocks=3, block_size=16)
     completions, steps = run_all(engine, [beams(0, [1], 3, max_tokens=9)], most_steps=20)
     assert_found(completions[0])
@@ -77,7 +77,7 @@ def test_beams_take_half_the_blocks_of_separate_sequences(make_engine: MakeEngin
 
 
 def test_block_is_copied_when_beams_fork_in_it(make_engine: MakeEngine) -> None:
-    """Three beams continue a prompt of one and a half blocks, which takes two copies."""
+    """The prompt has one and a half blocks; three beams need two copies of the half block."""
     engine, runner = make_engine(num_blocks=50, block_size=4)
     request = beams(0, [1, 2, 3, 4, 5, 6], 3, max_tokens=2, ignore_eos=True)
     _, steps = run_all(engine, [request])
@@ -87,7 +87,7 @@ def test_block_is_copied_when_beams_fork_in_it(make_engine: MakeEngine) -> None:
 
 
 def test_table_rows_are_kept_for_beams_to_come(make_engine: MakeEngine) -> None:
-    """Ordinary rows leave the rows of the beams free, so that no beam is preempted."""
+    """Ordinary rows do not take the table rows of future beams, so no beam is preempted."""
     rows = [make_request(row, [row] * 3, max_tokens=9) for row in range(1, 20)]
     requests = [rows[0], beams(30, [7] * 5, 4, max_tokens=8, ignore_eos=True), *rows[1:]]
     engine, _ = make_engine(num_blocks=400, max_num_seqs=6)
@@ -117,7 +117,7 @@ def test_more_beams_than_rows_of_a_step_run_alone(make_engine: MakeEngine) -> No
 
 @pytest.mark.parametrize("max_num_seqs", [2, 64])
 def test_beams_keep_to_their_grammar(make_engine: MakeEngine, max_num_seqs: int) -> None:
-    """Beams that fork have grammars that fork."""
+    """When a beam forks, so does its grammar."""
     requests = [
         constrained(beams(row, [row, 1], 3, max_tokens=3 + row), SmallToy(salt=row))
         for row in range(8)
@@ -150,7 +150,7 @@ def test_search_that_can_never_run_gets_an_error(
     make_engine: MakeEngine, settings: dict[str, int], message: str
 ) -> None:
     engine, _ = make_engine(**{"num_blocks": 13, **settings})
-    # 5 prompt tokens are a block of 4 that all beams share, 11 more to compute are 3 for each.
+    # 5 prompt tokens: all beams share a block of 4; 11 more computed tokens take 3 blocks per beam.
     request = beams(0, [1] * 5, 4, max_tokens=12)
     completions, _ = run_all(engine, [request])
     assert completions[0].error_code == "does_not_fit"

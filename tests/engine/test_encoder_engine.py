@@ -1,4 +1,4 @@
-"""The engine of encoders sorts texts, cuts steps and recovers from errors."""
+"""The encoders' engine sorts texts, cuts steps and recovers from errors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from batchinfer.errors import DeviceError
 
 
 class Sums:
-    """Gives each text the sum of its tokens, and has memory for so many."""
+    """Gives each text the sum of its tokens; has memory for ``memory`` tokens."""
 
     def __init__(self, memory: int = 10**9) -> None:
         self.steps: list[list[int]] = []

@@ -1,4 +1,4 @@
-"""Each sample gets the tokens that it gets alone, however its steps are scheduled."""
+"""Each sample has the same tokens as alone, however its steps are scheduled."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_outputs_do_not_depend_on_how_they_were_scheduled(
     assert sum(step.swapped_in_blocks for step in steps) == swapped
     for step in steps:
         assert 0 <= step.kv_tokens_live <= step.kv_blocks_used * block_size
-        if not any(windows):  # a row whose group has yet to fork keeps slots behind its windows
+        if not any(windows):  # until its group forks, a row keeps slots before its windows
             assert step.kv_blocks_used <= step.kv_logical_blocks
         assert step.kv_waste < 1
 
@@ -130,7 +130,7 @@ def test_samples_share_the_prompt_and_copy_only_its_last_block(
     engine, _ = make_engine(num_blocks=100, block_size=4, caching=caching)
     request = make_request(0, list(range(1, 11)), max_tokens=3, n=4, ignore_eos=True)
     completions, steps = run_all(engine, [request])
-    # 10 prompt tokens are 2 full blocks and half of one; 2 output tokens fill it in each sample.
+    # 10 prompt tokens are 2 full blocks and half a block; 2 output tokens fill it in each sample.
     assert [step.kv_blocks_used for step in steps] == [3, 2 + 4, 2 + 4]
     assert [step.kv_logical_blocks for step in steps] == [3, 12, 12]
     assert [step.kv_blocks_shared for step in steps] == [0, 2, 2]

@@ -31,7 +31,7 @@ from tests.engine.searches import assert_found, beams
 
 
 def ends_at(length: int) -> NextToken:
-    """Like ``hashed``, with an end-of-sequence token as the output's ``length``-th."""
+    """Draw like ``hashed``, but return EOS as the ``length``-th output token."""
 
     def next_token(context: bytes, stream: int, sample: int, position: int) -> int:
         return EOS if position == length - 1 else hashed(context, stream, sample, position)
@@ -41,7 +41,7 @@ def ends_at(length: int) -> NextToken:
 
 @dataclass
 class Logged:
-    """A pending step that notes when it is read."""
+    """A pending step that calls ``note`` when its result is read."""
 
     pending: Ready
     note: Callable[[], None]
@@ -52,7 +52,7 @@ class Logged:
 
 
 class Logs(FakeRunner):
-    """Notes in which order steps are submitted and read."""
+    """Records the order in which steps are submitted and read."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         super().__init__(num_blocks, block_size)
@@ -123,7 +123,7 @@ def test_an_end_by_choice_costs_one_token_and_an_end_by_length_none(
 
 
 def test_blocks_of_a_row_that_ends_by_length_serve_the_next_step(make_engine: MakeEngine) -> None:
-    """The pool holds one row. Its blocks are the next row's before its last token is read."""
+    """The pool holds one row; the next row gets its blocks before its last token is read."""
     engine, _ = make_engine(2)
     requests = [make_request(row, [row + 1] * 5, max_tokens=3, ignore_eos=True) for row in range(4)]
     completions, steps = run_all(engine, requests)
@@ -134,7 +134,7 @@ def test_blocks_of_a_row_that_ends_by_length_serve_the_next_step(make_engine: Ma
 
 
 def test_a_row_that_ended_is_not_a_reason_to_preempt() -> None:
-    """The older row ends; with its blocks the newer one goes on, without them it could not."""
+    """The older row ends, and the newer row needs its blocks."""
 
     def next_token(context: bytes, stream: int, sample: int, position: int) -> int:
         return EOS if (stream, position) == (0, 4) else hashed(context, stream, sample, position)
@@ -181,7 +181,7 @@ def test_where_every_row_is_penalized_they_run_together() -> None:
 
 
 def test_samples_part_where_the_row_of_one_that_ended_is_taken_over() -> None:
-    """Row 0 gives its place to row 6, which has samples too, before its only token is read."""
+    """Before row 0's only token is read, row 6, which also has samples, gets its table row."""
     engine, _ = make_engine(100, max_tokens=30, runs_ahead=True)
     lengths, samples = [1, 4, 9, 9, 9, 9, 4], [2, 2, 1, 1, 1, 1, 2]
     requests = [
@@ -196,7 +196,7 @@ def test_samples_part_where_the_row_of_one_that_ended_is_taken_over() -> None:
 
 
 class Breaks(FakeRunner):
-    """Row 1's logits are not numbers at one position of its samples."""
+    """Gives row 1 NaN logits at one position of its samples."""
 
     position = 0
 
@@ -251,16 +251,16 @@ def test_what_is_aborted_under_way_leaves_nothing_behind(
 
 
 class StepError(Exception):
-    """What a device says."""
+    """An error of the device."""
 
 
 class Fails(FakeRunner):
-    """One step writes nothing and fails, when it is submitted or only when it is read."""
+    """Lets one step write nothing and fail, when it is submitted or when it is read."""
 
     def __init__(self, num_blocks: int, block_size: int, next_token: NextToken = hashed) -> None:
         super().__init__(num_blocks, block_size, next_token)
         self.left = -1
-        """Steps until then."""
+        """Steps before the failure."""
         self.late = False
 
     def submit(self, step: Step) -> Ready:
@@ -269,7 +269,7 @@ class Fails(FakeRunner):
             if self.late:
                 return self  # type: ignore[return-value]
             raise StepError
-        if self.left < -1 and self.late:  # a device that failed does nothing any more
+        if self.left < -1 and self.late:  # after a failure the device computes nothing
             return self  # type: ignore[return-value]
         return super().submit(step)
 
@@ -291,7 +291,7 @@ def test_what_a_failed_step_was_to_fill_is_not_found(
     engine.abort_all()
     check_scheduler(engine.scheduler)
     runner.left, runner.late = 10**9, False
-    completions, _ = run_all(engine, requests)  # its contexts are checked by the runner
+    completions, _ = run_all(engine, requests)  # the runner checks its contexts
     for request in requests:
         tokens = completions[request.row_id].outputs[0].token_ids.tolist()
         assert tokens == expected(request, 0)
@@ -303,7 +303,7 @@ def now_and_then_ends(context: bytes, stream: int, sample: int, position: int) -
 
 
 class EngineMachine(RuleBasedStateMachine):
-    """Rows come at any time, steps fail, all is aborted; what is finished is right."""
+    """Adds rows at any time, lets steps fail and aborts all rows; finished rows must be right."""
 
     @initialize(
         runs_ahead=st.booleans(),
@@ -410,7 +410,7 @@ class TestEngineMachineLonger(EngineMachine.TestCase):
 
 
 def test_the_extra_token_is_kept_from_nobody() -> None:
-    """A row that ended still has its token drawn; the row that takes its place has its own."""
+    """A row that ended still draws a token; the row that takes its place draws its own tokens."""
     engine, runner = make_engine(8, max_num_seqs=1, runs_ahead=True, next_token=ends_at(2))
     requests = [make_request(row, [row + 1] * 3, max_tokens=6) for row in range(3)]
     completions, _ = run_all(engine, requests)

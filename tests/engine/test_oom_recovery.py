@@ -1,4 +1,4 @@
-"""After a step for which memory is missing, smaller steps give the same outputs."""
+"""After a step runs out of memory, smaller steps give the same outputs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ When = Literal["submitted", "read"]
 
 
 class Failed:
-    """A step in flight that came to nothing."""
+    """A failed step in flight."""
 
     def __init__(self, runner: Scarce, *, says_so: bool) -> None:
         self._runner = runner
@@ -38,9 +38,9 @@ class Failed:
 
 
 class Scarce(FakeRunner):
-    """Has no memory for some steps, and leaves garbage wherever they were to write.
+    """Lacks memory for some steps, and writes garbage into their slots.
 
-    Steps submitted after one whose failure is not known yet fail with it.
+    Steps that were submitted before the failure is read fail too.
     """
 
     def __init__(self, *args: Any) -> None:
@@ -77,7 +77,7 @@ def ends_seldom(context: bytes, stream: int, sample: int, position: int) -> int:
 
 
 def workload() -> list[Request]:
-    """Rows that share prefixes, with samples, searches and penalties among them."""
+    """Return rows that share prefixes, some with samples, beam searches or penalties."""
     rows: list[Request] = []
     for row in range(8):
         prompt = [5] * (row % 3) * 5 + [row + 1] * (3 + row % 4)
@@ -104,7 +104,7 @@ def scarce(num_blocks: int = 24, **options: Any) -> tuple[Engine, Scarce]:
 def run(
     engine: Engine, requests: list[Request]
 ) -> tuple[list[Completion], list[StepStats], list[Recovered]]:
-    """Run all; what comes of them is what they ask for, and the pool is left as it was."""
+    """Run all requests; check their outputs, and that the pool is empty afterwards."""
     for request in requests:
         engine.add_request(request)
     completions: list[Completion] = []
@@ -152,15 +152,15 @@ def test_any_step_may_fail(setup: str, runs_ahead: bool, when: When) -> None:
     assert not recoveries
     num_steps, most = runner.num_submitted, engine.scheduler.max_num_batched_tokens
     assert num_steps > 10
-    # Every other step, so that those ``submitted`` and ``read`` are all of them.
+    # Each value of ``when`` tests every other step, so both together test all steps.
     for at in range(when == "read", num_steps, 2):
         engine, runner = scarce(**options)
         runner.fails_at, runner.when = {at}, when
         completions, steps, recoveries = run(engine, workload())
-        # The last step of an engine that runs ahead may be one that nobody waits for.
+        # An engine that runs ahead may never read its last step.
         assert [event.max_num_batched_tokens for event in recoveries] == [most // 2]
         recomputed = sum(done.stats.recomputed_tokens for done in completions)
-        if when == "submitted":  # else what the lost steps computed is in no statistics
+        if when == "submitted":  # statistics do not count the work of lost steps
             assert sum(step.recomputed_tokens for step in steps) == recomputed
             prompts = sum(done.stats.prompt_tokens for done in completions)
             cached = sum(done.stats.cached_tokens for done in completions)
@@ -228,7 +228,7 @@ def test_a_prompt_that_was_computed_is_not_computed_again() -> None:
     runner.fails_at = {4}
     (done,), steps, (event,) = run(engine, [make_request(0, [7] * 16, max_tokens=8)])
     assert (event.num_preempted, done.stats.preemptions) == (1, 1)
-    # Of the three tokens after it two were fed back; the prompt's last block counts as its tail.
+    # The row had drawn three tokens and fed back two; the prompt's last block is lost too.
     assert 3 <= done.stats.recomputed_tokens <= 4
     assert sum(step.prefill_tokens for step in steps) == 16 + done.stats.recomputed_tokens
 

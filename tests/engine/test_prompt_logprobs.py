@@ -1,4 +1,4 @@
-"""Every prompt token is scored once, by the whole text before it."""
+"""Every prompt token is scored once, with the whole text before it as context."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.engine.fake import (
 
 @st.composite
 def workloads(draw: st.DrawFn) -> list[Request]:
-    """Draw rows that share prefixes; some ask for scores, from any token on."""
+    """Draw rows that share prefixes; some ask for scores from a random token on."""
     prefixes = draw(st.lists(st.lists(st.integers(1, 30), max_size=20), min_size=1, max_size=3))
     rows = draw(
         st.lists(
@@ -51,7 +51,7 @@ def workloads(draw: st.DrawFn) -> list[Request]:
 
 
 def assert_scored(completion: Completion) -> None:
-    """Assert that each token from ``scored_from`` on is scored by its whole context."""
+    """Assert that each token from ``scored_from`` on is scored with its whole context."""
     request, found = completion.request, completion.prompt_logprobs
     if request.params.prompt_logprobs is None:
         assert found is None
@@ -149,7 +149,7 @@ def test_preempted_row_scores_only_missing_tokens(make_engine: MakeEngine) -> No
         if done:
             break
     assert_scored(done[0])
-    # A step that is under way while it is preempted is not known of yet.
+    # A preempted row does not yet know the scores of a step in flight, so it scores them again.
     assert sorted(set(scored(runner))) == list(range(2, 31))
     assert len(scored(runner)) <= 29 + 8
 

@@ -1,4 +1,4 @@
-"""Requests that stop anywhere and continue from their output give the same results."""
+"""Requests that stop at any step and resume from their output give the same results."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.engine.toy_grammar import Toy, constrained
 
 
 class Sums:
-    """Stops where the sum of a sample's tokens is a multiple of 31."""
+    """Stops a sample when the sum of its tokens is a multiple of 31."""
 
     def __init__(self) -> None:
         self.total = 0
@@ -47,7 +47,7 @@ def ends_seldom(context: bytes, stream: int, sample: int, position: int) -> int:
 
 
 def workload() -> list[Request]:
-    """A row of each kind, some with a prefix in common."""
+    """Return a row of each kind; some share a prefix."""
     return [
         make_request(0, [5] * 9 + [1], max_tokens=30),
         make_request(1, [5] * 9 + [2], max_tokens=30, n=3),
@@ -63,7 +63,7 @@ def workload() -> list[Request]:
 
 
 class Outputs:
-    """Partial outputs of rows, put together from increments."""
+    """Partial outputs of rows, assembled from increments."""
 
     def __init__(self) -> None:
         self._kept: dict[int, KeptOutput] = {}
@@ -79,13 +79,13 @@ class Outputs:
             assert known.num_tokens == before + added, "an increment is lost, or told twice"
 
     def of(self, request: Request) -> Request:
-        """A request with what is known of it."""
+        """Return the request with the output that is known."""
         kept = self._kept.get(request.row_id)
         return request if kept is None else replace(request, partial_output=kept.partial())
 
 
 def steps(engine: Engine) -> Iterator[tuple[list[Completion], StepStats | None]]:
-    """Run what was added to its end, checking invariants."""
+    """Run all added rows to their ends; check invariants after each step."""
     for _ in range(5000):
         if not engine.num_unfinished:
             return
@@ -96,7 +96,7 @@ def steps(engine: Engine) -> Iterator[tuple[list[Completion], StepStats | None]]
 
 
 def facts(completion: Completion) -> object:
-    """All of a completion that an interruption must not change."""
+    """Return everything in a completion that an interruption must not change."""
     outputs = [
         (
             *(one.index, one.token_ids.tolist(), one.finish_reason, one.stop_reason),
@@ -128,8 +128,10 @@ def unbroken(requests: list[Request], **options: Any) -> dict[int, object]:
 def test_what_is_cut_off_goes_on_as_if_nothing_had_been(
     cuts: list[int], every: int, ahead: bool, num_blocks: int
 ) -> None:
-    """At any step, again and again, with output told of every so many steps; and the sums of the
-    statistics are those of what was computed."""
+    """Stop at random steps, several times; output is reported every few steps.
+
+    The statistics also add up to the tokens that were computed.
+    """
     rows = {request.row_id: request for request in workload()}
     wanted = unbroken(workload(), runs_ahead=ahead)
     outputs, found = Outputs(), dict[int, object]()
@@ -148,7 +150,7 @@ def test_what_is_cut_off_goes_on_as_if_nothing_had_been(
                 kept = completion.stats
                 computed_once += kept.prompt_tokens - kept.cached_tokens
                 recomputed += kept.recomputed_tokens
-            # What is told goes to disk with the rows that are finished by then.
+            # Reported output goes to disk together with the rows finished until then.
             if number % every == 0 or completions or number == cut:
                 whole = number % 5 == 0
                 outputs.add(f"{run}", tracker.take(engine.states, [], report_all=whole))
@@ -159,7 +161,7 @@ def test_what_is_cut_off_goes_on_as_if_nothing_had_been(
         prefill += sum(one.prefill_tokens for one in untold)
     assert found == wanted
     lost = prefill - computed_once - recomputed
-    # Prompts whose first token was not drawn yet, of at most 30 tokens each, at every cut.
+    # Each stop loses at most the prompts, of up to 30 tokens, without a first token yet.
     assert 0 <= lost <= sum(r.num_prompt_tokens for r in rows.values()) * len(cuts)
 
 
@@ -259,7 +261,7 @@ def test_samples_that_are_all_finished_need_no_step() -> None:
 
 
 def test_a_run_tells_anew_what_it_was_given_once_there_is_more() -> None:
-    """So that who dies again and again before that does not seem to get on."""
+    """A run reports given tokens only with a new one, so that repeated deaths show no progress."""
     request = make_request(0, [1, 2, 3, 4, 5], max_tokens=8)
     ids = np.array([3, 4], dtype=np.int32)
     partial = PartialOutput((PartialSample(0, ids, -2.0, None),), (), make_stats())
@@ -278,7 +280,7 @@ def test_a_run_tells_anew_what_it_was_given_once_there_is_more() -> None:
 
 
 def test_a_row_that_starts_over_is_told_of_anew() -> None:
-    """Its logits were no numbers, and blocks of another row may have been to blame."""
+    """The row's logits were NaN, perhaps because of blocks that it shares with another row."""
     engine, _ = make_engine(64)
     engine.add_request(make_request(0, [1, 2, 3, 4, 5], max_tokens=8, n=2))
     tracker = OutputTracker()
@@ -286,7 +288,7 @@ def test_a_row_that_starts_over_is_told_of_anew() -> None:
         pass
     (told,) = tracker.take(engine.states, [])
     (state,) = engine.states
-    state.skip_prefix_cache = True  # as where its row is failed, and may be for another's fault
+    state.skip_prefix_cache = True  # as if the row had failed, perhaps because of another row
     for sample in state.samples:
         engine.scheduler.drop(sample)
     engine.scheduler.requeue(state.restart())

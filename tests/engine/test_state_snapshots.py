@@ -1,4 +1,4 @@
-"""Snapshots of recurrent state are taken where rows part, and nothing shared is computed twice."""
+"""Recurrent states are saved where rows branch, so that no shared prefix is computed twice."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_branch_points_of_a_tree() -> None:
     ]
     assert planned(prompts, [0, 1, 2, 3, 4, 5]) == {
         0: ((20, 2), (29, 1)),
-        4: ((39, 1),),  # equal prompts: the last token's logits are needed
+        4: ((39, 1),),  # of equal prompts, all but the last token, whose logits are needed
     }
     assert planned(prompts, [3, 2, 1, 0, 5, 4]) == {3: ((20, 2),), 1: ((29, 1),), 5: ((39, 1),)}
 
@@ -59,7 +59,7 @@ def test_branch_points_are_where_later_rows_part(
         starts = [at for before in run[:turn] for at, _ in points.get(before, ())
                   if common(prompts[row], prompts[before]) >= at]  # fmt: skip
         shared = max((common(prompts[row], prompts[before]) for before in run[:turn]), default=0)
-        # A row finds a state within so few tokens of its longest common prefix.
+        # A row finds a state that is only a few tokens short of its longest common prefix.
         assert min(shared, len(prompts[row]) - 1) - max(starts, default=0) < 2 * MIN_GAIN
 
 
@@ -83,7 +83,7 @@ def test_no_states_are_kept_for_requests_that_need_logits_of_their_whole_prompts
     requests = with_branch_points([*scored, *others])
     assert [request.branch_points for request in requests] == [(), (), ((29, 1),), ()]
     engine, runner = make_engine(100, 4, slots_per_state=3)
-    points = ((12, 1),)  # of a plan that does not know what rows need
+    points = ((12, 1),)  # from a plan that does not know what the rows need
     run_all(engine, [replace(scored[0], branch_points=points)])
     assert runner.steps[0].num_tokens == 30
     assert not engine.scheduler.pool.states.snapshots
@@ -92,7 +92,7 @@ def test_no_states_are_kept_for_requests_that_need_logits_of_their_whole_prompts
 def test_samples_with_states_of_their_own_leave_room_for_another_row(
     make_engine: MakeEngine,
 ) -> None:
-    # Room for three rows of a block and a state each, not for a fourth state.
+    # There is room for three rows with a block and a state each, but not for a fourth state.
     engine, _ = make_engine(3 * (1 + 5) + 2, 32, slots_per_state=5)
     engine.add_request(make_request(0, [1] * 8, max_tokens=20, n=2, ignore_eos=True))
     for _ in range(4):
@@ -135,7 +135,7 @@ def test_prompts_of_a_tree_are_computed_once_beside_windows(
 ) -> None:
     prompts = tree((2, 2, 4), (37, 21, 13, 7))
     distinct = 37 + 2 * 21 + 4 * 13 + 16 * 7
-    # Slots of all tokens, but not of all windows: slots that no snapshot needs must be freed first.
+    # Slots suffice for all tokens but not for all windows, so slots without a snapshot are freed.
     engine, _ = make_engine(150, 4, max_tokens=16, slots_per_state=3, windows=windows)
     requests = requests_of(prompts, max_tokens=3)
     completions, steps = run_all(engine, requests)
@@ -216,7 +216,7 @@ def test_preempted_row_leaves_its_snapshot_to_the_rows_that_follow(
 
 def test_completions_of_equal_prompts_start_from_one_state(make_engine: MakeEngine) -> None:
     prompt = list(range(1, 41))
-    points = [((39, 3),), (), (), ((39, 2),), (), ()]  # two rows of three completions
+    points = [((39, 3),), (), (), ((39, 2),), (), ()]  # two rows with three completions each
     requests = [
         replace(
             make_request(at, [*prompt, 50 + at], max_tokens=1, prompt_logprobs=0),

@@ -109,7 +109,7 @@ def preempt_and_evict(engine: Engine) -> StepStats:
 
 
 def test_block_that_returned_is_not_copied_to_the_host_again() -> None:
-    """Its host slot still holds it. Only the last block changes, so only it is copied again."""
+    """Its host slot still holds it; only the last block changed and is copied again."""
     engine, _ = make_engine(10, host_blocks=100, preemption="swap")
     engine.add_request(make_request(0, [7] * 16, max_tokens=8, ignore_eos=True))
     engine.step()
@@ -168,7 +168,7 @@ def documents(num: int, questions: int, *, told: bool) -> list[Request]:
 def test_hints_about_later_rows_save_more_than_lru(
     make_engine: MakeEngine, host_blocks: int
 ) -> None:
-    """Half of the rows share nothing. Each document returns after 8 rows."""
+    """Half of the rows share nothing; each document returns after 8 rows."""
     computed, swapped = {}, {}
     for told in (False, True):
         engine, _ = make_engine(44, max_num_seqs=2, host_blocks=host_blocks, preemption="swap")
@@ -238,7 +238,7 @@ def test_blocks_of_scored_tokens_are_not_copied_to_the_host(
 def test_hints_of_further_samples_keep_no_blocks_for_rows_that_have_run(
     make_engine: MakeEngine,
 ) -> None:
-    """They arrive after all other rows, and their hints speak of rows that have run."""
+    """The further samples arrive after all other rows; their hints are about rows that have run."""
     rows = in_rounds([[group + 1] * 24 + [100] for group in range(20)], rounds=2)
     further = [replace(row, first_sample=1, number=1) for row in rows[:20]]
     engine, _ = make_engine(24, max_num_seqs=2, host_blocks=500, preemption="auto")
@@ -251,13 +251,12 @@ def test_hints_of_further_samples_keep_no_blocks_for_rows_that_have_run(
 def test_block_that_is_copied_in_part_stays_for_rows_that_need_all_of_it(
     make_engine: MakeEngine,
 ) -> None:
-    """The first row of a group copies the tokens that its first block shares with the first block
-    of another group."""
+    """A group's first row copies tokens that its first block shares with another group's block."""
     groups = [[500, 500, 500, group] + [group] * 20 + [100] for group in range(1, 21)]
     engine, _ = make_engine(24, max_num_seqs=1, host_blocks=500, preemption="auto")
     _, steps = run_all(engine, in_rounds(groups, rounds=3))
     assert sum(step.cow_copies for step in steps) > 10
-    # Of each group all is computed once, but for what is copied; then the last token of each row.
+    # Each group is computed once, except for copied tokens; later rows compute their last tokens.
     computed = sum(step.prefill_tokens for step in steps)
     assert computed <= 20 * 25 + 2 * 20
     assert sum(step.swapped_out_blocks for step in steps) == 20 * 6
@@ -270,14 +269,14 @@ def test_prefixes_return_from_the_host_for_later_rows(make_engine: MakeEngine) -
         assert_expected(completion)
     assert sum(step.prefill_tokens for step in steps) == 30 * 24 + 30 + 5 * 24
     assert sum(step.swapped_in_blocks for step in steps) > 100
-    # Each block goes out once: it keeps its host slot when it comes back.
+    # Each block is copied out once: it keeps its host slot when it returns.
     assert sum(step.swapped_out_blocks for step in steps) == 5 * 6
-    # After the last question about it nobody needs a document.
+    # No row waits for a document after the last question about it.
     assert not any(block.wanted for block in engine.scheduler.pool.index.blocks())
 
 
 def test_host_memory_is_used_again_before_new_memory(make_engine: MakeEngine) -> None:
-    """Each window has other documents, which take the host slots of the window before."""
+    """Each window has other documents, which reuse the host slots of the window before."""
     engine, runner = make_engine(16, max_num_seqs=1, host_blocks=500, preemption="auto")
     touched = []
     for window in range(4):

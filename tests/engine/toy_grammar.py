@@ -18,15 +18,15 @@ _WORDS = 32
 
 @dataclass(frozen=True)
 class Toy:
-    """Texts of at least 3 and at most ``longest`` tokens, a third of them forced."""
+    """Allows texts of 3 to ``longest`` tokens; a third of the tokens are forced."""
 
     longest: int = 20
     salt: int = 0
     breaks_at: int | None = None
-    """Tokens after which a sample's grammar gives up."""
+    """Number of tokens after which the grammar fails."""
 
     def allowed(self, tokens: Sequence[int]) -> list[int]:
-        """What may follow ``tokens``, sorted."""
+        """Return the sorted tokens that may follow ``tokens``."""
         if len(tokens) >= self.longest:
             return [EOS]
         number = zlib.crc32(bytes(f"{self.salt}/{list(tokens)}", "ascii"))
@@ -77,14 +77,14 @@ class ToyState:
 
 
 def constrained(request: Request, grammar: Toy) -> Request:
-    """The request, with a grammar."""
+    """Return the request with a grammar."""
     return replace(request, grammar=grammar)
 
 
 def expected_of(
     request: Request, sample: int, grammar: Toy, next_token: NextToken = hashed
 ) -> list[int]:
-    """What a sample must come to: one token after the other, each from its mask."""
+    """Return the tokens that a sample must have, each drawn from its mask."""
     prompt, output = request.prompt_token_ids.tolist(), list[int]()
     while len(output) < request.params.max_tokens and EOS not in output:
         allowed = grammar.allowed(output)

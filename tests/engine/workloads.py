@@ -1,4 +1,4 @@
-"""Random rows and beam searches for engines, and what must come of them."""
+"""Random rows and beam searches for engines, and checks of their outputs."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def workloads(draw: st.DrawFn) -> list[Request]:
 def run_preempting(
     engine: Engine, requests: list[Request], every: int, most: int = 60
 ) -> tuple[dict[int, Completion], list[StepStats]]:
-    """Run all; the newest sequence loses its blocks now and then, in whatever state it is."""
+    """Run all requests; every ``every`` steps the newest sequence loses its blocks."""
     for request in requests:
         engine.add_request(request)
     completions, steps, preempted = {}, [], 0
@@ -85,10 +85,10 @@ def run_preempting(
 def assert_expected(
     completion: Completion, next_token: NextToken = hashed, window: int = 0
 ) -> None:
-    """Assert that a row or search has the outputs that it would have alone.
+    """Assert that a row or search has the outputs that it has alone.
 
     Args:
-        window: tokens that a model sees whose layers all have windows; 0: all tokens.
+        window: the number of tokens that a model sees if all its layers have windows; 0: all.
     """
     request = completion.request
     if request.params.beam_width:

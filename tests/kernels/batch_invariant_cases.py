@@ -20,7 +20,7 @@ def batch_invariant_arguments(
     piece: int | None = None,
     splits: bool = True,
 ) -> dict[str, Any]:
-    """Arguments of `batch_invariant_attention`, from those of `paged_attention`."""
+    """Return the arguments of `batch_invariant_attention`, made from those of `paged_attention`."""
     kept = {name: value for name, value in arguments.items() if name in _TAKEN}
     query, starts = kept["query"], kept["query_starts"]
     chunk_lens = torch.diff(starts.cpu())

@@ -365,7 +365,7 @@ TABLES_CASES = (
 
 
 def build_tables(case: TablesCase, device: torch.device | str) -> dict[str, torch.Tensor]:
-    """Arguments of `unpack_block_tables`; elements that it must not write are poisoned."""
+    """Return the arguments of `unpack_block_tables`; other elements are invalid."""
     generator = torch.Generator().manual_seed(0)
     size = case.groups * case.count * case.width
     packed = torch.randint(0, 999, (size + 3,), generator=generator, dtype=torch.int32)

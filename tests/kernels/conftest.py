@@ -15,7 +15,7 @@ if not torch.cuda.is_available():
 
 @pytest.fixture
 def interpreter() -> str:
-    """The device of tensors for interpreted kernels."""
+    """Return the device of tensors for interpreted kernels."""
     if os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip("this machine has a GPU: run -m gpu, or set TRITON_INTERPRET=1")
     import triton.language as tl
@@ -28,7 +28,7 @@ def interpreter() -> str:
 
 @pytest.fixture
 def gpu() -> str:
-    """The device of tensors for compiled kernels."""
+    """Return the device of tensors for compiled kernels."""
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
     if os.environ.get("TRITON_INTERPRET") == "1":
@@ -38,7 +38,7 @@ def gpu() -> str:
 
 @pytest.fixture
 def device(request: pytest.FixtureRequest) -> str:
-    """The device of a test decorated by `on_both` or `on_both_devices`."""
+    """Return the device of a test decorated with `on_both` or `on_both_devices`."""
     return str(request.getfixturevalue(request.param))
 
 

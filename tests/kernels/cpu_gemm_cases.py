@@ -56,7 +56,7 @@ def check_rows_do_not_depend_on_each_other(dtype: torch.dtype) -> None:
 
 
 def check_many_rows(dtype: torch.dtype, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check, for all instructions and 1 and 3 threads, that each row has the bits it has alone."""
+    """Check that each row has the bits it has alone, for all instructions and 1 and 3 threads."""
     torch.manual_seed(0)
     x, weight = torch.randn(rows, 66).to(dtype), torch.randn(100, 66).to(dtype)
     packed = [gemm.pack(weight, name) for name in gemm.available(dtype)]
@@ -92,7 +92,7 @@ def check_low_bit(
 
 
 def check_float8(dtype: torch.dtype, rows: int, shape: tuple[int, int], block: int) -> None:
-    """Check that the product has the bits of one by the dequantized weight."""
+    """Check that the product has the bits of a product with the dequantized weight."""
     random = torch.Generator().manual_seed(0)
     outputs, width = shape
     every = torch.arange(256, dtype=torch.uint8)

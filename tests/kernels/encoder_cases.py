@@ -59,8 +59,8 @@ class EncoderLayers:
     """Random layers of a case.
 
     Args:
-        dtype: of weights and hidden states.
-        pack: packs a weight.
+        dtype: dtype of weights and hidden states.
+        pack: function that packs a weight.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class EncoderLayers:
         self.hidden = self._normal(sum(case.lengths), width)
 
     def run(self, hidden: torch.Tensor, lengths: tuple[int, ...]) -> torch.Tensor:
-        """What the C function makes of hidden states [T, width]."""
+        """Return hidden states [T, width] as the C function computes them."""
         case, hidden = self.case, hidden.clone()
         qkv = torch.full((len(hidden), 3 * case.heads * case.head_width), torch.nan).to(self._dtype)
         starts = torch.tensor([0, *lengths]).cumsum(0)
@@ -107,7 +107,7 @@ class EncoderLayers:
         return hidden
 
     def expected(self) -> torch.Tensor:
-        """The same in float64."""
+        """Return the same hidden states computed in float64."""
         return torch.cat([self._expected(x.double()) for x in self.hidden.split(self.case.lengths)])
 
     def _expected(self, x: torch.Tensor) -> torch.Tensor:

@@ -85,7 +85,7 @@ def test_cpu_kv_write_equals_reference(case: WriteCase, dtype: torch.dtype) -> N
 def test_token_bits_do_not_depend_on_chunks(
     dtype: torch.dtype, block_size: int, window: int, width: int, fp8: bool
 ) -> None:
-    """Compare a whole prompt, chunks, single tokens, and a step with each token as a sequence."""
+    """Compute a prompt whole, in chunks, in single tokens, and with each token as a sequence."""
     torch.manual_seed(0)
     length, num_heads, num_kv_heads = 300, 6, 2
     blocks = -(-length // block_size)

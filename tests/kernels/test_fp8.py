@@ -192,7 +192,7 @@ def test_attention_over_float8_equals_reference_on_gpu(
 def test_decodes_with_float8_gemms_equal_reference(
     case: AttentionCase | SharedCase, interpreter: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on an H100, with float16 instead of bfloat16, which the interpreter computes wrongly."""
+    """Decode as on an H100, but in float16, because the interpreter computes bfloat16 wrongly."""
     seen, original = [], decode_attention.multiplies_float8
 
     def multiplies_float8(query: torch.dtype, heads: Heads, *, transposed: bool) -> bool:

@@ -1,5 +1,7 @@
-"""The C kernel of Gated DeltaNet and Kimi Delta Attention equals its reference; steps and neighbors
-change no bits."""
+"""The C kernel of Gated DeltaNet and Kimi Delta Attention equals its reference.
+
+A token's bits do not depend on the cuts into steps or on other sequences.
+"""
 
 from __future__ import annotations
 

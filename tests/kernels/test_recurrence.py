@@ -1,4 +1,7 @@
-"""The Triton kernels of recurrent layers equal their references; steps change no bits."""
+"""Triton kernels of recurrent layers equal their references.
+
+A token's bits do not depend on the cuts into steps.
+"""
 
 from __future__ import annotations
 

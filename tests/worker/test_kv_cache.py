@@ -200,7 +200,7 @@ def test_swapped_block_returns_unchanged(layer_major: bool, device: str) -> None
 def test_blocks_leave_before_others_come_and_the_last_to_come_stays(
     layer_major: bool, device: str
 ) -> None:
-    """Two blocks leave and three come: a slot is filled after its block has left; the last block wins."""
+    """A slot is read before it is filled; if two blocks fill it in one step, the last one stays."""
     cache = make(num_host_blocks=3, layer_major=layer_major, device=device)
     cache.pool.copy_(torch.randn_like(cache.pool))
     before = cache.blocks.clone()

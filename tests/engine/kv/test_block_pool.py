@@ -21,8 +21,11 @@ SIZE = 4
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Tables grow, share, copy, wait, come back and go at random; every block stays accounted for,
-    and what a table's blocks hold is what was put there, on the device or brought back to it."""
+    """Runs random operations on block tables: they grow, share, fork, wait, return and end.
+
+    Every block stays accounted for, and every block keeps the contents written to it, on the device
+    and on the host.
+    """
 
     @initialize(
         num_blocks=st.integers(1, 16), num_host_blocks=st.integers(0, 12), caching=st.booleans()
@@ -40,13 +43,13 @@ class PoolMachine(RuleBasedStateMachine):
         self.holds: dict[Block, object] = {}
 
     def allocate(self) -> Block:
-        """A block that the step writes something to which no other holds."""
+        """Allocate a block and choose unique contents for the step to write to it."""
         block = self.pool.allocate()
         self.holds[block] = object()
         return block
 
     def step(self, writes: Iterable[Block] = ()) -> None:
-        """Copy and write as a worker does."""
+        """Copy and write like a worker."""
         copies = self.pool.take_copies()
         for slot, host_slot in copies.outs:
             self.host[host_slot] = self.device[slot]
@@ -68,7 +71,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(count=st.integers(0, 16))
     def grant(self, count: int) -> None:
-        """k blocks are granted whenever k are available, however scattered."""
+        """If k blocks are available, k blocks are granted, however scattered."""
         if count <= self.pool.num_available:
             table = [self.allocate() for _ in range(count)]
             self.step(table)
@@ -95,7 +98,7 @@ class PoolMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.tables)
     @rule(data=st.data(), tokens=st.lists(st.integers(0, 1), min_size=1, max_size=12))
     def index(self, data: st.DataObject, tokens: list[int]) -> None:
-        """Index a table's blocks as if they held ``tokens``; few distinct tokens, many clashes."""
+        """Index a table's blocks as if they held ``tokens``; few distinct tokens often clash."""
         self.enter(data.draw(st.sampled_from(self.tables)), tokens)
 
     def enter(self, table: list[Block], tokens: list[int]) -> list[Block]:
@@ -112,7 +115,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(tokens=st.lists(st.integers(0, 1), max_size=12), fails=st.booleans())
     def come_back(self, tokens: list[int], fails: bool) -> None:
-        """Start with what is found, wherever it is."""
+        """Start a table with the longest indexed prefix, on the device or on the host."""
         blocks = self.pool.match(token_key(tokens)).blocks
         hit = PrefixHit(blocks, None, len(blocks) * SIZE)
         if hit.num_idle > self.pool.num_available:
@@ -130,7 +133,7 @@ class PoolMachine(RuleBasedStateMachine):
     @precondition(lambda self: any(self.tables))
     @rule(data=st.data(), tokens=st.lists(st.integers(0, 1), min_size=4, max_size=12))
     def preempt(self, data: st.DataObject, tokens: list[int]) -> None:
-        """Enter a table's blocks and let its sequence wait for them."""
+        """Index a table's blocks, and let its sequence wait for them."""
         table = self.tables.pop(data.draw(st.integers(0, len(self.tables) - 1)))
         entries = self.enter(table, tokens)
         waiting = self.sequence(0)
@@ -177,7 +180,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @invariant()
     def nothing_is_mistaken(self) -> None:
-        """A block holds what was written to it, wherever it is."""
+        """A block holds the contents written to it, on the device and on the host."""
         if hasattr(self, "pool"):
             for block in {*self.pool.index.blocks(), *(b for t in self.tables for b in t)}:
                 if block.slot >= 0:
@@ -196,7 +199,7 @@ TestPoolMachine = PoolMachine.TestCase
 
 
 def indexed(pool: BlockPool, tokens: list[int]) -> list[Block]:
-    """A table that holds ``tokens``, indexed and released."""
+    """Return blocks that hold ``tokens``, indexed and released."""
     table = [pool.allocate() for _ in range(-(-len(tokens) // SIZE))]
     parent = pool.entry_below([])
     for at, block in enumerate(table):
@@ -324,12 +327,12 @@ def waiting_for(reuse_hints: ReuseHints, blocks: list[Block]) -> Sequence:
 
 
 def evict_all(pool: BlockPool) -> None:
-    """Take every block for something else."""
+    """Allocate all blocks once, so that the pool evicts their contents."""
     pool.release([pool.allocate() for _ in range(pool.num_available)])
 
 
 def test_a_host_slot_that_a_step_reads_is_not_filled_by_it() -> None:
-    """Copies to the host come first, so it would be read as something else."""
+    """A step copies to the host first, so a filled slot would be read with other contents."""
     pool, reuse_hints = small_pool(2, 2)
     first = indexed(pool, [1, 1, 1, 1, 2, 2, 2, 2])
     waiting_for(reuse_hints, first)
@@ -344,7 +347,7 @@ def test_a_host_slot_that_a_step_reads_is_not_filled_by_it() -> None:
 
 
 def test_a_host_slot_that_a_step_reads_is_not_filled_by_it_when_its_block_is_forgotten() -> None:
-    """A row beside it failed: who refers to the block goes on with what comes back."""
+    """Another row failed, so the block leaves the index, but its user still gets its contents."""
     pool, reuse_hints = small_pool(4, 2)
     first = indexed(pool, [1, 1, 1, 1, 2, 2, 2, 2])
     waiting_for(reuse_hints, first)
@@ -380,7 +383,7 @@ def test_a_spare_copy_is_given_up_before_anything_is_lost() -> None:
 
 
 def test_making_room_on_the_host_may_drop_the_block_that_was_to_go_there() -> None:
-    """The prefix went first, as it was wanted before what continues it."""
+    """The prefix is dropped first: it was wanted earlier than the block that continues it."""
     pool, reuse_hints = small_pool(2, 1)
     prefix, rest = indexed(pool, [1, 1, 1, 1, 2, 2, 2, 2])
     waiting_for(reuse_hints, [prefix])
@@ -407,7 +410,7 @@ def test_a_full_host_drops_what_nobody_wants_then_the_least_recently_used() -> N
 
 
 def test_the_row_that_arrived_last_says_whether_a_block_is_used_later() -> None:
-    """Whichever finishes last."""
+    """The order in which the rows finish does not matter."""
     pool, reuse_hints = small_pool(4, 0)
     table = [pool.allocate(), pool.allocate()]
     verdicts = []
@@ -424,7 +427,7 @@ def test_the_row_that_arrived_last_says_whether_a_block_is_used_later() -> None:
 
 @pytest.mark.parametrize("submitted", [False, True])
 def test_blocks_that_a_failed_step_moved_are_not_found(submitted: bool) -> None:
-    """Neither what it took to the host nor what it brought back."""
+    """This holds for blocks that the step took to the host and for blocks it brought back."""
     pool, reuse_hints = small_pool(2, 4)
     there = indexed(pool, [1] * SIZE)
     waiting_for(reuse_hints, there)

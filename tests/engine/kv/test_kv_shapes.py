@@ -1,4 +1,4 @@
-"""Layers may differ in the KV they keep, and some keep none."""
+"""Layers may keep KV of different sizes, and some layers keep none."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ shapes = st.builds(
 def test_no_two_layers_lie_in_the_same_place(
     kinds: list[str], drawn: st.DataObject, layer_major: bool
 ) -> None:
-    """What each layer writes to its blocks is there when all have written to theirs."""
+    """After all layers have written to their blocks, each layer reads back what it wrote."""
     one_each = [drawn.draw(shapes) for _ in kinds]
     own = {
         str(at): {
@@ -101,9 +101,9 @@ def test_no_two_layers_lie_in_the_same_place(
     }
     layout = KVLayout.from_config(config, block_size=4, dtype="float32", max_model_len=4096)
     cache = KVCache(layout, 2, torch.device("cpu"), torch.float32, layer_major=layer_major)
-    slots = torch.tensor([1, 6])  # of both blocks
+    slots = torch.tensor([1, 6])  # a slot of each block
     groups = {cache.group(layer) for layer in range(len(kinds))}
-    for group in groups:  # a group's layers share a slot; other groups have slots of their own
+    for group in groups:  # the layers of a group share a slot, but groups do not
         members = [layer for layer in range(len(kinds)) if cache.group(layer) == group]
         for layer in members:
             shape = one_each[layer]
@@ -121,7 +121,7 @@ def test_no_two_layers_lie_in_the_same_place(
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"num_kv_shared_layers": 5},  # of full attention there is none before them
+        {"num_kv_shared_layers": 5},  # no layer with full attention comes before them
         {"num_kv_shared_layers": 9},
         {"num_kv_shared_layers": "2"},
         {"per_layer_config": {"9": {"head_dim": 8}}},

@@ -1,4 +1,4 @@
-"""Layers are grouped by their windows, in groups of a size that wastes little."""
+"""Layers are grouped by their windows; group sizes waste little memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ GEMMA3 = [SLIDE] * 5 + [FULL]
 
 
 def grouped(kinds: list[str], window: int = 512, longest: int = 8192) -> list[tuple[int, int]]:
-    """(window, layers) of each group."""
+    """Return (window, number of layers) of each group."""
     config = {"sliding_window": window, "layer_types": kinds}
     return [(g.window, len(g.layers)) for g in layer_groups(config, [1] * len(kinds), longest)]
 
@@ -28,7 +28,7 @@ def grouped(kinds: list[str], window: int = 512, longest: int = 8192) -> list[tu
         (GEMMA3 * 8, [(0, 8), *[(512, 8)] * 5]),  # gemma3 12b
         ([*GEMMA3 * 4, SLIDE, SLIDE], [(0, 4), *[(512, 4)] * 5, (512, 2)]),  # gemma3 1b: 2 unused
         ([SLIDE, FULL, SLIDE], [(0, 1), (512, 1), (512, 1)]),
-        ([FULL, *[SLIDE] * 29], [(0, 1), *[(512, 5)] * 5, (512, 4)]),  # 5 unused: most groups
+        ([FULL, *[SLIDE] * 29], [(0, 1), *[(512, 5)] * 5, (512, 4)]),  # 5 unused places
     ],
 )
 def test_groups_of_kinds(kinds: list[str], expected: list[tuple[int, int]]) -> None:
@@ -66,7 +66,7 @@ def test_families_without_kinds_of_layers(config: dict[str, Any], window: int) -
 @pytest.mark.parametrize("window", [2, 9, 16, 17])
 @pytest.mark.parametrize("num_new", [1, 5, 16])
 def test_what_a_window_is_on(window: int, num_new: int) -> None:
-    """Position by position: the next token, and the window - 1 before it."""
+    """Count blocks position by position; a window has the next token and window - 1 before it."""
     most = 0
     for computed in range(200):
         seen = range(max(computed - window + 1, 0), computed + num_new)
@@ -77,7 +77,7 @@ def test_what_a_window_is_on(window: int, num_new: int) -> None:
 
 
 def test_slots_of_a_long_sequence() -> None:
-    """131,072 tokens of gemma3 12b: one group of six has 8,192 blocks, the others 65."""
+    """131,072 tokens of gemma3 12b: one of six groups has 8,192 blocks, the others have 65 each."""
     groups = layer_groups({"sliding_window": 1024, "layer_types": GEMMA3 * 8}, [1] * 48, 131072)
     layout = KVLayout(48, 8, 256, 256, block_size=16, element_bytes=2, groups=groups)
     assert layout.slots_for(131072) == 8192 + 5 * 65

@@ -79,7 +79,7 @@ GLM_4_7_FLASH = DEEPSEEK_V3 | {
         (DEEPSEEK_V3, 4_997_120, 70_272),
         (GLM_4_7_FLASH, 962_560, 54_144),
         ({"model_type": "kimi_k25", "text_config": DEEPSEEK_V3}, 4_997_120, 70_272),
-        (DEEPSEEK_V3 | {"model_type": "dots3_note"}, 4_997_120, 4_997_120),  # not known to
+        (DEEPSEEK_V3 | {"model_type": "dots3_note"}, 4_997_120, 4_997_120),  # family not supported
         (LLAMA, 12_288, 12_288),
     ],
 )

@@ -30,7 +30,7 @@ QWEN3_6_35B: dict[str, Any] = {
 
 
 def places(part: StatePart, num_layers: int, slot_bytes: int) -> list[tuple[int, int]]:
-    """(slot, first byte) of every piece of every layer."""
+    """Return (slot, first byte) of every piece of every layer."""
     per_slot, size = part.per_slot(slot_bytes), STATE_BYTES * part.piece_elements
     return [
         (number // per_slot, number % per_slot * size)

@@ -1,4 +1,4 @@
-"""Slots of recurrent states and of their snapshots, within the step that is being built."""
+"""Slots of recurrent states and snapshots while a step is being built."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ SIZE, PER_STATE = 4, 3
 
 
 def pool_with_snapshot(num_slots: int, followers: int) -> tuple[BlockPool, StateSnapshot]:
-    """A pool with a snapshot that no sequence has, at the end of the second of two blocks."""
+    """Return a pool with two indexed blocks, and an unused snapshot at the end of the second."""
     pool = BlockPool(num_slots, SIZE, enable_prefix_caching=True, slots_per_state=PER_STATE)
     parent = pool.entry_below([])
     blocks = list[Block]()

@@ -17,7 +17,7 @@ SIZE = 4
 
 
 def most_held(prompt: int, output: int, chunk: int, windows: tuple[int, ...]) -> int:
-    """Most slots of a row alone, counted position by position."""
+    """Count the most slots that a single row holds, position by position."""
     most, computed = 0, 0
     while computed < prompt + output - 1:
         num_new = min(chunk, prompt - computed) if computed < prompt else 1
@@ -33,7 +33,7 @@ def most_held(prompt: int, output: int, chunk: int, windows: tuple[int, ...]) ->
 def test_a_row_holds_what_its_windows_see(
     make_engine: MakeEngine, windows: tuple[int, ...], chunk: int
 ) -> None:
-    """A prompt of 50 tokens and 40 of output: 23 blocks of full attention, 3 of a window of 9."""
+    """50 prompt and 40 output tokens take 23 blocks of full attention, or 3 for a window of 9."""
     engine, _ = make_engine(200, max_tokens=chunk, windows=windows, caching=False)
     request = make_request(0, list(range(1, 51)), max_tokens=40, ignore_eos=True)
     completions, steps = run_all(engine, [request])
@@ -45,7 +45,7 @@ def test_a_row_holds_what_its_windows_see(
 
 
 def test_blocks_that_left_the_window_serve_other_rows(make_engine: MakeEngine) -> None:
-    """Eight rows of 23 blocks in a pool of 40 slots: each needs 3, and 5 more for a chunk."""
+    """Eight rows of 23 blocks run in 40 slots: each needs 3 slots, and 5 more for a chunk."""
     requests = [make_request(row, [row + 1] * 50, max_tokens=40) for row in range(8)]
     engine, _ = make_engine(40, max_tokens=16, windows=(9,))
     completions, steps = run_all(engine, requests)
@@ -63,7 +63,7 @@ def test_a_prefix_hit_needs_the_last_window_only(windows: tuple[int, ...]) -> No
     run_all(engine, [make_request(0, prompt, max_tokens=1)])
     pool = engine.scheduler.pool
     blocks = pool.match(token_key(prompt)).blocks
-    for block in blocks[:7]:  # positions up to 27; the hit ends behind 39, so 31 is seen
+    for block in blocks[:7]:  # positions up to 27; after a hit of 40 tokens the window begins at 31
         pool.window_slots.free(block.window_slots[-1])
     _, steps = run_all(engine, [make_request(1, [*prompt, 7], max_tokens=1)])
     assert steps[0].cached_tokens == 40
@@ -74,7 +74,7 @@ def test_a_prefix_hit_needs_the_last_window_only(windows: tuple[int, ...]) -> No
 
 @pytest.mark.parametrize("windows", [(9,), (0, 9)])
 def test_a_hit_that_lacks_its_window_is_shortened_then_healed(windows: tuple[int, ...]) -> None:
-    """Block 5 lost its part: a hit ends before it, or two blocks after it."""
+    """Block 5 lost its slot in a window: a hit must end before it, or two blocks after it."""
     prompt = list(range(1, 33))
     engine, _ = make_engine(60, windows=windows)
     run_all(engine, [make_request(0, prompt, max_tokens=1)])
@@ -96,7 +96,7 @@ def test_a_hit_that_lacks_its_window_is_shortened_then_healed(windows: tuple[int
 
 
 def test_nothing_in_the_index_leads_to_nothing() -> None:
-    """Where every layer has a window, entries go with the last part that they lead to."""
+    """If all layers have windows, an index entry is removed with the last slot below it."""
     pool = BlockPool(4, SIZE, enable_prefix_caching=True, windows=(9,))
     table, parent = [pool.allocate() for _ in range(4)], pool.entry_below([])
     for at, block in enumerate(table):
@@ -118,7 +118,7 @@ def test_nothing_in_the_index_leads_to_nothing() -> None:
 @pytest.mark.parametrize("windows", [(2,), (0, 2)])
 @pytest.mark.parametrize("caching", [False, True])
 def test_beams_that_parted_long_ago_come_back(windows: tuple[int, ...], caching: bool) -> None:
-    """They fork where they parted, further back than a window, or take up what they left."""
+    """Beams fork more than a window back, or resume from blocks that they left."""
     engine, _ = make_engine(600, 1, windows=windows, max_tokens=16, caching=caching)
     request = beams(0, [3, 4, 5, 6, 7], 6, max_tokens=40, ignore_eos=True)
     completions, _ = run_preempting(engine, [request], every=7)
@@ -133,7 +133,7 @@ def test_beams_that_parted_long_ago_come_back(windows: tuple[int, ...], caching:
 def test_a_row_that_can_never_fit_is_refused(
     windows: tuple[int, ...], num_blocks: int, refused: bool
 ) -> None:
-    """A chunk of 16 and the 8 tokens before it lie in up to 7 blocks; 89 tokens in 23."""
+    """A chunk of 16 and the 8 tokens before it span up to 7 blocks; 89 tokens fill 23 blocks."""
     engine, _ = make_engine(num_blocks, windows=windows, max_tokens=16)
     completions, _ = run_all(engine, [make_request(0, [1] * 50, max_tokens=40)])
     assert (completions[0].error_code == "does_not_fit") == refused

@@ -1,4 +1,4 @@
-"""What is chosen for a victim."""
+"""Which preemption the scheduler chooses: swapping or recomputing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SIZE = 16
 
 
 def table(count: int, *, references: int = 1, on_host: int = 0) -> list[Block]:
-    """Blocks of which the first ``on_host`` have a host slot too."""
+    """Return blocks; the first ``on_host`` of them also have a host slot."""
     blocks = [Block(slot) for slot in range(count)]
     for at, block in enumerate(blocks):
         block.ref_count = references
@@ -29,14 +29,14 @@ def measured(preemption: Preemption, block_copy_s: float, token_s: float) -> Pre
 
 @pytest.mark.parametrize(("token_s", "swaps"), [(1e-3, True), (1e-5, False)])
 def test_auto_takes_what_is_faster(token_s: float, swaps: bool) -> None:
-    """A block out and back takes as long as 20 tokens at 1e-4 s."""
+    """Copying a block out and back takes as long as computing 20 tokens at 1e-4 s each."""
     assert measured("auto", 1e-3, token_s).should_swap([table(9)], SIZE) == swaps
 
 
 def test_blocks_that_are_on_the_host_already_cost_one_copy() -> None:
     preemption_policy = measured(
         "auto", 1e-3, 1e-4
-    )  # to compute a block takes as long as 1.6 copies
+    )  # computing a block takes as long as 1.6 copies
     assert not preemption_policy.should_swap([table(10)], SIZE)
     assert preemption_policy.should_swap([table(10, on_host=5)], SIZE)
 

@@ -1,4 +1,4 @@
-"""What the scheduler promises about packing, sharing and chunks."""
+"""How the scheduler packs rows into the pool, shares prefixes and cuts chunks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BLOCK = 16
 
 
 class TokensOnly(FakeRunner):
-    """Draws tokens without keeping contexts: for long runs."""
+    """Draws tokens without keeping contexts, to make long runs fast."""
 
     def run(self, step: Step) -> StepResult:
         batch = step.sampling
@@ -41,7 +41,7 @@ class TokensOnly(FakeRunner):
 def run_long(
     make_engine, requests: list[Request], num_blocks: int, next_token: NextToken
 ) -> list[StepStats]:
-    """Run requests in a pool they oversubscribe, with no other limit."""
+    """Run requests in a pool that is too small for all of them, with no other limit."""
     engine, _ = make_engine(
         num_blocks, BLOCK, max_num_seqs=1024, max_tokens=8192, next_token=next_token
     )
@@ -57,7 +57,7 @@ def run_long(
 
 
 def packing(steps: list[StepStats]) -> tuple[float, float]:
-    """Block-steps used over available while rows wait; tokens recomputed over tokens computed."""
+    """Return the share of blocks used while rows wait, and the share of recomputed tokens."""
     pressed = [step for step in steps if step.num_waiting]
     used = sum(step.kv_blocks_used for step in pressed)
     available = sum(step.kv_blocks_total for step in pressed)
@@ -154,7 +154,7 @@ def test_rows_under_several_prefixes_share_each(make_engine: MakeEngine) -> None
 
 
 def test_sorted_neighbours_do_not_start_one_after_the_other(make_engine: MakeEngine) -> None:
-    """Each has some tokens more in common with the next than with all the others."""
+    """Neighbors share slightly more tokens with each other than with all other rows."""
     rng = np.random.default_rng(6)
     common = rng.integers(1, 30_000, 300).tolist()
     rows = sorted(
@@ -193,7 +193,7 @@ def test_prompts_of_parallel_samples_are_computed_once_whatever_the_pool(
 
 
 def test_sharing_saves_what_block_arithmetic_says(make_engine: MakeEngine) -> None:
-    # 128 prompt tokens are 8 blocks of 16; 63 output tokens with KV are up to 4 more per sample.
+    # 128 prompt tokens fill 8 blocks of 16; 63 output tokens with KV take up to 4 more per sample.
     rng = np.random.default_rng(4)
     requests = [
         make_request(row, prompt, max_tokens=64, n=8, ignore_eos=True)

@@ -28,7 +28,7 @@ LLAMA_8B = {
 
 
 def uniform_lengths(rows: int, shortest: int, longest: int) -> Iterator[Request]:
-    """Rows of random tokens, with prompts and outputs of uniformly random lengths."""
+    """Yield rows of random tokens, with uniformly random lengths of prompts and outputs."""
     lengths = random.Random(0)
     ids = np.random.default_rng(0)
     for row in range(rows):
@@ -67,7 +67,7 @@ def test_samples_end_where_they_are_told_to() -> None:
 def test_copies_take_their_time_and_auto_looks_at_it(
     preemption: Literal["auto", "recompute", "swap"], host_bandwidth: float, swaps: bool
 ) -> None:
-    """Rows that may end early do not, so that a pool for two of them is short."""
+    """The scheduler expects short outputs, but rows run long, so the pool is too small."""
     device = replace(DEVICES["h200"], host_bandwidth=host_bandwidth)
     engine, runner = make_dry_engine(
         EngineConfig(max_num_seqs=8, block_size=4, preemption=preemption),
@@ -91,8 +91,11 @@ def test_copies_take_their_time_and_auto_looks_at_it(
 
 @pytest.mark.long
 def test_a_published_workload_takes_what_it_should() -> None:
-    """256 rows of 100 to 1,024 tokens in and out, Llama 3.1 8B on one H200: at best some 12,400
-    output tokens per second with operators one after another, 9,500 on a well-built engine."""
+    """256 rows of 100 to 1,024 prompt and output tokens with Llama 3.1 8B on one H200.
+
+    If operators run one after another, 12,400 output tokens per second are the upper bound; a
+    well-built engine reaches 9,500.
+    """
     requests = list(uniform_lengths(256, 100, 1024))
     output = sum(request.params.max_tokens for request in requests)
     engine, runner = make_dry_engine(
@@ -132,7 +135,7 @@ def test_waste_at_these_lengths_is_under_one_percent() -> None:
 def test_the_worked_examples(
     reserved: int, used: int, block_size: int, reserving_wastes: float, blocks_waste: float
 ) -> None:
-    """The examples of docs/memory-model.md: a sequence of ``used`` tokens when it ends."""
+    """The examples of docs/memory-model.md: a sequence ends with ``used`` tokens."""
     prompt = used - 100
     engine, _ = make_dry_engine(
         EngineConfig(block_size=block_size),

@@ -48,7 +48,7 @@ def test_weights_are_what_transformers_makes_of_the_config(family: str) -> None:
     model = AutoModelForCausalLM.from_config(config)
     actual = 4 * sum(parameter.numel() for parameter in model.parameters())
     planned = ModelCost.from_config(config.to_dict(), "float32").weight_bytes
-    # gpt2's learned positions are as many as half its vocabulary here.
+    # The model counts no learned positions, which in this gpt2 are half as large as the embedding.
     assert planned == pytest.approx(actual, rel=0.15 if family == "gpt2" else 0.03)
 
 
@@ -75,7 +75,7 @@ def test_latents_are_less_to_read_and_more_to_compute() -> None:
 
 def test_small_steps_read_the_weights_and_large_ones_compute() -> None:
     model = qwen3_8b()
-    matrices = model.weight_bytes - model.head_parameters * 2  # but for the embedding
+    matrices = model.weight_bytes - model.head_parameters * 2  # without the embedding
     one = step_seconds(model, H200, StepWork(1, 1, decode_context=1))
     assert one == pytest.approx(matrices / H200.bandwidth, rel=0.01)
     chunk = StepWork(tokens=8192, logits_rows=0, decode_context=0)
@@ -112,7 +112,7 @@ def test_the_work_of_a_step_is_counted_from_its_arrays() -> None:
     schedule = engine.scheduler.schedule()
     assert schedule is not None
     work = StepWork.of(build_step(table, schedule).step)
-    # Row 0 computes its sixth token; row 1 its prompt of three, whose tokens see 1, 2 and 3.
+    # Row 0 computes its sixth token; row 1 its prompt of three tokens, which see 1, 2 and 3 tokens.
     assert work == StepWork(
         tokens=4,
         logits_rows=2,

@@ -1,4 +1,4 @@
-"""Bytes of a weight by what config.json says of quantization."""
+"""Bytes per weight, computed from the quantization section of config.json."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _KEPT = {
     **dict.fromkeys(("packed int4", "packed int4 with zeros"), 0.5 + 5 / 32),
     **dict.fromkeys((case for case in CASES if case.startswith("nf4")), 0.5 + 5 / 64),
 }
-"""Bytes of those that are kept as they were saved with ``int4``."""
+"""Bytes per weight in cases that ``int4`` keeps as saved."""
 _KEPT_INT8 = {
     **dict.fromkeys(("packed int8", "gptq 8 bits", "gptq 8 bits sorted"), 1 + 5 / 32),
     "int8 in groups": 1 + 5 / 16,
 }
-"""With ``int8``, in groups."""
+"""Bytes per weight in cases that ``int8`` keeps as saved, in groups."""
 
 
 @pytest.mark.parametrize("case", CASES)

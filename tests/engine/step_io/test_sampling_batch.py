@@ -1,4 +1,4 @@
-"""Sampling parameters reach the step's samples, each by its name."""
+"""Sampling parameters reach the samples of a step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PARAMS = [
 
 
 def first_batch(*keys: tuple[int, int]) -> SamplingBatch:
-    """The batch of a step that draws the first tokens of a row for each of ``PARAMS``."""
+    """Return the batch of the step that draws the first tokens of rows with each of ``PARAMS``."""
     engine, runner = make_engine(64)
     for row, (params, key) in enumerate(zip(PARAMS, keys, strict=True)):
         engine.add_request(replace(make_request(row, [row + 1], **params), rng_key=key))

@@ -14,7 +14,7 @@ BLOCK_SIZE = 16
 
 
 def padded(tables: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
-    """Block tables as the sequence table holds them, and their lengths."""
+    """Return block tables padded like those of the sequence table, and their lengths."""
     rows = np.zeros((len(tables), max(map(len, tables))), np.int32)
     for row, blocks in zip(rows, tables, strict=True):
         row[: len(blocks)] = blocks
@@ -22,13 +22,16 @@ def padded(tables: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def common_blocks(left: list[int], right: list[int]) -> int:
-    """Leading blocks that are the same."""
+    """Return the number of equal leading blocks."""
     pairs = list(zip(left, right, strict=False))
     return next((at for at, (a, b) in enumerate(pairs) if a != b), len(pairs))
 
 
 def told(order: np.ndarray, shared: np.ndarray) -> dict[tuple[int, int], int]:
-    """What is said to be shared by each pair of sequences: the least on the way between them."""
+    """Return the prefix length that the order gives each pair of sequences.
+
+    It is the smallest value between the two sequences in the order.
+    """
     return {
         (int(order[i]), int(order[j])): int(shared[i + 1 : j + 1].min())
         for i, j in combinations(range(len(order)), 2)
@@ -37,7 +40,7 @@ def told(order: np.ndarray, shared: np.ndarray) -> dict[tuple[int, int], int]:
 
 @given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), min_size=1, max_size=9))
 def test_every_pair_shares_what_its_tables_share(tables: list[list[int]]) -> None:
-    """Slot 0 is a block like others, and few slots make long common prefixes likely."""
+    """Few slots make long common prefixes likely; slot 0 is an ordinary block."""
     order, shared = order_by_blocks(*padded(tables))
     assert sorted(order.tolist()) == list(range(len(tables)))
     assert shared[0] == 0
@@ -52,7 +55,11 @@ def test_the_same_slot_after_others_is_not_shared() -> None:
 
 
 def check(step: Step) -> None:
-    """What is told is true, and all that pays is told once it is computed for every sequence."""
+    """Check the shared prefixes of a step.
+
+    Each is really shared, and every prefix that is long enough and computed for all sequences is
+    reported.
+    """
     starts, lens = step.query_starts, step.context_lens
     computed = lens - np.diff(starts)
     tables = [
@@ -74,7 +81,7 @@ def check(step: Step) -> None:
 def test_steps_tell_what_their_sequences_share(
     make_engine: MakeEngine, data: st.DataObject
 ) -> None:
-    """Two levels of prefixes and samples; chunked, admitted and ended at different times."""
+    """Prefixes have two levels, rows have samples, and rows start and end at different times."""
     engine, runner = make_engine(
         num_blocks=data.draw(st.sampled_from([40, 200])),
         block_size=BLOCK_SIZE,

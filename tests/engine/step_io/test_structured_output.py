@@ -1,4 +1,4 @@
-"""Samples with a grammar: masks, forced tokens, ends, whatever else happens to the row."""
+"""Samples with a grammar: masks, forced tokens and ends, in all states of a row."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.engine.toy_grammar import Toy, constrained, expected_of
 
 
 def rows(count: int, **params: Any) -> tuple[list[Request], dict[int, Toy]]:
-    """Rows of which every third has no grammar, and the grammars of the others."""
+    """Return rows, every third without a grammar, and the grammars of the others."""
     requests, grammars = [], {}
     for row_id in range(count):
         request = make_request(row_id, [1 + row_id % 4] * (3 + row_id % 5), max_tokens=24, **params)
@@ -30,7 +30,7 @@ def rows(count: int, **params: Any) -> tuple[list[Request], dict[int, Toy]]:
 
 
 def check(completions: dict[int, Completion], grammars: dict[int, Toy]) -> None:
-    """Every sample is what it must come to."""
+    """Check that every sample has its expected tokens."""
     for row_id, completion in completions.items():
         assert completion.error_code is None
         request = completion.request
@@ -117,7 +117,7 @@ def test_forced_tokens_take_no_steps_of_their_own(make_engine: MakeEngine) -> No
     (sample,) = completion.outputs
     assert len(sample.token_ids) == 21
     assert sample.token_ids[-1] == EOS
-    assert sum(step.num_samples for step in runner.steps) == 4  # where there is a choice
+    assert sum(step.num_samples for step in runner.steps) == 4  # tokens that are not forced
     assert sample.cumulative_logprob == -4.0
     assert completion.stats.output_tokens == 21
 
