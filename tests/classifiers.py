@@ -1,4 +1,4 @@
-"""Tiny random models that classify, and what transformers makes of their prompts."""
+"""Tiny random models that classify, and transformers' results for the same prompts."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from transformers import (
 from tests.models import tiny_config
 
 TEXT_IDS = {"bos_token_id": 0, "eos_token_id": 2, "vocab_size": 259}
-"""Of the byte tokenizer of ``make_text_model``."""
+"""Config keys that fit the byte tokenizer of ``make_text_model``."""
 
 
 def make_classifier(path: Path, text_model: Path, family: str = "llama", **changes: Any) -> Path:
-    """A tiny random sequence classifier with the byte tokenizer, which joins pairs by ``<s>``."""
+    """Save a tiny random classifier with the byte tokenizer, which joins pairs with ``<s>``."""
     torch.manual_seed(0)
     config = tiny_config(family, **{**TEXT_IDS, **changes})
     model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
@@ -36,7 +36,7 @@ def make_classifier(path: Path, text_model: Path, family: str = "llama", **chang
 
 
 def logits(model: Path, *texts: str) -> torch.Tensor:
-    """transformers' own, of one row."""
+    """Return transformers' logits for one text or pair."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     reference = AutoModelForSequenceClassification.from_pretrained(model, dtype=torch.float32)
     with torch.no_grad():
@@ -45,7 +45,7 @@ def logits(model: Path, *texts: str) -> torch.Tensor:
 
 
 def make_reranker(path: Path, text_model: Path) -> tuple[Path, list[int]]:
-    """A tiny Qwen3 that answers with one of two tokens, which are given."""
+    """Save a tiny Qwen3 that answers "no" or "yes"; return its folder and both token ids."""
     torch.manual_seed(0)
     config = tiny_config("qwen3", **{**TEXT_IDS, "vocab_size": 261})
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(path)
@@ -56,7 +56,7 @@ def make_reranker(path: Path, text_model: Path) -> tuple[Path, list[int]]:
 
 
 def probability(model: Path, prompt: str, ids: list[int]) -> float:
-    """transformers' own, of the second token against the first."""
+    """Return transformers' probability of the second token, with softmax over both tokens."""
     inputs = AutoTokenizer.from_pretrained(model)(prompt, return_tensors="pt")
     reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Settings every test runs under."""
+"""Settings and fixtures of all tests."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-# Read when torch and huggingface_hub are first imported, here and in every process a test starts.
+# torch and huggingface_hub read these when they are imported, here and in child processes.
 os.environ |= {
-    # Models here are tiny: they only lose by sharing their work, the more so on a busy machine.
+    # Tiny models are slower on several threads, even more so on a busy machine.
     "OMP_NUM_THREADS": "1",
-    # Where a test does share it, threads that spin would take the cores from the other tests.
+    # If a test uses several threads, spinning would take the cores from other tests.
     "OMP_WAIT_POLICY": "passive",
-    # No test reaches for a model hub.
+    # No test may access a model hub.
     "HF_HUB_OFFLINE": "1",
 }
 
-# Containers often set it: each of a thousand processes would compile all that it imports of ours.
+# Containers often set this variable, and then every child process compiles all modules again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 import pytest
@@ -37,9 +37,7 @@ if TYPE_CHECKING:
 try:
     from hypothesis import HealthCheck, settings
 except ImportError:
-    settings = (
-        None  # a machine with a GPU may be without it: no test under the marker `gpu` needs it
-    )
+    settings = None  # tests with the marker `gpu` run without it
 
 try:
     from hypothesis.internal.conjecture import providers
@@ -47,7 +45,7 @@ except ImportError:
     providers = None
 
 if not torch.cuda.is_available():
-    # Read when triton is first imported, which transformers does.
+    # Triton reads this when it is imported, which transformers does.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 if settings is not None:
@@ -59,9 +57,9 @@ if settings is not None:
         suppress_health_check=[HealthCheck.function_scoped_fixture],
     )
     settings.load_profile("repeatable")
-# Among what Hypothesis tries are the constants of whatever modules of ours are imported by then.
-# Which those are depends on the tests before, so another worker would try other examples. A release
-# of Hypothesis that keeps them elsewhere does so again: no test depends on it.
+# Hypothesis tries constants of the package's modules that are already imported. These depend on the
+# tests that ran before, so each pytest worker would try other examples. This turns it off; no test
+# depends on it if a release of Hypothesis moves these functions.
 if hasattr(providers, "_get_local_constants") and hasattr(providers, "_local_constants"):
     _none = providers._local_constants
     providers._get_local_constants = lambda: _none
@@ -69,14 +67,14 @@ if hasattr(providers, "_get_local_constants") and hasattr(providers, "_local_con
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Import all tests without looking for garbage: nearly all that is imported stays."""
+    """Import all tests without garbage collection, because nearly all imported objects stay."""
     with gc_paused():
         return (yield)
 
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny random model that writes text, called ``tiny``; tests change only copies of it."""
+    """Return a tiny random model that generates text; tests change only copies of it."""
     from tests.models import make_text_model
 
     return make_text_model(tmp_path_factory.mktemp("model") / "tiny")
@@ -84,43 +82,43 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def llm(model: Path) -> LLM:
-    """The Python API over that model; tests that change it change it back."""
+    """Return an LLM with that model; tests must undo their changes to it."""
     from batchinfer import LLM
 
     return LLM(model, num_kv_blocks=128)
 
 
 @pytest.fixture(autouse=True)
-def no_waits_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """How long anything lasts is the machine's affair: lines about it come where a test asks."""
+def no_lines_about_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Print no lines about waits, which depend on the machine's speed; tests may enable them."""
     monkeypatch.setattr(phases, "SHOWN_AFTER_S", math.inf)
 
 
 @pytest.fixture(autouse=True)
-def kernels_are_interpreted_fast() -> None:
-    interpreter.hasten()
+def triton_interpreter_is_fast() -> None:
+    interpreter.speed_up()
 
 
 @pytest.fixture(autouse=True)
-def nothing_waits_for_a_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Power never fails here: what it leaves of files, `tests/faults` finds out without a disk."""
+def fsync_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let fsync return at once: `tests/faults` tests power failures without a real disk."""
     monkeypatch.setattr(os, "fsync", lambda _descriptor: None)
 
 
 @pytest.fixture(autouse=True)
-def prompts_are_soon_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    """But where tests are about the processes that make them: there this is a fixture of theirs."""
+def text_processes_start_fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fork text processes from a warm process; tests of these processes replace this fixture."""
     fork_servers.fork_servers(monkeypatch)
 
 
 @pytest.fixture(autouse=True)
-def process_as_before() -> Iterator[None]:
-    """Undo what a program may do to its process, and a test may not."""
+def process_state_is_restored() -> Iterator[None]:
+    """Restore signal handlers, imports and logging, which a program may change."""
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
     before = {number: signal.getsignal(number) for number in numbers}
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
     for name in [name for name in UNUSED if sys.modules.get(name, name) is None]:
-        del sys.modules[name]  # a worker leaves them out of its process; here others want them
+        del sys.modules[name]  # text processes block these imports, but other tests need them
     logging.getLogger("batchinfer").setLevel(logging.NOTSET)

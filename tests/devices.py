@@ -1,4 +1,4 @@
-"""The devices that a test runs on: the CPU everywhere, CUDA under the marker ``gpu``."""
+"""The devices that a test runs on: the CPU, and CUDA for tests with the marker ``gpu``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tiny random models that read texts whole, one of each family, and transformers' own states."""
+"""Tiny random encoders, one of each family, and transformers' hidden states."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "qwen2": {**_GROUPS, "is_causal": False},
     "llama": {**_GROUPS, "is_causal": False},
 }
-"""Keys of the config of each ``model_type`` beside those of all."""
+"""Config keys of each ``model_type``, besides the common keys."""
 CAUSAL_FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "llama": _GROUPS,
     "qwen3": {**_GROUPS, "head_dim": 8},
@@ -63,12 +63,12 @@ CAUSAL_FAMILIES: Mapping[str, Mapping[str, Any]] = {
         "moe_intermediate_size": 32,
     },
 }
-"""The same of families whose tokens do not see those after them."""
+"""Config keys of families with causal attention."""
 _RENAMED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
 
 
 def encoder_config(family: str) -> dict[str, Any]:
-    """Keys of a family's tiny config."""
+    """Return the keys of a family's tiny config."""
     keys = {**_SIZES, **FAMILIES[family]}
     return {k: v for k, v in keys.items() if family != "distilbert" or k not in _RENAMED}
 
@@ -76,11 +76,11 @@ def encoder_config(family: str) -> dict[str, Any]:
 def make_encoder(
     folder: Path, family: str, max_length: int = 40, *, causal: bool = False, **changes: Any
 ) -> Path:
-    """Save a tiny random model of a family with a tokenizer of letters.
+    """Save a tiny random model of a family, with a tokenizer of letters.
 
     Args:
-        causal: of ``CAUSAL_FAMILIES``.
-        changes: keys of its config.
+        causal: use ``CAUSAL_FAMILIES``.
+        changes: changes to the config.
     """
     torch.manual_seed(0)
     keys = {**_SIZES, **CAUSAL_FAMILIES[family]} if causal else encoder_config(family)
@@ -95,10 +95,10 @@ def make_encoder(
 
 
 def save_tokenizer(folder: Path, max_length: int, *, segments: bool = True) -> None:
-    """Save a tokenizer of letters, BERT's way, that cuts texts at so many tokens.
+    """Save a tokenizer of letters like BERT's, which truncates texts to ``max_length`` tokens.
 
     Args:
-        segments: it says which tokens are of a pair's second text.
+        segments: the tokenizer marks the tokens of a pair's second text.
     """
     backend = Tokenizer(models.WordLevel({w: at for at, w in enumerate(_WORDS)}, "[UNK]"))
     backend.normalizer = normalizers.Lowercase()
@@ -118,7 +118,7 @@ def save_tokenizer(folder: Path, max_length: int, *, segments: bool = True) -> N
 def reference_states(
     folder: Path, sequences: Sequence[Sequence[int]]
 ) -> list[npt.NDArray[np.float32]]:
-    """transformers' own hidden states [L, H] of each sequence, alone."""
+    """Return transformers' hidden states [L, H] of each sequence, computed one at a time."""
     model = AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
     with torch.no_grad():
         return [model(torch.tensor([ids])).last_hidden_state[0].numpy() for ids in sequences]

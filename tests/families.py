@@ -1,4 +1,4 @@
-"""Tiny random models of the decoder-only families of transformers, what they do drawn at random."""
+"""Tiny models of transformers' decoder-only families, with random weights and options."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ _SIZES: Mapping[str, Any] = {
     "layer_types": None,
     "mlp_layer_types": None,
 }
-"""Of every model, where its family has the key."""
+"""Sizes for every model whose family has the key."""
 _CAPS = ("attn_logit_softcapping", "final_logit_softcapping", "logit_cap")
 _BIASES = (
     "attention_bias",
@@ -72,10 +72,10 @@ _SCALES = ("logit_scale", "attention_multiplier", "residual_multiplier", "logits
 
 
 def draw_config(family: str, random: Random) -> PreTrainedConfig:
-    """A config of a family with small odd sizes, and windows, caps and biases where it has them.
+    """Draw a config of a family with small odd sizes and, if possible, windows, caps and biases.
 
     Raises:
-        Exception: whatever the family says to what was drawn.
+        Exception: the family refuses the config.
     """
     own = CONFIG_MAPPING[family]().to_dict()
     drawn = {**_SIZES, **_drawn_sizes(own, random), **_drawn_flags(own, random)}

@@ -1,8 +1,8 @@
-"""Fork servers of text processes, forked from a process that has imported their modules.
+"""Start fork servers of text processes by forking a process that has imported their modules.
 
-Each job and each `LLM` starts a Python, which imports for a sixth of a second; of a thousand of
-them in one test process only the first has to. Such a server does the same as any other. That one
-can be started is tested in `tests/text/processes`, and wherever a test runs the program.
+Each job and each `LLM` starts a Python process whose imports take a sixth of a second. Of the
+thousand such processes in a test run, only the first imports. The real start is tested in
+`tests/text/processes`, and by all tests that run the program.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _SERVE = "import sys; sys.path[:] = sys.argv[1:]; from tests.fork_servers import
 
 
 def fork_servers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have what is made of `TextProcesses` until the test ends fork its server."""
+    """Let `TextProcesses` fork their server until the test ends."""
     if hasattr(os, "pidfd_open"):
         known = {name: getattr(subprocess, name) for name in ("DEVNULL", "TimeoutExpired")}
         monkeypatch.setattr(server_process, "subprocess", SimpleNamespace(Popen=_start, **known))
 
 
 class _Forked:
-    """A fork server, with as much of `subprocess.Popen` as is asked of one."""
+    """A fork server, with the methods of `subprocess.Popen` that are used."""
 
     def __init__(self, pid: int, status: socket.socket) -> None:
         self._pid, self._status = pid, status
@@ -62,7 +62,7 @@ class _Forked:
 
 
 class _Server:
-    """The process that fork servers are forked from; it ends with this one."""
+    """The process that fork servers are forked from; it ends with this process."""
 
     def __init__(self, paths: list[str], environment: dict[str, str]) -> None:
         self.owner = os.getpid()
@@ -87,7 +87,7 @@ _server: _Server | None = None
 def _start(
     command: list[str], *, stdin: int, stdout: int, stderr: IO[bytes], env: dict[str, str]
 ) -> _Forked:
-    """As `subprocess.Popen` with what a fork server is started by; its stdout is nowhere anyway."""
+    """Replace `subprocess.Popen` for fork servers; their stdout goes nowhere anyway."""
     global _server
     if _server is None or _server.owner != os.getpid():
         _server = _Server(command[3:], env)
@@ -95,11 +95,12 @@ def _start(
 
 
 def serve() -> None:
-    """Fork servers for the process at the other end of stdin, a socket, until that is gone."""
+    """Fork servers for the process at the other end of stdin, a socket, until it ends."""
     leave_signals_to_parent()
     asked = Connection(os.dup(0))
     os.dup2(os.open(os.devnull, os.O_RDWR), 1)
-    told: dict[int, tuple[int, int]] = {}  # of the descriptor of a process: its id, whom to tell
+    # By pidfd of a fork server: its process id, and the socket for its exit status.
+    told: dict[int, tuple[int, int]] = {}
     while True:
         for ready in select.select([asked, *told], [], [])[0]:
             if ready is not asked:

@@ -1,9 +1,9 @@
-"""Triton's interpreter without the work that leads to nothing.
+"""Speed up Triton's interpreter by leaving out work without effect.
 
-Whenever a kernel calls a function, the interpreter looks through all of `triton.language` for what
-it has to replace, though the launch of the kernel has replaced it: half the time of a kernel that
-is made of many small functions. Of each sum and product of integers it computes whether it
-overflows, and tells nobody unless it is made to debug: a third of the rest.
+Whenever a kernel calls a function, the interpreter searches all of `triton.language` for functions
+to replace, although the launch has already replaced them. This takes half the time of kernels with
+many small functions. It also checks each integer sum and product for overflow, but reports overflow
+only in debug mode, which takes a third of the rest.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ INTERPRETER = "triton.runtime.interpreter"
 
 
 class _Scope:
-    """What a launch undoes when it ends."""
+    """Undoes the replacements of a launch when it ends."""
 
     def __init__(self, replaced: set[int], undo: Callable[[], None]) -> None:
         self.replaced, self.undo = replaced, undo
@@ -28,12 +28,12 @@ class _Scope:
         self.replaced.clear()
 
 
-def hasten() -> None:
-    """Make it so for the rest of the process, where an interpreter as we know it is imported."""
+def speed_up() -> None:
+    """Patch the interpreter for the rest of the process, if a known version of it is imported."""
     interpreter: Any = sys.modules.get(INTERPRETER)
-    if not hasattr(interpreter, "_LangPatchScope") or hasattr(interpreter, "_hastened"):
+    if not hasattr(interpreter, "_LangPatchScope") or hasattr(interpreter, "_is_sped_up"):
         return
-    interpreter._hastened = True
+    interpreter._is_sped_up = True
     interpreter._patch_lang = _replacing_once(interpreter)
     builder = interpreter.interpreter_builder
     builder.options = replace(builder.options, sanitize_overflow=builder.options.debug)

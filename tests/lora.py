@@ -12,12 +12,12 @@ from safetensors.torch import load_file, save_file
 
 
 def make_adapter(model: Any, path: Path, *, seed: int, **config: Any) -> torch.nn.Module:
-    """Save a random adapter of a model; returns peft's model of it, which changes ``model``."""
+    """Save a random adapter of a model; return peft's model, which changes ``model``."""
     from peft import LoraConfig, get_peft_model
 
     transposed = model.config.model_type == "gpt2"
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it has words about every choice
+        warnings.simplefilter("ignore")  # peft warns about every choice
         adapted = get_peft_model(model, LoraConfig(fan_in_fan_out=transposed, **config))
     torch.manual_seed(seed)
     for name, parameter in adapted.named_parameters():

@@ -1,4 +1,4 @@
-"""A virtual environment with some of this one's packages and what they require, by links."""
+"""A virtual environment with links to some of this one's packages and their requirements."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from packaging.utils import canonicalize_name
 
 
 def make_environment(folder: Path, packages: list[str]) -> Path:
-    """Make it, and return its interpreter. Nothing else can be imported there."""
+    """Make the environment, in which nothing else can be imported; return its interpreter."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
     (target,) = folder.glob("lib/python*/site-packages")
     for found in required(packages):
@@ -25,7 +25,7 @@ def make_environment(folder: Path, packages: list[str]) -> Path:
 
 
 def required(packages: list[str]) -> list[Distribution]:
-    """Packages with all that they require here, extras left out."""
+    """Return packages and all that they require, without extras."""
     waiting, found = list(packages), dict[str, Distribution]()
     while waiting:
         name = canonicalize_name(waiting.pop())
@@ -34,7 +34,7 @@ def required(packages: list[str]) -> list[Distribution]:
         try:
             found[name] = distribution(name)
         except PackageNotFoundError:
-            continue  # required only by a feature of some platform
+            continue  # required only on another platform
         for line in found[name].requires or []:
             requirement = Requirement(line)
             if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):

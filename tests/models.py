@@ -193,7 +193,8 @@ _RECURRENT_FAMILIES: dict[str, dict[str, Any]] = {
     },
     "olmo_hybrid": {**_GATED_DELTA, "linear_num_value_heads": 2},
     "qwen3_5_moe_text": {**_GATED_DELTA, **_MOE, "shared_expert_intermediate_size": 24},
-    "qwen3_5_text": {**_GATED_DELTA, "initializer_range": 0.2},  # wider: badly conditioned
+    # Larger weights would be badly conditioned.
+    "qwen3_5_text": {**_GATED_DELTA, "initializer_range": 0.2},
     "qwen3_next": {**_GATED_DELTA, **_MOE, "shared_expert_intermediate_size": 24},
     "zamba2": {
         "num_hidden_layers": 4,
@@ -223,22 +224,22 @@ _DECODER_FAMILIES: dict[str, dict[str, Any]] = {
     }
 }
 DECODER_FAMILIES = tuple(_DECODER_FAMILIES)
-"""Families whose head takes the output of a decoder within the body."""
+"""Families whose head takes the output of a decoder inside the model."""
 LATENT_FAMILIES = tuple(_LATENT_FAMILIES)
-"""Families whose attention is latent; tiny checkpoints can be made of them too."""
+"""Families with latent attention."""
 
 RECURRENT_FAMILIES = tuple(_RECURRENT_FAMILIES)
 """Families with recurrent layers."""
 
 FAMILIES = tuple(_FAMILIES)
-"""Families that a tiny checkpoint can be made of."""
+"""Other families of which a tiny checkpoint can be made."""
 
 
 _ALL_FAMILIES = _FAMILIES | _LATENT_FAMILIES | _DECODER_FAMILIES | _RECURRENT_FAMILIES
 
 
 def tiny_config(family: str, **changes: Any) -> PreTrainedConfig:
-    """A config of 3 small layers with grouped heads; no end-of-sequence token."""
+    """Return a config of 3 small layers with grouped heads and no end-of-sequence token."""
     values = _COMMON | _ALL_FAMILIES[family] | changes
     if family == "gpt2":
         unused = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
@@ -248,7 +249,7 @@ def tiny_config(family: str, **changes: Any) -> PreTrainedConfig:
 
 
 def tiny_model(family: str, *, seed: int = 0, **changes: Any) -> torch.nn.Module:
-    """transformers' own float32 model of ``tiny_config``, with eager attention."""
+    """Return transformers' float32 model of ``tiny_config``, with eager attention."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(
         tiny_config(family, **changes), attn_implementation="eager", dtype=torch.float32
@@ -274,7 +275,7 @@ CHAT_TEMPLATE = (
 
 
 def make_text_model(path: Path, **changes: Any) -> Path:
-    """A tiny random Llama with a byte tokenizer, a chat template and ``<|im_end|>`` as its end."""
+    """Write a tiny random Llama with byte tokenizer and chat template; EOS is ``<|im_end|>``."""
     specials = ["<s>", "<|im_start|>", "<|im_end|>"]
     alphabet = specials + sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Tokenizer(models.BPE({text: at for at, text in enumerate(alphabet)}, []))

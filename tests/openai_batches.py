@@ -1,4 +1,4 @@
-"""OpenAI batch files for tests: requests, and what ``run-batch`` answers."""
+"""OpenAI batch files for tests: requests, and the responses of ``run-batch``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows run through the whole engine, and whether transformers would take the same tokens."""
+"""Run rows through the whole engine, and compare their tokens with transformers'."""
 
 from __future__ import annotations
 
@@ -26,36 +26,36 @@ from tests.engine.invariants import check_scheduler
 from tests.engine.prompt_trees import planned
 from tests.models import VOCAB_SIZE
 
-TIE = 1e-4  # logits this near may come out either way
+TIE = 1e-4  # logits closer than this count as a tie
 OUTPUT_TOKENS = 12
 CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
 class Setup:
-    """One way to run the same rows."""
+    """A way to run the same rows."""
 
     block_size: int = 16
     pool_tokens: int = 4096
     num_states: int = 64
-    """Recurrent states that the pool has room for in addition."""
+    """Number of recurrent states that the pool has room for in addition."""
     max_tokens: int = 512
     caching: bool = True
     n: int = 1
     longer: int = 0
-    """Further tokens in each of the prefixes."""
+    """Number of further tokens in each of the prefixes."""
     temperature: float = 0.0
     backwards: bool = False
     preempt_every: int = 0
-    """Steps after which the newest sequence loses its blocks."""
+    """Preempt the newest sequence after this many steps; 0: never."""
     runs_ahead: bool = False
     misleading: bool = False
-    """Whether outputs are expected to be short, so that the pool gets too small."""
+    """Let the engine expect short outputs, so that the pool becomes too small."""
 
 
 @functools.cache
 def prompts(longer: int = 0) -> list[list[int]]:
-    """Rows under two long prefixes, and some that share nothing."""
+    """Return rows with two long prefixes, and rows that share nothing."""
     rng = np.random.default_rng(7)
     prefixes = [
         rng.integers(2, VOCAB_SIZE, 37 + longer).tolist(),
@@ -69,12 +69,12 @@ def prompts(longer: int = 0) -> list[list[int]]:
 
 
 def run(loaded: LoadedModel, setup: Setup) -> tuple[dict[int, Completion], list[StepStats]]:
-    """Run all prompts through an engine over the loaded model."""
+    """Run all prompts through an engine with the loaded model."""
     layout = loaded.layout(setup.block_size)
     num_blocks = setup.pool_tokens // setup.block_size * len(layout.windows)
     num_blocks += setup.num_states * layout.slots_per_state
     cache = KVCache(layout, num_blocks, CPU, getattr(torch, loaded.dtype))
-    cache.pool[:-1].fill_(torch.nan)  # whatever was there before must not be seen
+    cache.pool[:-1].fill_(torch.nan)  # contents from before must not be read
     windows = cache.layout.windows
     pool = BlockPool(
         num_blocks,
@@ -93,7 +93,7 @@ def run(loaded: LoadedModel, setup: Setup) -> tuple[dict[int, Completion], list[
         max_tokens=OUTPUT_TOKENS,
         temperature=setup.temperature,
         n=setup.n,
-        stop_token_ids=[VOCAB_SIZE] if setup.misleading else [],  # which no model has
+        stop_token_ids=[VOCAB_SIZE] if setup.misleading else [],  # an id that no model has
     )
     if setup.misleading:
         scheduler.output_lengths.observe(np.full(100, 2), np.ones(100, dtype=np.bool_))
@@ -125,7 +125,7 @@ def tokens_of(completions: dict[int, Completion]) -> dict[tuple[int, int], list[
 
 @torch.inference_mode()
 def assert_greedy(model: Any, completions: dict[int, Completion], longer: int = 0) -> None:
-    """Every token is the one transformers would take after those before it, but for ties."""
+    """Check that each token is transformers' choice after the tokens before it, except for ties."""
     assert len(completions) == len(prompts(longer))
     for row, completion in completions.items():
         assert completion.error_code is None

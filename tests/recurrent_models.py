@@ -1,4 +1,4 @@
-"""Draws tiny random models of the families with recurrent layers."""
+"""Draw tiny random models of families with recurrent layers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from tests.models import RECURRENT_FAMILIES
 
 _MAMBA2_IN_HIDDEN = ("bamba", "granitemoehybrid", "zamba2")
-"""Families whose Mamba-2 heads must be as wide together as a multiple of the hidden state."""
+"""Families whose Mamba-2 heads together must be a multiple of the hidden size wide."""
 
 
 def draw_changes(family: str, random: Random) -> dict[str, Any]:
@@ -31,7 +31,7 @@ def draw_changes(family: str, random: Random) -> dict[str, Any]:
         **_experts(family, random),
     }
     if family in ("bamba", "granitemoehybrid", "lfm2", "lfm2_moe", "zamba2"):
-        changes["hidden_size"] = heads * max(width, 8)  # which their heads divide
+        changes["hidden_size"] = heads * max(width, 8)  # a multiple of the number of heads
     return changes | _recurrence(family, changes["hidden_size"], random) | _layers(family, random)
 
 
@@ -91,7 +91,7 @@ def _recurrence(family: str, hidden: int, random: Random) -> dict[str, Any]:
 
 
 def _layers(family: str, random: Random) -> dict[str, Any]:
-    """Return kinds of layers in a random order, with both kinds among them."""
+    """Return kinds of layers in a random order, with each kind at least once."""
     number = random.choice([2, 3, 4, 5])
     changes: dict[str, Any] = {"num_hidden_layers": number}
     if family == "falcon_h1":

@@ -1,4 +1,4 @@
-"""Scripts beside the package, imported by their paths."""
+"""Import scripts outside the package by their paths."""
 
 from __future__ import annotations
 
@@ -12,6 +12,6 @@ def load_script(path: Path) -> ModuleType:
     """Import a script that is in no package."""
     spec = importlib.util.spec_from_file_location(f"{path.parent.name}_{path.stem}", path)
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # its dataclasses look themselves up there
+    sys.modules[spec.name] = module  # dataclasses look up their module there
     spec.loader.exec_module(module)
     return module

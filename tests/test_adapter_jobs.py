@@ -1,4 +1,4 @@
-"""Whole jobs whose rows choose adapters: each row as peft runs it by itself."""
+"""Whole jobs whose rows choose adapters: each row equals peft's result for it alone."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ BAD = {5: ("nope", "unknown_adapter"), 13: (b"\xff", "invalid_utf8")}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model, and two adapters of it."""
+    """Return a folder with a model and two adapters for it."""
     folder = tmp_path_factory.mktemp("adapted")
     model = make_text_model(folder / "model")
     for seed, name, targets in ((1, "one", "all-linear"), (2, "two", ["q_proj", "down_proj"])):
@@ -41,11 +41,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def write_rows(path: Path, count: int) -> list[Any]:
-    """Prompts in groups of three that begin alike; returns the adapters' names."""
+    """Write prompts in groups of three with a common start; return the names of their adapters."""
     names: list[Any] = [(None, "one", "two")[row * 7 % 3] for row in range(count)]
     for row, (name, _) in BAD.items():
         names[row] = name
-    names[11] = ""  # as CSV writes what is missing
+    names[11] = ""  # CSV stores missing values as empty texts
     column = pa.array([n.encode() if isinstance(n, str) else n for n in names], pa.binary())
     table = {
         "prompt": [f"Some words shared by all, then number {row // 3}" for row in range(count)],
@@ -254,7 +254,7 @@ def test_enable_lora_loads_adapters_on_first_use(folder: Path) -> None:
     outputs = llm.generate(["a"] * 4, GREEDY, lora_request=requests, use_tqdm=False)
     assert [output.outputs[0].token_ids for output in outputs] == [one, plain, two, one]
     assert tokens(llm, adapter="two") == two
-    # The name with another folder is another adapter; each folder is loaded once.
+    # The same name with another folder is another adapter; each folder is loaded once.
     again = LoRARequest("one", 7, lora_local_path=str(names["two"]))
     assert tokens(llm, lora_request=again) == two
     with pytest.raises(ModelError, match=r"model.adapters.broken"):

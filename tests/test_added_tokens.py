@@ -1,4 +1,4 @@
-"""Tokens that a tokenizer's config adds and the model has no embeddings for."""
+"""Tokens that a tokenizer's config adds, but that the model has no embeddings for."""
 
 from __future__ import annotations
 

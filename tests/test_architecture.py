@@ -1,4 +1,4 @@
-"""The rooms of the package: what each is for, what it may import; and a start without torch."""
+"""The rooms of the package: what each is for, and what it may import; and a start without torch."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from batchinfer.job.spec.tasks import TASK_SPECS, TaskName
 
 PACKAGE = Path(__file__).parent.parent / "batchinfer"
 MOST_MODULES = 15
-"""In one folder: more are not read as one room any more."""
+"""Most modules of a folder, so that it can still be read as one room."""
 
 
 @dataclass(frozen=True)
 class Room:
-    """A folder of modules, or one module beside the folders of its plane.
+    """A folder of modules, or a single module next to the folders of its plane.
 
     Args:
-        name: dotted, below ``batchinfer``.
-        holds: what it is for.
-        may_import: rooms, or planes for all of their rooms, out of those above it in ``ROOMS``.
+        name: dotted name below ``batchinfer``.
+        holds: the room's purpose.
+        may_import: rooms, or planes for all their rooms, among the rooms above it in ``ROOMS``.
     """
 
     name: str
@@ -39,7 +39,7 @@ class Room:
 
     @property
     def words(self) -> str:
-        """What the room may import, in words."""
+        """The rooms that the room may import, as a sentence."""
         return f"May import: {', '.join(self.may_import) or 'nothing of batchinfer'}."
 
 
@@ -52,8 +52,9 @@ def described(name: str, may_import: tuple[str, ...] = ()) -> Room:
     return Room(name, docstring.splitlines()[0], may_import)
 
 
-# From the lowest to the highest: whatever the last column allows, a room imports only what is above
-# it here. So there is no circle, and a new room is put below all that it needs.
+# From the lowest room to the highest: a room may import only rooms above it in this list, and of
+# these only the rooms that the last column names. So there are no circles, and a new room goes
+# below all rooms that it needs.
 ROOMS = [
     Room("errors", "errors that a user can cause and fix, with their exit codes"),
     Room("near_names", "suggestions for misspelled names"),
@@ -198,18 +199,18 @@ HEAVY = {
     "pooling": {"torch", "transformers", "pyarrow", "polars"},
 }
 PLANES = ("engine", "worker", "job")
-"""Their folders are rooms of their own; what stands beside the folders is a room each."""
+"""Planes: each folder and each other module directly within them is a room."""
 
 
 def room_of(module: str) -> str:
-    """The room that a module is in, by its dotted name below ``batchinfer``."""
+    """Return the room of a module, which is given by its dotted name below ``batchinfer``."""
     parts = module.split(".")
     return ".".join(parts[:2]) if parts[0] in PLANES else parts[0]
 
 
 def modules() -> Iterator[tuple[str, Path]]:
-    """(dotted name below ``batchinfer``, file) of every module."""
-    linked = (PACKAGE / "kernels").rglob("*.py")  # not followed by itself
+    """Yield (dotted name below ``batchinfer``, file) of every module."""
+    linked = (PACKAGE / "kernels").rglob("*.py")  # rglob does not follow the link
     for path in sorted({*PACKAGE.rglob("*.py"), *linked}):
         parts = path.relative_to(PACKAGE).with_suffix("").parts
         if parts[0] != "configs":
@@ -227,7 +228,7 @@ def nodes(path: Path) -> list[ast.AST]:
 
 
 def imported(path: Path) -> Iterator[str]:
-    """Yield the full names of what a module imports."""
+    """Yield the full names of the modules that a module imports."""
     for node in nodes(path):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -241,18 +242,18 @@ _BELOW = {f"batchinfer.{name}": name for name in MODULES} | {"batchinfer": "__in
 
 
 def known(name: str) -> str:
-    """The module that an import of ``name``, or of a name in it, reads; "" if it is not ours."""
+    """Return the module that an import of ``name`` reads, or "" if it is not part of batchinfer."""
     return next((_BELOW[n] for n in (name, name.rpartition(".")[0]) if n in _BELOW), "")
 
 
 def may_import(room: Room, target: str) -> bool:
-    """Whether the table allows it: named, alone or with its plane, and above."""
+    """Return True if the room may import ``target``: the table names it and it stands above."""
     named = any(target == name or target.startswith(f"{name}.") for name in room.may_import)
     return named and LEVEL[target] < LEVEL[room.name]
 
 
 def where_it_goes(room: Room, target: str) -> str:
-    """What to do about an import that the table does not allow."""
+    """Explain how to resolve an import that the table does not allow."""
     users = [
         r.name for r in ROOMS if r != room and may_import(r, target) and may_import(r, room.name)
     ]
@@ -273,7 +274,7 @@ def where_it_goes(room: Room, target: str) -> str:
 @pytest.mark.parametrize(("module", "path"), MODULES.items(), ids=MODULES)
 def test_a_room_imports_what_it_may(module: str, path: Path) -> None:
     name = room_of(module)
-    if name in PLANES:  # the words of a plane
+    if name in PLANES:  # a plane's __init__.py only has a docstring
         assert all(not n.startswith("batchinfer.") for n in imported(path))
         return
     assert name in BY_NAME, (
@@ -308,12 +309,12 @@ def test_a_folder_is_read_as_one_room(folder: Path) -> None:
 
 
 def test_modules_do_not_import_each_other_in_circles() -> None:
-    """Not even inside functions: what is imported is the lower of the two."""
+    """Imports inside functions count too: of two modules, one must be the lower."""
     graph = {
         name: {found for whole in imported(path) if (found := known(whole)) not in ("", name)}
         for name, path in MODULES.items()
     }
-    list(TopologicalSorter(graph).static_order())  # CycleError names the circle
+    list(TopologicalSorter(graph).static_order())  # CycleError names the modules of a circle
 
 
 def test_docstrings_describe_arguments_that_there_are() -> None:
@@ -331,7 +332,7 @@ def test_docstrings_describe_arguments_that_there_are() -> None:
 
 
 def test_tasks_are_told_apart_in_their_lists_alone() -> None:
-    """Whoever needs to know what a task does asks its ``TaskSpec`` or its ``Task``."""
+    """Other code asks a task's ``TaskSpec`` or ``Task`` instead of comparing its name."""
     assert get_args(TaskName) == tuple(TASK_SPECS) == tuple(TASKS)
     tests = [
         f"{path}:{node.lineno}"

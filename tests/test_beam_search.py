@@ -1,4 +1,4 @@
-"""Beam search through the whole engine finds and scores what transformers' ``generate`` does."""
+"""Beam search through the whole engine finds the beams and scores of transformers' ``generate``."""
 
 from __future__ import annotations
 
@@ -30,25 +30,25 @@ NUM_PROMPTS = 32
 WIDTHS = (2, 4, 8)
 PENALTIES = (0.0, 1.0, 2.0)
 SOME = tuple(zip(WIDTHS, PENALTIES, strict=True))
-TIE = 1e-4  # scores this near may come out either way
+TIE = 1e-4  # scores closer than this count as a tie
 CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
 class Setup:
-    """One way to run the same rows."""
+    """A way to run the same rows."""
 
     block_size: int = 16
     num_blocks: int = 2048
     max_tokens: int = 512
     runs_ahead: bool = False
     misleading: bool = False
-    """Whether outputs are expected to be short, so that the pool gets too small."""
+    """Let the engine expect short outputs, so that the pool becomes too small."""
 
 
 @functools.cache
 def prompts() -> list[list[int]]:
-    """Rows of 1 to 40 tokens, some under a common prefix."""
+    """Return rows of 1 to 40 tokens; some share a prefix."""
     rng = np.random.default_rng(11)
     prefix = rng.integers(25, VOCAB_SIZE, 21).tolist()
     return [
@@ -59,7 +59,7 @@ def prompts() -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory):
-    """Loads a tiny checkpoint of a family, once."""
+    """Return a function that loads a family's tiny checkpoint, once."""
 
     @functools.cache
     def load(family: str) -> LoadedModel:
@@ -72,9 +72,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory):
 def run(
     loaded: LoadedModel, setup: Setup, params: list[SamplingParams]
 ) -> tuple[dict[int, Completion], list[StepStats]]:
-    """Run the prompts, each with its parameters, through an engine over the loaded model."""
+    """Run the prompts, each with its parameters, through an engine with the loaded model."""
     cache = KVCache(loaded.layout(setup.block_size), setup.num_blocks, CPU, torch.float32)
-    cache.pool[:-1].fill_(torch.nan)  # whatever was there before must not be seen
+    cache.pool[:-1].fill_(torch.nan)  # contents from before must not be read
     size, windows = setup.block_size, cache.layout.windows
     pool = BlockPool(setup.num_blocks, size, enable_prefix_caching=True, windows=windows)
     table = SequenceTable(64, loaded.max_model_len, size, windows)
@@ -105,7 +105,7 @@ def searches(width: int, penalty: float, count: int) -> list[SamplingParams]:
 
 @functools.cache
 def reference(family: str, row: int, width: int, penalty: float) -> list[tuple[list[int], float]]:
-    """What transformers finds: tokens and score, best first."""
+    """Return the beams that transformers finds, as tokens and score, best first."""
     ids = torch.tensor([prompts()[row]])
     found = _model(family).generate(
         ids,
@@ -129,13 +129,13 @@ def _model(family: str) -> torch.nn.Module:
 
 
 def _ended(token_ids: list[int]) -> list[int]:
-    """Without what transformers fills up with."""
+    """Remove transformers' padding."""
     ends = [at for at, token in enumerate(token_ids) if token in EOS]
     return token_ids[: ends[0] + 1] if ends else token_ids
 
 
 def assert_found(family: str, completion: Completion) -> None:
-    """The same beams in the same order with the same scores, but for ties."""
+    """Check that beams, their order and scores equal the reference, except for ties."""
     params, row = completion.request.params, completion.request.row_id
     assert completion.error_code is None
     assert params.beam_width is not None
@@ -182,7 +182,7 @@ def test_beams_equal_transformers_for_every_width_and_penalty(
     ids=["some", "every_width"],
 )
 def test_some_beams_end_early_and_some_do_not(searched: list[list[tuple[int, float]]]) -> None:
-    """Guards the tests above: both kinds of ends must be there."""
+    """The tests above need beams that end early and beams that do not."""
     for some in searched:
         found = [reference("llama", row, *one) for one in some for row in range(NUM_PROMPTS)]
         lengths = [len(token_ids) for beams in found for token_ids, _ in beams]
@@ -217,7 +217,7 @@ def test_beams_do_not_depend_on_the_kv_pool_size(setup: Setup, checkpoint) -> No
 
 @pytest.mark.parametrize("runs_ahead", [False, True])
 def test_beams_do_not_depend_on_other_rows(runs_ahead: bool, checkpoint) -> None:
-    """Searches of several widths, and sampled rows that want log-probabilities."""
+    """Searches of several widths run together with sampled rows that return log-probabilities."""
     plain = SamplingParams(max_tokens=OUTPUT_TOKENS, n=2, seed=1, logprobs=3)
     kinds = [searches(2, 2.0, 1)[0], plain, searches(4, 1.0, 1)[0], searches(8, 0.0, 1)[0]]
     params = [kinds[row % 4] for row in range(24)]
@@ -236,7 +236,7 @@ def test_beams_do_not_depend_on_other_rows(runs_ahead: bool, checkpoint) -> None
 
 
 def test_four_beams_take_half_the_blocks_of_four_sequences(checkpoint) -> None:
-    """Prompt 256, output 64: the prompt once, and beams part late."""
+    """Beams share the blocks of 256 prompt tokens, and fork late in 64 output tokens."""
     rng = np.random.default_rng(3)
     request = Request(
         0,

@@ -1,4 +1,4 @@
-"""Tests of ``batchinfer bench``: its options, the prompts it reads, and what it reports."""
+"""``batchinfer bench``: its options, the prompts it reads, and its report."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def bench(
     pq.write_table(pa.table({column: values}), dataset)
     options = BenchOptions(
         str(model),
-        *(1, 2, 3),  # lengths of prompts and answers, prompts
+        *(1, 2, 3),  # lengths of prompts and answers, number of prompts
         num_kv_blocks=64,
         dataset=dataset,
         task=task,

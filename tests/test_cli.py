@@ -1,4 +1,4 @@
-"""The command line: what is printed, what is imported, what the exit code is."""
+"""The command line: its output, its imports and its exit codes."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ Run = Callable[..., Finished]
 
 @pytest.fixture
 def batchinfer(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Run the program in this process."""
+    """Return a function that runs the program in this process."""
 
     def run(*arguments: str) -> Finished:
         monkeypatch.setattr(sys, "argv", ["batchinfer", *arguments])
@@ -61,7 +61,7 @@ def batchinfer(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[st
 
 @pytest.fixture
 def fake_run(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., ExitCode]], None]:
-    """Put a function in the place of ``run_job``."""
+    """Return a function that replaces ``run_job``."""
 
     def install(function: Callable[..., ExitCode]) -> None:
         module = ModuleType("batchinfer.job.run.run_job")
@@ -71,11 +71,11 @@ def fake_run(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., ExitCod
     return install
 
 
-# Fast answers
+# Fast responses
 
 
 def in_new_process(*arguments: str) -> tuple[subprocess.CompletedProcess[str], set[str]]:
-    """Run the program in a process of its own; also: the heavy modules it imported."""
+    """Run the program in a new process; also return the heavy modules that it imported."""
     code = (
         "import sys\n"
         "sys.argv[0] = 'batchinfer'\n"

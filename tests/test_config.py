@@ -1,4 +1,4 @@
-"""The records of what is asked, made from Python: types and ranges are checked when made."""
+"""Configs made in Python check the types and ranges of their values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cores a process may use, read from made-up ``/proc`` and ``/sys`` trees."""
+"""Cores that a process may use, read from made-up ``/proc`` and ``/sys`` trees."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from batchinfer.process.cpus import (
 
 
 def tree(root: Path, cgroup: str, files: Mapping[str, str]) -> str:
-    """A root folder with the control groups of a process, and the files of a hierarchy."""
+    """Write a root folder with a process's control groups and the files of a hierarchy."""
     files = {"proc/self/cgroup": cgroup, **files}
     for name, text in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
@@ -158,7 +158,7 @@ def test_variables_that_make_openmp_bind_threads(environ: Mapping[str, str], bin
 @pytest.mark.long
 @pytest.mark.parametrize("bound", [{"OMP_PROC_BIND": "true"}, {"OMP_PLACES": "cores"}])
 def test_openmp_binding_does_not_hide_cores(bound: Mapping[str, str]) -> None:
-    """libgomp binds the first thread to one place when torch is loaded."""
+    """When torch is loaded, libgomp binds the first thread to one place."""
     code = """
 from batchinfer.process.cpus import cpu_limits
 before = cpu_limits().affinity

@@ -1,4 +1,4 @@
-"""Rows and model folders that kill what makes their prompts: ``run``, ``plan``, ``run-batch``."""
+"""Rows and model folders that kill text processes, in ``run``, ``plan`` and ``run-batch``."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ ENDLESS = Limits(cpu_seconds=1e5, shared_cpu_seconds=1e5, seconds=1e5)
 
 
 @pytest.fixture
-def prompts_are_soon_made() -> None:
-    """Not here: spawners are looked for among the children of this process."""
+def text_processes_start_fast() -> None:
+    """Replace the fixture of this name: these tests look for fork servers among child processes."""
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny random model whose tokenizer and chat template choke on some texts."""
+    """Return a tiny random model whose tokenizer and chat template hang on some texts."""
     folder = make_text_model(tmp_path_factory.mktemp("model") / "tiny", num_hidden_layers=1)
     (folder / "chat_template.jinja").write_text(CHOKING + CHAT_TEMPLATE)
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
@@ -56,7 +56,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def limits(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    """Limits of the processes that make prompts."""
+    """Set limits of the text processes."""
     processes = partial(TextProcesses, 2, request.param)
     monkeypatch.setattr("batchinfer.job.job.TextProcesses", processes)
 
@@ -64,7 +64,7 @@ def limits(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> N
 def job(
     tmp_path: Path, model: Path, texts: list[str], bad_words: list[str | None] | None = None
 ) -> JobSpec:
-    """A job over texts, each with a bad word or with none."""
+    """Return a job over texts, each with a bad word or none."""
     params = [word and json.dumps({"bad_words": [word]}) for word in bad_words or [None]]
     params *= len(texts) // len(params)
     columns = {"prompt": texts, "sampling_params": pa.array(params, pa.string())}
@@ -125,7 +125,7 @@ def test_bad_words_that_kill_text_processes_become_row_errors(tmp_path: Path, mo
 @pytest.mark.parametrize("limits", [ENDLESS], indirect=True, ids=["endless"])
 @pytest.mark.usefixtures("limits")
 def test_signal_ends_a_run_that_waits_for_a_row(tmp_path: Path, model: Path) -> None:
-    before = set(psutil.Process().children(recursive=True))  # multiprocessing's, of other tests
+    before = set(psutil.Process().children(recursive=True))  # from other tests
     hanging = threading.Thread(target=_signal_once_a_child_hangs)
     hanging.start()
 

@@ -1,4 +1,4 @@
-"""Whole jobs over a real (tiny, random) model: every good row right, every bad row coded."""
+"""Whole jobs on a tiny random model: good rows are right, and bad rows have error codes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Python API with a real model, which is tiny and random."""
+"""The Python API with a tiny random model."""
 
 from __future__ import annotations
 
@@ -237,7 +237,7 @@ def test_interrupted_call_is_dropped_before_its_error_is_handled(
     try:
         short = SamplingParams(max_tokens=1)
         llm.generate(["ends first", "is still running"], [short, GREEDY], use_tqdm=False)
-    except KeyboardInterrupt:  # whose traceback holds on to all that was going on
+    except KeyboardInterrupt:  # the traceback keeps the interrupted call's objects alive
         monkeypatch.undo()
         assert llm.generate(["abc"], GREEDY, use_tqdm=False)[0].outputs == expected
 
@@ -260,7 +260,7 @@ def test_calls_from_threads_run_one_at_a_time(llm: LLM) -> None:
 
 
 def test_stats_never_wait_for_a_call(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another thread, and a callback, see the steps done so far."""
+    """Another thread and a callback see the statistics of the steps so far."""
     seen: list[float] = []
     elsewhere: list[dict[str, dict[str, float]]] = []
     submit = llm._context.engine._runner.submit

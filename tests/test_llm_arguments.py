@@ -1,4 +1,4 @@
-"""Tests of vLLM's arguments, classes and results in the Python API."""
+"""vLLM's arguments, classes and results in the Python API."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ QUIET: dict[str, Any] = {"use_tqdm": False}
 
 
 def run(llm: LLM, prompt: Any, params: sampling.SamplingParams, **options: Any) -> Any:
-    """The first output of one prompt."""
+    """Return the first output of one prompt."""
     return llm.generate(prompt, params, **QUIET, **options)[0]
 
 
@@ -152,7 +152,7 @@ def test_flat_logprobs_equal_the_dicts(llm: LLM) -> None:
     assert list(own[1:3]) == dicts.outputs[0].logprobs[1:3]
     assert own[1:3].start_indices[0] == 0
     assert len(own.token_ids) == len(own.ranks) == len(own.decoded_tokens) == own.end_indices[-1]
-    assert of_prompt.start_indices[:2] == of_prompt.end_indices[:1] * 2  # nothing of the first
+    assert of_prompt.start_indices[:2] == of_prompt.end_indices[:1] * 2  # not the first
     with pytest.raises(IndexError):
         own[4]
 

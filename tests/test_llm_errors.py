@@ -1,4 +1,4 @@
-"""One message names the mistake in a call of the Python API, before a model runs."""
+"""A mistake in a call of the Python API gives one clear message before a model runs."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def run(llm: LLM, prompts: Any, params: Any) -> list[RequestOutput]:
 
 
 def own_logits(model: Path, tokens: Sequence[int]) -> torch.Tensor:
-    """Logits of transformers at each of the tokens."""
+    """Return transformers' logits at each token."""
     reference = AutoModelForCausalLM.from_pretrained(model)
     with torch.no_grad():
         logits: torch.Tensor = reference(input_ids=torch.tensor([tokens])).logits[0].float()
@@ -52,7 +52,7 @@ def test_logprob_token_ids_replace_the_most_likely(llm: LLM, model: Path, flat: 
 
 
 def test_logprob_token_ids_with_a_grammar(llm: LLM) -> None:
-    """Tokens that a grammar leaves out, or forces, say so."""
+    """Results mark tokens that the grammar excludes or forces."""
     params = SamplingParams(
         n=2,
         max_tokens=4,
@@ -126,7 +126,7 @@ def test_prompt_logprob_token_ids_with_chunks_and_preemptions(
     monkeypatch.setattr(engine, "step", preempt_and_step)
     expected = run(large, prompts, params)
     found = run(small, prompts, params)
-    again = run(small, prompts, params)  # over what the prefix cache holds
+    again = run(small, prompts, params)  # more than the prefix cache holds
     assert small.stats()["kv"]["preemptions"] > 0
     for ours, whole in zip((*found, *again), expected * 2, strict=True):
         np.testing.assert_allclose(

@@ -1,4 +1,4 @@
-"""``LLM.embed``, ``classify``, ``score`` and ``encode``, next to transformers."""
+"""``LLM.embed``, ``classify``, ``score`` and ``encode``, compared with transformers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ENGINE: dict[str, Any] = {"dtype": "float32", "device": "cpu", "num_kv_blocks": 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A body saved without an output head, as embedding models are."""
+    """Save a model without an output head, like an embedding model."""
     folder = make_text_model(tmp_path_factory.mktemp("body"), tie_word_embeddings=False)
     AutoModel.from_pretrained(folder).save_pretrained(folder)
     return folder
@@ -160,7 +160,7 @@ def test_invalid_pooling_calls_are_refused(llm: LLM, call: Any, error: Any, mess
 
 
 class Text(str):
-    """A text of a library's own kind."""
+    """A subclass of str, as some libraries use."""
 
 
 def test_score_accepts_subclasses_of_str_and_names_bad_texts(

@@ -1,4 +1,4 @@
-"""Logits processors of calls: their arguments and their effect."""
+"""Logits processors passed to calls: their arguments and their effect."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PROMPT = [5, 6, 7]
 
 
 def run(llm: LLM, *processors: Any, **params: Any) -> Any:
-    """The samples of a prompt between two others that have no processors."""
+    """Return the samples of a prompt that runs between two prompts without processors."""
     plain = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True)
     given = SamplingParams(
         **{"max_tokens": 5, "temperature": 0.0, "ignore_eos": True, **params},

@@ -1,4 +1,4 @@
-"""The benchmark of a million rows, on a few thousand."""
+"""The million-row benchmark, with a few thousand rows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 @pytest.mark.long
 def test_small_million_rows_benchmark_resumes_within_its_bounds(tmp_path: Path) -> None:
     script = str(ROOT / "benchmarks" / "million_rows.py")
-    # Killed when a third is done: with less to go it might end before the signal comes.
+    # Kill the run after a third of the rows; later, it might end before the signal arrives.
     size = ["--rows", "12000", "--kill-at", "0.3", "--slack", "20"]
     command = [sys.executable, script, *size, "--folder", str(tmp_path / "here")]
     done = subprocess.run(

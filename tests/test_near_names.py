@@ -1,4 +1,4 @@
-"""Nearest names, and how names differ that look the same."""
+"""Suggestions of similar names, and explanations for names that look the same."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ COMPOSED, DECOMPOSED = "pr\u00f6mpt", "pro\u0308mpt"
     ids=ascii,
 )
 def test_names_that_look_the_same_are_explained(asked: str, known: str, difference: str) -> None:
-    """Also short ones, which have little in common, and before one that is spelled more alike."""
+    """This works for short names too, and against a name with a closer spelling."""
     assert meant(asked, [f"{asked}s", known]) == (
         f"did you mean {known} (it looks the same: {difference})?"
     )
@@ -62,5 +62,5 @@ def test_columns_and_files_that_look_the_same_are_explained(tmp_path: Path) -> N
         "the same: NFD, not NFC; U+006F U+0308, not U+00F6)? its columns are: "
     )
     (tmp_path / DECOMPOSED).touch()
-    if not (tmp_path / COMPOSED).exists():  # it does where the file system takes them for one
+    if not (tmp_path / COMPOSED).exists():  # it exists if the file system normalizes names
         assert "(it looks the same: NFD, not NFC" in near_path(tmp_path / COMPOSED)

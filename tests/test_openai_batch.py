@@ -1,4 +1,4 @@
-"""OpenAI batch files through a real (tiny, random) model, read with OpenAI's own types."""
+"""OpenAI batch files with a tiny random model; OpenAI's own types read the results."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SHAPE = TypeAdapter(dict[str, Any])
 
 
 def good(row: int) -> dict[str, Any]:
-    """A request of one of several kinds."""
+    """Return a valid request; its kind depends on the row."""
     text = f"Shared words, then number {row}"
     talk = [{"role": "system", "content": "Be short."}, {"role": "user", "content": text}]
     parts = [{"role": "user", "content": [{"type": "text", "text": text}]}]
@@ -102,7 +102,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def done(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The output directory of a whole job."""
+    """Return the output directory of a finished job."""
     folder = tmp_path_factory.mktemp("job")
     assert run_job(job(folder, model), quiet=True) is ExitCode.OK
     return folder / "out"
@@ -152,7 +152,7 @@ def test_invalid_requests_are_in_the_error_file(done: Path) -> None:
         if code in ("invalid_json", "invalid_utf8"):
             assert f"batch.jsonl, line {row + 1} " in error.message
     ids = {row: line["custom_id"] for row, line in zip(BAD, failed, strict=True)}
-    assert ids[3] == "request-3"  # of half a line
+    assert ids[3] == "request-3"  # its line is cut in half
     assert ids[77] == "request-76"
     assert ids[17] is ids[41] is None
 
@@ -217,7 +217,7 @@ def test_missing_or_damaged_answer_files_are_rewritten(done: Path, model: Path) 
 
 
 def _times_of(out: Path) -> tuple[int, int]:
-    """Times that the input had when the job was planned."""
+    """Return the input's modification time at planning, twice, for ``os.utime``."""
     plan = json.loads((out / "_batchinfer" / "manifest.json").read_bytes())
     mtime_ns = plan["inputs"][0]["mtime_ns"]
     return mtime_ns, mtime_ns
@@ -234,7 +234,7 @@ def test_run_batch_puts_all_lines_into_one_file_in_order(
     bad = request("bad", messages="x")
     rows = [good(0), bad, good(3), request("long", messages=HELLO, temperature=0)]
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    target = tmp_path / "output.jsonl"  # as one of the files in the folder beside it
+    target = tmp_path / "output.jsonl"  # output files in the folder are named like this
     options = BatchOptions(str(source), str(target), str(model), max_model_len=64, quiet=True)
     assert run_batch(options) is ExitCode.OK
     written = target.read_bytes()
@@ -292,7 +292,7 @@ def test_batch_with_several_prompts_echo_and_vllm_fields(model: Path, tmp_path: 
 
 
 def _check_scores(model: Path, found: list[float]) -> None:
-    """Log-probabilities of a prompt's tokens are the model's own."""
+    """Check that log-probabilities of the prompt's tokens equal transformers'."""
     ids = AutoTokenizer.from_pretrained(model)("hello world", return_tensors="pt").input_ids
     with torch.inference_mode():
         logits = AutoModelForCausalLM.from_pretrained(model).eval()(ids).logits

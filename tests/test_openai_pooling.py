@@ -1,4 +1,4 @@
-"""OpenAI batch files of embeddings, classes, scores and rankings, through tiny random models."""
+"""OpenAI batch files for embeddings, classes, scores and rankings, with tiny random models."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def embed(custom_id: str, **body: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A body saved without an output head."""
+    """Save a model without an output head."""
     folder = make_text_model(tmp_path_factory.mktemp("model") / "tiny", tie_word_embeddings=False)
     AutoModel.from_pretrained(folder).save_pretrained(folder)
     return folder
 
 
 def vector(model: Path, text: str, dimensions: int | None = None) -> Any:
-    """The embedding by transformers, float32 of length 1."""
+    """Return transformers' embedding, float32 of length 1."""
     inputs = AutoTokenizer.from_pretrained(model)(text, return_tensors="pt")
     reference = AutoModel.from_pretrained(model, dtype=torch.float32)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Packages and Docker images hold all code, and the files beside the code."""
+"""Packages and Docker images contain all code, and the files next to the code."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 NOT_INSTALLED = (".md", ".schema.json")
-"""For who reads the repository, and for editors."""
+"""Files for readers of the repository and for editors."""
 
 
 def files() -> Iterator[Path]:
-    """All files of the package, those behind links included."""
+    """Yield all files of the package, including files behind links."""
     for folder, _, names in os.walk(ROOT / "batchinfer", followlinks=True):
         for name in names:
             if "__pycache__" not in folder:
@@ -50,7 +50,7 @@ Instruction = tuple[str, str]
 
 
 def stages() -> dict[str, list[Instruction]]:
-    """Instructions of each stage, by its name."""
+    """Return the instructions of each stage by name."""
     found: dict[str, list[Instruction]] = {}
     name = ""
     for line in parser.DockerfileParser(path=str(ROOT / "Dockerfile")).structure:

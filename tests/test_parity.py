@@ -1,4 +1,4 @@
-"""Greedy jobs through the whole engine say what transformers' own models say."""
+"""Greedy jobs through the whole engine choose the tokens of transformers' models."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FAMILIES = (
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory):
-    """Loads a tiny checkpoint of a family, once."""
+    """Return a function that loads a family's tiny checkpoint, once."""
 
     @functools.cache
     def load(family: str) -> LoadedModel:
@@ -43,7 +43,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory):
 
 @functools.cache
 def eager(family: str) -> torch.nn.Module:
-    """transformers' model of the same weights, with its own attention."""
+    """Return transformers' model with the same weights."""
     return tiny_model(family)
 
 
@@ -87,7 +87,7 @@ def test_families_with_different_kv_per_layer(family: str, setup: str, checkpoin
 def test_latents_equal_transformers_and_expanded_keys_and_values(
     family: str, tmp_path: Path
 ) -> None:
-    """In two block sizes, in chunks of 7, in a pool that holds few rows."""
+    """Run with two block sizes, in chunks of 7 tokens, and with a pool that holds few rows."""
     model = ModelConfig(str(make_checkpoint(family, tmp_path)))
     latent = load_model(model, device=CPU, latent=True)
     assert latent.layout(16).bytes_per_token == 3 * (16 + 4) * 4
@@ -110,7 +110,7 @@ AHEAD = {
 }
 CROWDED = {
     "llama": Setup(runs_ahead=True, block_size=4, pool_tokens=100, misleading=True),
-    "gpt_oss": Setup(  # a row takes 18 slots and two windows' 6
+    "gpt_oss": Setup(  # a row takes 18 slots, and 6 in two windows
         runs_ahead=True, block_size=4, pool_tokens=48, max_tokens=12, misleading=True
     ),
 }
@@ -135,7 +135,7 @@ def test_one_step_ahead_in_a_small_pool_greedy_equals_transformers(family: str, 
 def test_rows_that_attend_together_equal_transformers(
     family: str, checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows under prefixes of 177 and 161 tokens, 8 samples each."""
+    """Rows have prefixes of 177 and 161 tokens, and 8 samples each."""
     told = []
     monkeypatch.setattr(
         shared_prefix, "SharedPrefixes", lambda *of: told.append(SharedPrefixes(*of)) or told[-1]
@@ -148,7 +148,7 @@ def test_rows_that_attend_together_equal_transformers(
 
 
 def test_llm_generate_equals_transformers(checkpoint) -> None:
-    """The check above reads logits; this one compares with ``generate`` itself."""
+    """Compare with ``generate``; the other tests read logits."""
     completions, _ = run(checkpoint("llama"), Setup())
     model = eager("llama")
     for row, prompt in enumerate(prompts()):
@@ -177,6 +177,6 @@ def test_sampled_tokens_do_not_depend_on_other_rows(other: Setup, checkpoint) ->
 
 
 def test_preempted_rows_equal_transformers(checkpoint) -> None:
-    """Guards the setup above: rows must lose blocks that others then take."""
+    """The setup must preempt rows whose blocks other rows then take."""
     _, steps = run(checkpoint("llama"), SETUPS["rows_preempted"])
     assert sum(step.recomputed_tokens for step in steps) > 10

@@ -1,4 +1,4 @@
-"""Heads of classifiers as folders have them, damaged ones too."""
+"""Heads of classifiers in model folders, including damaged ones."""
 
 from __future__ import annotations
 

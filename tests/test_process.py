@@ -1,4 +1,4 @@
-"""Settings of the whole process: OpenMP threads, exits and garbage collection."""
+"""Settings of the whole process: OpenMP threads, exit and garbage collection."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from batchinfer.process.process import SPIN_COUNT, gc_frozen, gc_paused
 
 
 def environment_after(code: str, **given: str) -> dict[str, str]:
-    """The variables that libgomp reads, as a new process that runs ``code`` leaves them."""
+    """Run ``code`` in a new process; return the variables of libgomp afterwards."""
     names = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
     environ = {name: value for name, value in os.environ.items() if name not in names}
     show = "import os, json\nprint(json.dumps(dict(os.environ)))"
@@ -90,7 +90,7 @@ def fails_inside() -> None:
 
 
 def test_gc_frozen_keeps_objects_of_a_caller_frozen() -> None:
-    """Not counted: what another thread lets go meanwhile leaves the frozen ones too."""
+    """Objects are not counted, because other threads may free frozen objects meanwhile."""
     gc.freeze()
     try:
         made_after: list[list[int]] = [[]]

@@ -1,4 +1,4 @@
-"""Models that think, through a real (tiny, random) one: batches, jobs and calls from Python."""
+"""Reasoning models: batches, jobs and Python calls with a tiny random model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ END = len("</think>")
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Its template opens the thinking."""
+    """Return a tiny model whose chat template starts the reasoning."""
     path = make_text_model(tmp_path_factory.mktemp("model") / "tiny")
     tokenizer = AutoTokenizer.from_pretrained(path)
     opens = "{% if add_generation_prompt %}<think>{% endif %}"

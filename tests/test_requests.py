@@ -1,4 +1,4 @@
-"""Rows' prompts to requests of the engine."""
+"""Conversion of row prompts into engine requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows that failed, mended one cause after the other as the docs say, from the command line."""
+"""Failed rows are fixed one cause after another, as the docs say, from the command line."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ QUIET = ("--quiet", "--no-report")
 
 
 class Bench:
-    """A job file and its data in a folder, and what commands say of them."""
+    """A folder with a job file and its data, and the results of commands."""
 
     def __init__(self, folder: Path, model: Path) -> None:
         self.folder = folder
@@ -54,14 +54,14 @@ class Bench:
         return int(error.exit_code) if isinstance(error, JobError) else result.exit_code
 
     def failed(self) -> dict[int, str]:
-        """Row ids and codes of errors, as the output has them."""
+        """Return the error codes in the output by row id."""
         parts = (self.folder / "out" / "data").iterdir()
         rows = [row for part in parts for row in pq.read_table(part).to_pylist()]
         assert len(rows) == NUM_ROWS
         return {row["row_id"]: row["error"]["code"] for row in rows if row["error"]}
 
     def computed(self) -> int:
-        """Good rows of what is there that were not taken over."""
+        """Return the number of good rows that were computed, not copied."""
         summary = json.loads((self.folder / "out" / "summary.json").read_text())
         return int(summary["rows"]["ok"] - summary["rows"]["reused"])
 

@@ -1,4 +1,4 @@
-"""What signals do to a process, before, in and after the part of it that has something to lose."""
+"""Effects of signals before, during and after the part of a process that can lose work."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_last_message_clears_the_terminal_line(term: str, before: str) -> None:
 
 
 def test_signals_are_handled_before_heavy_imports() -> None:
-    """Until then a Ctrl-C ends in Python's words, and not in exit code 75."""
+    """Before that, Ctrl-C ends with Python's traceback instead of exit code 75."""
     code = (
         "import sys\n"
         "before = {*sys.modules}\n"
@@ -161,7 +161,7 @@ print(json.dumps(found))
 
 
 def test_signalled_event_wait_survives_a_signal_at_any_line() -> None:
-    """``Event.wait`` holds a lock that ``Event.set`` takes: a handler would wait for its own."""
+    """``Event.wait`` holds a lock that ``Event.set`` needs, so a signal handler could deadlock."""
     command = [sys.executable, "-c", AT_EACH_LINE]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
     said = json.loads(done.stdout)

@@ -1,4 +1,4 @@
-"""Models with windows hold what their windows see, and say what transformers' own say."""
+"""Models with sliding windows keep only the blocks within them, and choose transformers' tokens."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ FAMILIES = {  # groups of full attention, groups with windows
     "gemma3_text": (1, 2),
     "gpt_oss": (1, 1),
     "cohere2": (1, 2),
-    "qwen2": (1, 1),  # whose layers are one call on processors that have it
+    "qwen2": (1, 1),  # a C call runs their layers, if the processor supports it
 }
 _MIXED = ["full_attention", "sliding_attention"] * 2
 CHANGES: dict[str, dict[str, Any]] = {
@@ -46,7 +46,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 def test_sliding_windows_bound_the_blocks_of_a_long_row(
     family: str, layer_major: bool, tmp_path: Path
 ) -> None:
-    """85 blocks of full attention, 3 of each window (10 to 11 while the prompt is computed)."""
+    """85 blocks of full attention, 3 blocks per window (10 to 11 during the prompt)."""
     full, windowed = FAMILIES[family]
     changes = CHANGES.get(family, {}) | ({} if full != windowed else {"num_hidden_layers": 4})
     folder = make_checkpoint(family, tmp_path, **changes)
@@ -56,7 +56,7 @@ def test_sliding_windows_bound_the_blocks_of_a_long_row(
     num_blocks = layout.slots_for(PROMPT + OUTPUT - 1, CHUNK)
     assert num_blocks == full * BLOCKS + windowed * 11
     cache = KVCache(layout, num_blocks, CPU, torch.float32, layer_major=layer_major)
-    cache.blocks[:-1].fill_(torch.nan)  # whatever was there before must not be seen
+    cache.blocks[:-1].fill_(torch.nan)  # contents from before must not be read
     pool = BlockPool(num_blocks, SIZE, enable_prefix_caching=True, windows=layout.windows)
     scheduler = Scheduler(pool, SequenceTable(4, 512, SIZE, layout.windows), CHUNK)
     engine = Engine(scheduler, ModelRunner(loaded.model, cache, Sampler()))
@@ -80,7 +80,7 @@ def test_sliding_windows_bound_the_blocks_of_a_long_row(
 def _assert_greedy(
     family: str, changes: dict[str, Any], prompt: np.ndarray, output: np.ndarray
 ) -> None:
-    """Every token is the one transformers would take after those before it, but for ties."""
+    """Check that each token is transformers' choice after the tokens before it, except for ties."""
     ids = torch.from_numpy(np.concatenate([prompt, output]).astype(np.int64))[None]
     logits = tiny_model(family, **changes)(ids).logits[0, -OUTPUT - 1 : -1]
     taken = logits[torch.arange(OUTPUT), ids[0, -OUTPUT:]]

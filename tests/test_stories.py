@@ -1,7 +1,7 @@
-"""What happens to a job in its life, from the command line, each command in a process of its own.
+"""Events in the life of a job, from the command line, each command in its own process.
 
-A tiny model answers each row with ``TOKENS`` tokens. So what is computed again is counted exactly,
-in tokens that the run has drawn by its own metrics.
+A tiny model answers each row with ``TOKENS`` tokens. So the run's own metric of drawn tokens shows
+exactly what it computed again.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from tests.models import make_text_model
 TOKENS = 4
 ROWS = [f"Row {row} of the first day" for row in range(12)]
 EMPTY, LONG = 4, 9
-"""Rows that fail."""
+"""Row ids of rows that fail."""
 LEFT = 1
-"""Tokens of the answer to a prompt that was cut to what the model takes."""
+"""Number of answer tokens for a prompt that was truncated to the model's length."""
 ROWS[EMPTY], ROWS[LONG] = "", "x" * 200
 JOB = f"""\
 model: {{name: model, max_model_len: 128}}
@@ -62,7 +62,7 @@ class Place:
         return [sys.executable, "-m", "batchinfer", "run", job, *QUIET, *options]
 
     def run(self, *options: str) -> int:
-        """Run the job; how many tokens it draws."""
+        """Run the job; return the number of tokens that it drew."""
         self.metrics.unlink(missing_ok=True)
         command = self.command("--metrics", str(self.metrics), *options)
         ended = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -70,14 +70,17 @@ class Place:
         return self.drawn()
 
     def drawn(self) -> int:
-        """Tokens that the latest run has drawn. One counts when the next is computed from it, or
-        when it is its row's last: so of what was interrupted each counts once in all."""
+        """Return the number of tokens that the latest run drew.
+
+        A token counts when the next one is computed from it, or when it ends its row. So each token
+        counts once even if runs are interrupted.
+        """
         told = self.metrics.read_text()
         drawn = re.search(r"^batchinfer_output_tokens_total{.*} (.*)$", told, re.MULTILINE)
         return 0 if drawn is None else int(float(drawn[1]))
 
     def here(self, *options: str) -> None:
-        """Run the job in this process, which costs little."""
+        """Run the job in this process, which is fast."""
         arguments = ["run", str(self.folder / "job.yaml"), *QUIET, *options]
         assert CliRunner().invoke(app, arguments).exit_code == 0
 
@@ -85,7 +88,7 @@ class Place:
         return {path.name: path.read_bytes() for path in (self.folder / out / "data").iterdir()}
 
     def check_as_fresh(self, *options: str, out: str = "out") -> None:
-        """Check that an output is as if nothing had ever happened to it."""
+        """Check that an output equals that of a single undisturbed run."""
         self.here("--output", str(self.folder / "fresh"), *options)
         assert self.data(out) == self.data("fresh")
 
@@ -103,7 +106,7 @@ def first_day(tmp_path_factory: pytest.TempPathFactory) -> Place:
 
 @pytest.fixture
 def place(first_day: Place, tmp_path: Path) -> Place:
-    """The job after its first day."""
+    """Return a copy of the job after its first day."""
     return Place(shutil.copytree(first_day.folder, tmp_path / "project"))
 
 
@@ -208,7 +211,7 @@ def test_long_answers_resume_after_ctrl_c(place: Place) -> None:
 
 
 def tells_of_tokens(out: Path) -> bool:
-    """Whether a running job tells whoever looks that it has drawn some."""
+    """Return True if the live files of a running job show that it has drawn tokens."""
     told: list[dict[str, Any]] = [
         json.loads(path.read_text()) for path in out.glob("_batchinfer/live/*.json")
     ]

@@ -1,5 +1,7 @@
-"""Structured output through real (tiny, random) models: valid, as transformers draws it, and
-nothing else changed by it."""
+"""Structured output with tiny random models is valid, and equals transformers' with a grammar.
+
+Rows without a grammar do not change.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ def llm(model: Path) -> LLM:
 
 
 class Masked(LogitsProcessor):  # type: ignore[misc]
-    """transformers' own generate, within a grammar."""
+    """Applies a grammar in transformers' ``generate``."""
 
     def __init__(self, model: Path, pattern: str, prompt: int) -> None:
         serialized = AutoTokenizer.from_pretrained(model).backend_tokenizer.to_str()

@@ -1,4 +1,4 @@
-"""Tests of structured outputs in calls: vLLM's classes, structural tags, grammars, defaults."""
+"""Structured outputs in calls: vLLM's classes, structural tags, grammars and defaults."""
 
 from __future__ import annotations
 

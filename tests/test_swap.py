@@ -1,4 +1,4 @@
-"""In a pool of a fiftieth of the need rows get the same, whatever becomes of blocks given up."""
+"""Rows in a pool of a fiftieth of the need have the same outputs with each kind of preemption."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ PREFIX, BLOCK_SIZE = 18, 4
 
 
 def requests() -> list[Request]:
-    """Rows with 1 or 3 samples and searches, a third of them under a common prefix.
+    """Return rows with 1 or 3 samples and beam searches; half of them share a prefix.
 
-    A token that no model has could end them, so the engine does not know how long they get.
+    Their end token does not exist in the model, so the engine cannot know their lengths.
     """
     rng = np.random.default_rng(5)
     params = [
@@ -64,17 +64,17 @@ def run(
     *,
     layer_major: bool = False,
 ) -> tuple[dict[int, Completion], list[StepStats]]:
-    """Run all rows; the forecast takes them to be short."""
+    """Run all rows; the length forecast expects them to be short."""
     layout = loaded.layout(BLOCK_SIZE)
     cache = KVCache(
         layout, num_blocks, CPU, torch.float32, num_host_blocks, layer_major=layer_major
     )
-    cache.blocks[:-1].fill_(torch.nan)  # whatever was there before must not be seen
+    cache.blocks[:-1].fill_(torch.nan)  # contents from before must not be read
     pool = BlockPool(
         num_blocks, BLOCK_SIZE, enable_prefix_caching=True, num_host_blocks=num_host_blocks
     )
     table = SequenceTable(256, loaded.max_model_len, BLOCK_SIZE)
-    # As long as a copy takes here. Measured on a busy machine it may take longer than computing.
+    # A fixed value, because a copy measured on a busy machine may take longer than computing.
     scheduler = Scheduler(pool, table, 512, PreemptionPolicy(preemption, block_copy_s=1e-6))
     scheduler.output_lengths.observe(np.full(500, 2), np.ones(500, dtype=np.bool_))
     engine = Engine(scheduler, ModelRunner(loaded.model, cache, Sampler()))

@@ -1,4 +1,4 @@
-"""What ``docs/models.md`` says of bodies without an output head: ``embed`` and ``classify``."""
+"""The tasks that ``docs/models.md`` lists for models without an output head work."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.models import DECODER_FAMILIES, FAMILIES, RECURRENT_FAMILIES, tiny_co
 _LINES = (ROOT / "docs" / "models.md").read_text().splitlines()
 _ROWS = [[cell.strip() for cell in line.split("|")[1:-1]] for line in _LINES if line[:2] == "| "]
 CLAIMED = {row[1].strip("`"): row[3].replace("`", "") for row in _ROWS if len(row) == 4}
-"""The tasks of each family, by the page."""
+"""The tasks of each family, read from the page."""
 _QUICK = ("gpt2", "llama")
 _IDS = [5, 9, 3, 77, 20, 9, 41]
 
@@ -31,7 +31,7 @@ def config_of(family: str, **labels: Any) -> PreTrainedConfig:
         try:
             config = draw_config(family, Random(seed))
             AutoModel.from_config(config)(torch.tensor([_IDS]))
-        except Exception:  # whatever a family says to what was drawn
+        except Exception:  # the family may refuse the random config
             continue
         config.num_labels = 3
         return config

@@ -1,6 +1,6 @@
-"""Tools through a real (tiny, random) model: jobs, batches, and calls from Python.
+"""Tools with a tiny random model: jobs, batches and Python calls.
 
-Where a call is required its grammar makes even a random model write one.
+If a call is required, a grammar makes even a random model write one.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ CALL_LAMP = {"type": "function", "function": {"name": "lamp"}}
 
 
 def make_tool_model(path: Path) -> Path:
-    """A tiny model whose chat template shows tools."""
+    """Write a tiny model whose chat template shows tools."""
     make_text_model(path)
     tokenizer = AutoTokenizer.from_pretrained(path)
     tokenizer.chat_template = SHOWS_TOOLS + CHAT_TEMPLATE
@@ -246,7 +246,7 @@ def test_invalid_tool_choices_are_refused(llm: LLM, model: Path) -> None:
 
 
 def test_tool_parser_auto_reads_the_template_of_the_llm(tmp_path: Path) -> None:
-    """Which is another than the model's."""
+    """The LLM's chat template, not the model's, shows tools."""
     plain = make_text_model(tmp_path)
     llm = LLM(
         plain, num_kv_blocks=200, tool_parser="auto", chat_template=SHOWS_TOOLS + CHAT_TEMPLATE

@@ -1,4 +1,4 @@
-"""Tiny random checkpoints of models that also see or hear; of their towers nothing is saved."""
+"""Tiny random checkpoints of multimodal models, without the weights of their towers."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ FAMILIES = tuple(_FAMILIES)
 
 
 def tiny_wrapper_config(family: str, **changes: Any) -> PreTrainedConfig:
-    """A config whose language model is tiny; its towers are as large as the family's first."""
+    """Return a config with a tiny language model; its towers have the family's default sizes."""
     text_class = type(CONFIG_MAPPING[family]().get_text_config())
     own = text_class().to_dict()
     values = {key: value for key, value in _TEXT.items() if key in own}
@@ -119,10 +119,10 @@ def tiny_wrapper_config(family: str, **changes: Any) -> PreTrainedConfig:
 
 
 def make_wrapper(family: str, path: Path, *, seed: int = 0, **changes: Any) -> Any:
-    """Write a checkpoint, in the names it would be published with, to ``path``.
+    """Write a checkpoint with the tensor names of published ones.
 
     Returns:
-        transformers' own model of it, with eager attention, its towers without numbers.
+        transformers' model with eager attention; its towers have no weights.
     """
     config = tiny_wrapper_config(family, **changes)
     wrapper_class: Any = saved_class(config)

@@ -1,4 +1,4 @@
-"""Fixtures for output."""
+"""Fixtures for tests of console output."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from batchinfer.console import phases
 
 
 class Clock:
-    """A clock that a test moves."""
+    """A clock that tests set."""
 
     now = 0.0
 
@@ -22,6 +22,6 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def phases_are_shown(monkeypatch: pytest.MonkeyPatch, no_waits_are_told: None) -> None:
-    """Show phases as outside of tests."""
+def phases_are_shown(monkeypatch: pytest.MonkeyPatch, no_lines_about_waits: None) -> None:
+    """Show phases after the usual delay, as outside of tests."""
     monkeypatch.setattr(phases, "SHOWN_AFTER_S", 0.5)

@@ -1,4 +1,4 @@
-"""Steps of an engine, made up."""
+"""Made-up statistics of steps."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ from batchinfer.engine.stats import StepStats
 
 
 def a_step(**values: int) -> StepStats:
-    """A step whose other numbers are 0."""
+    """Return statistics of a step; values that are not given are 0."""
     names = (field.name for field in fields(StepStats))
     return StepStats(**{**dict.fromkeys(names, 0), **values})

@@ -1,4 +1,4 @@
-"""A real terminal: a pseudo-terminal whose other end is read as a screen would show it."""
+"""A pseudo-terminal, whose output is read like a screen."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _CODE = re.compile(r"\x1b\[([?0-9;]*)([A-Za-z])|\r\n|\r|\n|[^\x1b\r\n]+")
 
 
 class PseudoTerminal:
-    """Stands for ``sys.stderr``, or stdout as well, while it is entered."""
+    """Replaces ``sys.stderr`` or other streams within a ``with`` block."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
         controller, self.terminal = os.openpty()
@@ -45,19 +45,19 @@ class PseudoTerminal:
 
     @property
     def text(self) -> str:
-        """All that was written; once it is left."""
+        """Everything written to the terminal; available after the ``with`` block."""
         return self._written.decode()
 
     def _read(self) -> None:
         while True:
             try:
                 self._written += os.read(self._controller, 65536)
-            except OSError:  # the terminal has no writer any more
+            except OSError:  # no process writes to the terminal any more
                 return
 
 
 def screen(text: str) -> list[str]:
-    """The lines that a terminal shows of what was written to it, empty ones left out."""
+    """Return the lines, except empty ones, that a terminal shows after this text is written."""
     lines, row, column = [""], 0, 0
     for match in _CODE.finditer(text):
         found = match.group()

@@ -1,4 +1,4 @@
-"""Values in messages: durations, sizes and shares with units that fit."""
+"""Values in messages: durations, sizes and shares in fitting units."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``--log-format json``: every line that the program writes is an object."""
+"""With ``--log-format json``, every printed line is a JSON object."""
 
 from __future__ import annotations
 

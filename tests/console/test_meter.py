@@ -30,7 +30,7 @@ def test_eta_is_not_biased_by_short_answers(clock: Clock) -> None:
     meter.add(Counts(begun=500, most_tokens=500 * 32_000, tokens=500 * 100), None)
     meter.add(Counts(rows=1, ended=1, settled_tokens=100), None)
     assert not meter.expects_most
-    assert meter.share < 0.01  # by the mean of the finished one, all would be done
+    assert meter.share < 0.01  # with the finished row's length as the mean, the share would be 1
 
 
 def test_rows_of_earlier_runs_count_in_the_share_but_not_in_the_time(clock: Clock) -> None:
@@ -53,7 +53,7 @@ def test_tokens_of_earlier_runs_count_in_the_share_but_not_in_the_time(clock: Cl
     meter.add(Counts(tokens=200), None)
     assert meter.share == pytest.approx(0.5 + 0.5 * 0.8)
     assert (meter.tokens_per_s, meter.eta_s) == (25.0, pytest.approx(8.0))
-    meter.add(Counts(rows=8, ended=8, settled_tokens=640), None)  # each drew 80
+    meter.add(Counts(rows=8, ended=8, settled_tokens=640), None)  # 80 tokens each
     assert meter.share == pytest.approx(0.5 + 0.5 * (0.8 + 160 / 1000))
 
 
@@ -121,12 +121,12 @@ def test_rates_depend_on_the_task(clock: Clock, draws: bool, blocks: int, rates:
 
 def test_eta_of_encoders_is_not_biased_by_long_texts(clock: Clock) -> None:
     meter = Meter(1000, before=200, draws=False, clock=clock)
-    meter.add(Counts(begun=400, prompt_tokens=8_000), None)  # 20 tokens each
+    meter.add(Counts(begun=400, prompt_tokens=8_000), None)  # 20 tokens per row
     meter.add(Counts(rows=5), None)  # refused
     clock.now = 10.0
     meter.add(Counts(rows=10, ended=10, prefill_tokens=1_000), None)
     assert meter.rows_done == pytest.approx(5 + 1_000 / 20)
     assert meter.eta_s == pytest.approx(10 * 945 / 55)
     assert meter.share == pytest.approx(255 / 1200)
-    meter.add(Counts(rows=985, begun=585, ended=985, prefill_tokens=1), None)  # found in the pool
+    meter.add(Counts(rows=985, begun=585, ended=985, prefill_tokens=1), None)  # in the KV pool
     assert (meter.share, meter.eta_s) == (1.0, 0.0)

@@ -82,7 +82,7 @@ def test_terminal_shows_phases_on_one_line(monkeypatch: pytest.MonkeyPatch, cloc
         ["loading the model\\x1b[2J\\n, 1.0 s"],
         ["loading the model\\x1b[2J\\n, 2.0 s"],
     ]
-    assert screen(terminal.text) == []  # the next to write has the line
+    assert screen(terminal.text) == []  # the line is free for the next writer
 
 
 def test_view_depends_on_stderr(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -148,7 +148,7 @@ def test_bar_fits_its_terminal_and_needs_no_color(
 
 
 def summary_lines(workers: int, *, found: float = 0.4) -> list[str]:
-    """Return the last lines of a run, from what they read of a ``summary.json``."""
+    """Return the last lines of a run that has the given summary."""
     kv = dict.fromkeys(("mean_utilization", "peak_utilization", "mean_waste"), 0.5)
     kv |= dict.fromkeys(("contiguous_waste", "sharing_saving"), 0.5)
     summary: dict[str, Any] = {
@@ -212,7 +212,7 @@ def test_ctrl_c_clears_the_progress_bar(monkeypatch: pytest.MonkeyPatch) -> None
             elif event == "line":
                 print_line("a line", to_stderr=True)
             else:
-                sys.stderr.write(event)  # where the cursor is, as the terminal does
+                sys.stderr.write(event)  # a terminal echoes ^C at the cursor
         progress.close()
         print_line("stopped", to_stderr=True)
     first, last, *rest = screen(plain(terminal.text))
@@ -265,5 +265,5 @@ def test_run_and_resumed_run_on_a_terminal(tmp_path: Path, monkeypatch: pytest.M
     assert ends[0].startswith("25 of 25 rows in ")
     assert ends[1].startswith("25 of 25 rows, 10 of them in ")
     assert "15 of 25 rows were already finished" in shown
-    assert "\r 60% " in plain(terminal.text)  # where the second run starts
+    assert "\r 60% " in plain(terminal.text)  # the second run starts here
     assert "100%" not in "".join(shown)

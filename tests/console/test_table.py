@@ -1,4 +1,4 @@
-"""Tables on a terminal, plain lines elsewhere; untrusted text does nothing on either."""
+"""Tables on a terminal and plain lines elsewhere; untrusted text cannot control either."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_no_color_is_respected(monkeypatch: pytest.MonkeyPatch) -> None:
     use_terminal(monkeypatch)
     monkeypatch.setenv("NO_COLOR", "1")
     codes = ";".join(found[2:-1] for found in COLOR.findall(render_table("title", FACTS)))
-    assert set(codes.split(";")) <= {"0", "1", "2"}  # bold and dim are no colors
+    assert set(codes.split(";")) <= {"0", "1", "2"}  # bold and dim are not colors
 
 
 def test_names_cannot_control_the_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,7 +112,7 @@ def test_json_summary_is_alone_on_stdout(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_parquet(tmp_path / "in" / "x.parquet", {"prompt": ["one", "two"]})
-    for _ in range(2):  # the second has nothing to do
+    for _ in range(2):  # the second run has nothing to do
         assert run_job(job(tmp_path), build=FakeBuild(), as_json=True) is ExitCode.OK
         summary = json.loads((tmp_path / "out" / "summary.json").read_bytes())
         printed = capsys.readouterr()

@@ -1,4 +1,4 @@
-"""The README and the pages of the documentation, cut into what they show."""
+"""The README and the pages of the documentation, and the code blocks in them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block."""
+    """A fenced code block."""
 
     page: Path
     number: int
@@ -27,7 +27,7 @@ class Block:
 
 
 def blocks(*pages: Path) -> Iterator[Block]:
-    """The fenced blocks of some pages, in order."""
+    """Yield the fenced blocks of pages, in order."""
     for page in pages:
         for number, match in enumerate(_FENCE.finditer(page.read_text(encoding="utf-8"))):
             yield Block(page, number, match[1], match[2])

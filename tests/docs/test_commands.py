@@ -1,8 +1,8 @@
-"""What README and documentation show is run: every command, every file.
+"""Run the commands and files that the README and the documentation show.
 
-In order, in a folder laid out like a clone of the repository, on the quickstart's model. A ``run``
-or ``plan`` without ``--limit`` gets one: the same command on the first rows only. What takes too
-long, and what another test runs, is checked by its options.
+They run in order, in a folder laid out like a clone of the repository, on the quickstart's model.
+A ``run`` or ``plan`` without ``--limit`` gets a limit. Of commands that take too long, or that
+another test runs, only the options are checked.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ Run = Callable[[str], None]
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder laid out like a clone, as the current one."""
+    """Make a folder like a clone the current folder."""
     for name in ("jobs", "configs", "docs", "benchmarks", "Makefile"):
         os.symlink(ROOT / name, tmp_path / name)
     monkeypatch.chdir(tmp_path)
@@ -57,7 +57,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Runs a line of a shell; batchinfer in this process, as importing torch takes long."""
+    """Return a function that runs a shell line; batchinfer runs here, to import torch only once."""
 
     def run_line(line: str) -> None:
         words = shlex.split(line, comments=True)
@@ -84,14 +84,14 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 
 
 def recipe(target: str) -> list[str]:
-    """The commands of a target of the Makefile."""
+    """Return the commands of a target of the Makefile."""
     found = re.search(rf"^{target}:.*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), re.M)
     assert found, f"the Makefile has no target {target}"
     return [line.strip() for line in found[1].splitlines()]
 
 
 def _check_only(line: str) -> None:
-    """Check a command that takes too long here, or that is run by another test."""
+    """Check a command without running it: it takes too long, or another test runs it."""
     words = shlex.split(line, comments=True)
     if words[:1] == ["make"]:
         known_to = COMPARED_ELSEWHERE[" ".join(words[:2])]
@@ -107,7 +107,7 @@ def _check_only(line: str) -> None:
 
 
 def _check_options(line: str) -> None:
-    """Check that batchinfer has the command and the options."""
+    """Check that batchinfer has this command and these options."""
     _, *words = shlex.split(line, comments=True)
     commands = typer.main.get_command(cli.app).commands  # type: ignore[attr-defined]
     known = {"--help", "--version", "--install-completion"}
@@ -134,9 +134,9 @@ def _run_block(block: Block, run: Run) -> None:
 
 
 def _check_yaml(block: Block) -> None:
-    """A whole job file is saved for the commands that follow; of a part the keys are checked."""
+    """Save a complete job file for later commands; of a partial one, check the keys."""
     data = parse_yaml(block.text, block.name).data
-    # A comment; and what another test checks, of Kubernetes and SkyPilot.
+    # An empty block, or a file for Kubernetes or SkyPilot, which other tests check.
     if data is None or {"apiVersion", "num_nodes"} & data.keys():
         return
     variables = dict.fromkeys(data.get("vars") or {}, "2026-11-20")
@@ -188,5 +188,5 @@ def test_commands_in_text_exist(page: str, command: str) -> None:
 @pytest.mark.parametrize("block", list(blocks(*PAGES)), ids=lambda block: block.name)
 def test_every_code_block_is_run_or_checked(block: Block) -> None:
     assert block.language in ("", "bash", "python", "text", "yaml")
-    if not block.language:  # a listing of files, nothing to type
+    if not block.language:  # a listing of files, not a command
         assert all(re.match(r"(out|OUT)/", line) for line in block.text.splitlines())

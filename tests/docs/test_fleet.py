@@ -1,4 +1,4 @@
-"""What the page on fleets shows is valid."""
+"""The commands and manifests on the page about fleets are valid."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def the(language: str, word: str) -> Block:
 
 
 def commands() -> list[list[str]]:
-    """The arguments of each ``batchinfer run`` on the page."""
+    """Return the arguments of each ``batchinfer run`` on the page."""
     lines = "\n".join(block.text for block in BLOCKS).replace("\\\n", " ").splitlines()
     found = [line.partition("batchinfer run ")[2] for line in lines]
     return [shlex.split(words) for words in found if words]
@@ -47,12 +47,12 @@ def test_fleet_page_keys_are_valid() -> None:
 
 @pytest.fixture
 def ray_job() -> dict[str, Any]:
-    """The manifest of a RayJob."""
+    """Return the manifest of the RayJob."""
     found: dict[str, Any] = parse_yaml(the("yaml", "RayJob").text, "job").data
     return found
 
 
-# The fields that the page uses, of https://ray-project.github.io/kuberay/reference/api/
+# Fields that the page uses, from https://ray-project.github.io/kuberay/reference/api/
 RAY_JOB = {"entrypoint", "shutdownAfterJobFinishes", "backoffLimit", "rayClusterSpec"}
 RAY_CLUSTER = {"rayVersion", "authOptions", "headGroupSpec", "workerGroupSpecs"}
 GROUP = {"rayStartParams", "template"}
@@ -75,7 +75,7 @@ def test_ray_job_uses_known_kuberay_fields(ray_job: dict[str, Any]) -> None:
 
 
 def test_ray_job_has_a_gpu_per_worker_and_none_on_the_head(ray_job: dict[str, Any]) -> None:
-    """So that the head's pod, in which the driver runs, needs no GPU and is given no worker."""
+    """The driver runs in the head's pod, which then needs no GPU and gets no worker."""
     cluster = ray_job["spec"]["rayClusterSpec"]
     (group,) = cluster["workerGroupSpecs"]
     (container,) = group["template"]["spec"]["containers"]

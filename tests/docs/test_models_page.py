@@ -1,4 +1,4 @@
-"""The page of models says what the code says, and claims nothing that no test runs."""
+"""The page of models agrees with the code, and every claim on it has a test."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every path of the repository that a page or a comment names is there."""
+"""Paths of the repository that pages and comments name exist."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.docs.pages import PAGES, ROOT
 
 _PATH = re.compile(r"(?<![\w./<{-])((?:[\w-]+/)+[\w-]+\.(?:py|c|h|inc|css|jinja))\b")
 _FOLDER = re.compile(r"`((?:batchinfer|kernels|tests|benchmarks)(?:/\w+)*)/?`")
-# Where a path that is not the repository's own may begin.
+# Folders that a relative path may start from.
 _ABOVE = [
     ROOT,
     ROOT / "batchinfer",
@@ -31,7 +31,7 @@ SOURCES = sorted(
 
 
 def named(path: Path) -> Iterator[str]:
-    """Paths that a file names, but for those of other projects."""
+    """Yield the paths that a file names, except those of other projects."""
     text = path.read_text(encoding="utf-8")
     for found in _PATH.findall(text):
         if not found.startswith(_OTHERS) and "://" not in found:

@@ -1,4 +1,4 @@
-"""The examples for schedulers are valid, and do with exit codes what the contract says."""
+"""The examples for schedulers are valid, and handle exit codes as the contract says."""
 
 from __future__ import annotations
 
@@ -70,8 +70,11 @@ def test_every_status_key_is_documented() -> None:
 
 
 def run_script(block: Block, folder: Path, codes: list[int]) -> tuple[int, list[str]]:
-    """Run a script with programs in place of the real ones that note how they were called;
-    ``batchinfer`` ends with each of ``codes`` in turn. Gives its code and the calls."""
+    """Run a script with stand-ins for its programs, which record their calls.
+
+    Each call of ``batchinfer`` exits with the next of ``codes``. Return the script's exit code and
+    the calls.
+    """
     programs = folder / "bin"
     programs.mkdir()
     calls, left = folder / "calls", folder / "codes"
@@ -165,7 +168,7 @@ def test_kubernetes_pod_failure_policy_uses_exit_codes(is_indexed: bool) -> None
     assert (manifest["apiVersion"], manifest["kind"]) == ("batch/v1", "Job")
     spec = manifest["spec"]
     pod = spec["template"]["spec"]
-    assert pod["restartPolicy"] == "Never"  # a pod failure policy asks for it
+    assert pod["restartPolicy"] == "Never"  # a pod failure policy requires it
     names = {container["name"] for container in pod["containers"]}
     actions: dict[str, set[int]] = {}
     for rule in spec["podFailurePolicy"]["rules"]:
@@ -175,7 +178,7 @@ def test_kubernetes_pod_failure_policy_uses_exit_codes(is_indexed: bool) -> None
             assert codes["containerName"] in names
             assert codes["operator"] == "In"
             actions[rule["action"]] = set(codes["values"])
-    # A shard may meet the lock of the pod that it takes the place of, which lapses.
+    # A new pod of a shard may find the old pod's lock, which expires later.
     hopeless = HOPELESS - {ExitCode.LOCKED} if is_indexed else HOPELESS
     assert actions == {"Ignore": {ExitCode.INTERRUPTED}, "FailJob": hopeless}
     mounted = {mount["name"] for c in pod["containers"] for mount in c["volumeMounts"]}
@@ -184,7 +187,7 @@ def test_kubernetes_pod_failure_policy_uses_exit_codes(is_indexed: bool) -> None
 
 @pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.name)
 def test_retried_commands_do_not_start_over(block: Block) -> None:
-    """A shard whose exit code was lost would begin the finished job afresh, alone."""
+    """With --overwrite, a shard whose exit code was lost would start the finished job again."""
     assert "--overwrite" not in block.text
 
 

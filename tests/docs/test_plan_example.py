@@ -28,7 +28,7 @@ PLAN: dict[str, Any] = {
     "sharing": {"planned_rate": 0.650, "deduplicated_rows": 0},
     **{"time_s": 17.69, "bound_s": 8.37, "workers": 1, "cost": None, "output_bytes": 726_370},
 }
-"""The values of ``plan_job`` for the page's job that its lines show."""
+"""The values of ``plan_job`` that the page shows."""
 
 
 def lines_of_the_page() -> list[str]:

@@ -1,4 +1,4 @@
-"""What is generated from the code is what the code generates; pages name all there is."""
+"""Generated files match the code, and pages name every key, code and command."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_every_exit_code_is_documented() -> None:
 
 
 def test_every_row_error_code_is_documented() -> None:
-    """Codes are what the code gives ``RowError`` and ``error_code``."""
+    """Row error codes are the codes that the source passes to ``RowError`` and ``error_code``."""
     sources = "\n".join(path.read_text() for path in (ROOT / "batchinfer").rglob("*.py"))
     codes = set(re.findall(r'RowError\(\s*"([a-z_0-9]+)"', sources))
     codes |= set(re.findall(r'error_code = "([a-z_0-9]+)"', sources))

@@ -1,4 +1,4 @@
-"""The site builds without a warning, and every link inside leads somewhere."""
+"""The documentation site builds without warnings, and its internal links work."""
 
 from __future__ import annotations
 

@@ -17,12 +17,15 @@ _EVERY_S = 0.05
 
 
 class ChildPeaks:
-    """Looks at the children while it is entered. One that bloats in its last moment is missed by
-    that moment alone: the system keeps each one's peak for as long as it lives."""
+    """Measures the peak memory of child processes within a ``with`` block.
+
+    The system keeps a process's peak only while it lives, so memory that a child takes in its last
+    moment is missed.
+    """
 
     def __init__(self) -> None:
         self.most_bytes = 0
-        """Resident memory of the process that had most."""
+        """Peak resident memory of the largest process."""
         self._this = psutil.Process()
         self._left = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
@@ -36,7 +39,7 @@ class ChildPeaks:
         self._thread.join()
 
     def look(self) -> None:
-        """Look now."""
+        """Measure the living child processes now."""
         peaks = (_peak_bytes(child.pid) for child in self._this.children(recursive=True))
         self.most_bytes = max(self.most_bytes, *peaks, 0)
 
@@ -46,7 +49,7 @@ class ChildPeaks:
 
 
 def _peak_bytes(pid: int) -> int:
-    """0 of a process that is gone, or a zombie."""
+    """Return a process's peak memory, or 0 if it has ended."""
     with suppress(OSError):
         _, _, rest = Path(f"/proc/{pid}/status").read_text(errors="replace").partition("VmHWM:")
         if rest:

@@ -1,4 +1,4 @@
-"""Commands that fail, run in this process, and what each prints."""
+"""Commands that fail, and their messages; they run in this process."""
 
 from __future__ import annotations
 
@@ -27,33 +27,33 @@ prompt: {column: prompt, chat_template: none}
 sampling: {max_tokens: 8}
 output: {path: out}
 """
-"""A job that runs, on the fake engine, where ``in.parquet`` is there."""
+"""A job for the fake engine that succeeds if ``in.parquet`` exists."""
 
 _VARIES = (
     (r"process \d+ on \S+ \(boot \S+\)", "process P on HOST (boot B)"),
     (r"has only [0-9,.]+ MiB", "has only N MiB"),
     (r"transformers \d+\.\d+\.\d+", "transformers VERSION"),
-    # What other libraries say.
+    # messages of other libraries
     (r"(be read as Parquet|group \d+ cannot be read|not valid YAML|the hub): .*", r"\1: REASON"),
     (
         r"(Jinja2 template \(line \d+\)|cannot be loaded|config.json cannot be read): .*",
         r"\1: REASON",
     ),
 )
-"""What differs from machine to machine, or between versions, and what is kept in its place."""
+"""Patterns of texts that differ between machines or versions, and their replacements."""
 
 
 @dataclass
 class Place:
-    """A folder to fail in, which is the current one, and changes to this process till after."""
+    """The current folder of a failing command, and temporary changes to this process."""
 
     folder: Path
     patch: pytest.MonkeyPatch
     model: Path
-    """A tiny model's folder."""
+    """The folder of a tiny model."""
 
     def job(self, text: str = JOB, **replaced: str) -> str:
-        """Write a job file, some texts in it replaced; its name."""
+        """Write a job file after replacing texts in it; return its name."""
         for old, new in replaced.items():
             assert old in text
             text = text.replace(old, new)
@@ -61,15 +61,15 @@ class Place:
         return "job.yaml"
 
     def data(self, name: str = "in.parquet", **columns: object) -> Path:
-        """Write a Parquet file; without columns: three prompts."""
+        """Write a Parquet file of ``columns``, by default three prompts."""
         return write_parquet(self.folder / name, dict(columns) or {"prompt": ["a", "b", "c"]})
 
     def run(self, *options: str) -> int:
-        """Run the job, without the report, which takes longer than it; its exit code."""
+        """Run the job without its slow report; return the exit code."""
         return print_of("run", "job.yaml", "--quiet", "--no-report", *options)[0]
 
     def finished(self) -> Path:
-        """Write and run a job; its output."""
+        """Write and run a job; return its output."""
         self.job()
         self.data()
         assert self.run() == 0
@@ -77,11 +77,11 @@ class Place:
 
 
 Failure = Callable[[Place], list[str]]
-"""Makes everything ready and gives the command that fails."""
+"""Prepares a failure, and returns the command that fails."""
 
 
 def print_of(*arguments: str) -> tuple[int, str]:
-    """Run the program here; its exit code and all it prints."""
+    """Run the program in this process; return its exit code and everything it prints."""
     printed = StringIO()
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(printed), redirect_stderr(printed):
         patch.setattr(sys, "argv", ["batchinfer", *arguments])
@@ -91,7 +91,7 @@ def print_of(*arguments: str) -> tuple[int, str]:
 
 
 def failed(failure: Failure, model: Path) -> tuple[int, str]:
-    """Exit code and message of a failure, in a folder that is shown as ``/here``."""
+    """Return the exit code and message of a failure; its folder is shown as ``/here``."""
     before = Path.cwd()
     with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
         folder = Path(os.path.realpath(name))

@@ -25,7 +25,7 @@ RUN = ["run", "job.yaml", "--quiet", "--no-report"]
 
 
 def _data(change: Callable[[Path], object] = lambda path: None, **columns: object) -> Failure:
-    """A job over data of these columns, once ``change`` was made to the file."""
+    """Return a failure of a job over these columns, after ``change`` was made to the file."""
 
     def failure(place: Place) -> list[str]:
         place.job()
@@ -52,7 +52,7 @@ def _two_files(place: Place) -> list[str]:
 
 
 def _later(change: Callable[[Place], object], command: list[str] = RUN) -> Failure:
-    """A finished job, once ``change`` was made."""
+    """Return a failure of a finished job, after ``change`` was made."""
 
     def failure(place: Place) -> list[str]:
         place.finished()
@@ -87,7 +87,7 @@ def _too_many_errors(place: Place) -> list[str]:
 
 
 def _model(change: Callable[[Path], object], old: str = "", new: str = "") -> Failure:
-    """A job on the tiny model, once ``change`` was made to a copy of its folder."""
+    """Return a failure with the tiny model, after ``change`` was made to a copy of its folder."""
 
     def failure(place: Place) -> list[str]:
         folder = place.folder / "tiny"
@@ -165,7 +165,7 @@ def _and_release(
 
 
 def _keeping(number: int, name: str) -> Failure:
-    """A file system that does not delete files of this name."""
+    """Return a failure on a file system that cannot delete files of this name."""
 
     def failure(place: Place) -> list[str]:
         delete = LocalFiles.delete
@@ -182,7 +182,7 @@ def _keeping(number: int, name: str) -> Failure:
 
 
 def _refusing(number: int, folder: str) -> Failure:
-    """A file system that does not take files under ``folder``."""
+    """Return a failure on a file system that cannot write files under ``folder``."""
 
     def failure(place: Place) -> list[str]:
         write = LocalFiles.write
@@ -224,7 +224,7 @@ def _empty_folder(place: Place) -> list[str]:
 
 
 def _text_file(name: str, content: bytes) -> Failure:
-    """A job over a file of text."""
+    """Return a failure of a job over a text file."""
 
     def failure(place: Place) -> list[str]:
         place.job(JOB.replace("in.parquet", name))
@@ -315,4 +315,4 @@ RUNS: dict[str, Failure] = {
     "8 an output where no folder can be made": _job("path: out", "path: /proc/x", prompt=["a"]),
     "8 a file where a folder of the output goes": _in_the_way("out/_batchinfer"),
 }
-"""By exit code and title."""
+"""Failures by exit code and title."""

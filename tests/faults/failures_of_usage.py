@@ -1,4 +1,4 @@
-"""Failures with exit code 2: the command line and the job file are wrong."""
+"""Failures with exit code 2: mistakes in the command line and in the job file."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class Kills:
 
 
 def kill_workers(folder: Path, kills: int, seed: int) -> Kills:
-    """Kill workers at random times, in as many jobs as that takes.
+    """Kill workers at random times, in as many jobs as needed.
 
     Raises:
         ViolationError: an output differs from the output of one process.
@@ -95,7 +95,7 @@ def _ended_within(process: subprocess.Popen[bytes], seconds: float | None) -> in
 
 
 def _logs(place: Path) -> dict[int, Path]:
-    """Log of finished rows by process id; see ``Paced``."""
+    """Return the logs of finished rows by process id; see ``Paced``."""
     return {int(path.name.removeprefix("pid-")): path for path in place.glob("pid-*")}
 
 

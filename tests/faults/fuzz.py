@@ -1,8 +1,8 @@
-"""Many cases in worker processes that may die of one: what came of each.
+"""Run many cases in worker processes, which a case may kill, and collect the results.
 
-A case is a function of its number, the seed and a folder. It returns a word for what happened, and
-raises what must not happen. Workers tell of each case as it ends, so that one that kills its
-worker, or never ends, is known by its number, and the others still run.
+A case is a function of its number, the seed and a folder. It returns a word for the result, and
+raises an error if a promise is broken. Workers report each case when it ends. So the number of a
+case that kills its worker or never ends is known, and the other cases still run.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from pathlib import Path
 from tests.faults.violation import ViolationError
 
 MOST_S = 5.0
-"""Longest that a case may take."""
+"""Most seconds that a case may take."""
 _DEAD_S = 60.0
-"""A worker that has said nothing for so much longer than that is ended."""
+"""Seconds after ``most_s`` in which a silent worker is killed."""
 
 Case = Callable[[int, int, Path], str]
-"""Number, seed and folder to work in, to what happened."""
+"""Runs a case, given its number, the seed and a folder; returns a word for the result."""
 
 
 @dataclass
 class Found:
-    """What came of many cases."""
+    """Results of many cases."""
 
     words: Counter[str] = field(default_factory=Counter)
     violations: list[str] = field(default_factory=list)
 
     def take(self, number: int, word: str | None, trouble: str) -> None:
-        """Count a case; without a word it is a violation."""
+        """Count a case by its word; a case without a word is a violation."""
         if word is None:
             self.violations.append(f"case {number}: {trouble}")
         else:
@@ -49,7 +49,7 @@ class Found:
 def run_cases(
     case: Case, count: int, seed: int, folder: Path, jobs: int, most_s: float = MOST_S
 ) -> Found:
-    """Run cases 0 to ``count``, in ``jobs`` processes at a time, none longer than ``most_s``."""
+    """Run cases 0 to ``count`` in ``jobs`` processes; each case may take ``most_s`` seconds."""
     shares = [range(job, count, jobs) for job in range(jobs)]
     worker = partial(_run_worker, case, seed, folder, most_s)
     found = Found()
@@ -70,8 +70,7 @@ def _run_share(worker: Callable[[range, Found], int], numbers: range) -> Found:
 def _run_worker(
     case: Case, seed: int, folder: Path, most_s: float, numbers: range, found: Found
 ) -> int:
-    """Run ``numbers`` in a process as far as it gets; how many are done with, one that it died of
-    among them."""
+    """Run cases in a process until it dies; return how many it ran, including a fatal one."""
     receiver, sender = get_context("spawn").Pipe(duplex=False)
     place = folder / f"worker-{numbers[0]}"
     place.mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-"""Random models of many families: the logits of transformers, or a refusal that says why."""
+"""Random models of many families have transformers' logits, or are refused with a reason."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from tests.families import FAMILIES, draw_config
 from tests.faults.violation import ViolationError
 
 EQUAL = "equal"
-"""What a case is called whose logits are transformers'."""
+"""The result of a case with transformers' logits."""
 MOST_S = 30.0
-"""Longest that a model may take."""
+"""Most seconds that a model may take."""
 _LENGTH = 70
 _BLOCK_SIZE = 16
 _TIMES_AS_FAR = 5.0
 _MOST_DRAWS = 60
 _TOLERANCE = 2e-3
-"""Of a row of logits, in float32."""
+"""Largest error of a row of float32 logits."""
 
 
 def case(number: int, seed: int, folder: Path) -> str:
-    """Compare one model's logits, in chunks and decodes, with those of transformers."""
+    """Compare a model's logits, in chunks and decodes, with those of transformers."""
     disable_progress_bar()
     logging.disable(logging.WARNING)
     family = FAMILIES[number % len(FAMILIES)]
@@ -60,7 +60,7 @@ def case(number: int, seed: int, folder: Path) -> str:
         return f"{family}: refused"
     ours = _ours(loaded, tokens, random)
     if (off := _off(ours, theirs)) > _TOLERANCE:
-        exact = _exact(tokens, folder)  # rounding alone may lead such weights anywhere
+        exact = _exact(tokens, folder)  # with such weights, rounding alone changes the logits
         if _off(ours, exact) > _TIMES_AS_FAR * _off(theirs, exact):
             drawn = json.dumps(config.to_diff_dict())
             raise ViolationError(f"{family}: logits are off by {off:.2g}: {drawn}")
@@ -68,7 +68,7 @@ def case(number: int, seed: int, folder: Path) -> str:
 
 
 def _theirs(config: PreTrainedConfig, seed: int, tokens: list[int], folder: Path) -> torch.Tensor:
-    """[T, vocabulary] logits of a random model, which is saved to ``folder``."""
+    """Return logits [T, vocabulary] of a random model in transformers; save it to ``folder``."""
     torch.manual_seed(seed)
     model: Any = AutoModelForCausalLM.from_config(
         config, attn_implementation="eager", dtype=torch.float32
@@ -89,7 +89,7 @@ def _theirs(config: PreTrainedConfig, seed: int, tokens: list[int], folder: Path
 
 
 def _exact(tokens: list[int], folder: Path) -> torch.Tensor:
-    """[T, vocabulary] logits of the saved model in float64."""
+    """Return logits [T, vocabulary] of the saved model in float64."""
     model = AutoModelForCausalLM.from_pretrained(
         folder, attn_implementation="eager", experts_implementation="eager", dtype=torch.float64
     )
@@ -99,7 +99,7 @@ def _exact(tokens: list[int], folder: Path) -> torch.Tensor:
 
 
 def _ours(loaded: LoadedModel, tokens: list[int], random: Random) -> torch.Tensor:
-    """[T, vocabulary] logits over the paged pool, in chunks of random lengths."""
+    """Return logits [T, vocabulary] from paged attention, in chunks of random lengths."""
     layout = KVLayout.from_config(loaded.config, block_size=_BLOCK_SIZE, dtype=loaded.dtype)
     cache = KVCache(layout, layout.blocks_for(_LENGTH), torch.device("cpu"), torch.float32)
     backend = make_backend(cache, loaded.kernels.kernel)

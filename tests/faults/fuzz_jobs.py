@@ -1,4 +1,4 @@
-"""Job files that nobody would write: read, or refused in a few lines, at once."""
+"""Random job files are read, or refused at once in a few lines."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_LINE = 1000
 
 
 def case(number: int, seed: int, folder: Path) -> str:
-    """Read one job file, and options to go with it."""
+    """Read one job file with some options."""
     random = Random(f"{seed} job {number}")
     path = folder / "job.yaml"
     path.write_bytes(job_file(random))

@@ -1,4 +1,4 @@
-"""Model folders that are broken or hostile: run, or refused in a few lines that name the file."""
+"""Broken or hostile model folders run, or are refused in a few lines that name the file."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from tests.faults.model_mutations import BASES, Mutation, make_base, mutate
 from tests.faults.violation import ViolationError
 
 MOST_S = 10.0
-"""Longest that a folder may take to be refused, or to run."""
+"""Most seconds that a folder may take."""
 MAX_LINE = 1000
 _MOST_BYTES = 12 << 30
-"""Of address space: what a folder makes us ask for beyond is refused, not the machine's death."""
+"""Limit of the address space, so that a folder that requests too much cannot stop the machine."""
 _TENSORS = (
     "according to config.json it should be",
     "tensors are missing",
     "tensors that the model in config.json does not have",
 )
-"""What is said of tensors, by name, that do not go with a config."""
+"""Messages about tensors that do not match a config."""
 _PROMPT = "Once"
 
 
 def case(number: int, seed: int, folder: Path) -> str:
-    """Load one model folder and run a few tokens."""
+    """Load one model folder and generate a few tokens."""
     resource.setrlimit(resource.RLIMIT_AS, (_MOST_BYTES, resource.RLIM_INFINITY))
     disable_progress_bar()
     logging.disable(logging.WARNING)
@@ -69,6 +69,6 @@ def _check_message(error: JobError, model: Path, mutation: Mutation) -> None:
 
 
 def _names_key(message: str, key: str, model: Path) -> bool:
-    """Whether a message on a config tells a key of it, or a tensor that does not go with it."""
+    """Return True if a message names a key of the config, or a tensor that does not match it."""
     keys = {*json.loads((model / "config.json").read_text()), key}
     return any(word in message for word in keys) or any(told in message for told in _TENSORS)

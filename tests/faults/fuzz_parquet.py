@@ -1,7 +1,7 @@
-"""Parquet files that a disk or a program has damaged: exactly their rows, or a refusal with names.
+"""Damaged Parquet files give exactly their rows, or are refused by name.
 
-The files have page checksums. What those cannot show is left out: pages of the same kind that
-changed places whole.
+The files have page checksums. The damage excludes one case that checksums cannot detect: two whole
+pages of the same kind that change places.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tests.faults.violation import ViolationError
 
 NUM_ROWS = 60
 RUN_EVERY = 20
-"""Every so manieth file is run as a job too."""
+"""One in this many files is also run as a job."""
 _MAX_LINE = 700
 _TAIL = 8  # the footer's length and "PAR1"
 _LAYOUTS: tuple[dict[str, Any], ...] = (
@@ -79,7 +79,7 @@ def _right_rows() -> Rows:
 
 
 def _rows(columns: Iterable[tuple[str, pa.Array]]) -> Rows:
-    """Rows with times as numbers: the name of a time zone is in the footer once, unchecked."""
+    """Return rows with times as numbers, because no checksum covers the time zone in the footer."""
     names, arrays = zip(*columns, strict=True)
     return [
         dict(zip(names, row, strict=True)) for row in zip(*map(python_values, arrays), strict=True)
@@ -87,7 +87,7 @@ def _rows(columns: Iterable[tuple[str, pa.Array]]) -> Rows:
 
 
 def case(number: int, seed: int, folder: Path) -> str:
-    """Read one damaged file; every so manieth is run as a job too."""
+    """Read one damaged file, and run some of the files as jobs."""
     random = Random(f"{seed} parquet {number}")
     path = folder / "in.parquet"
     data = random.choice(_good_files())
@@ -100,7 +100,7 @@ def case(number: int, seed: int, folder: Path) -> str:
 
 
 def _read(path: Path) -> str:
-    """Read all rows of a file, as a job does."""
+    """Read all rows of a file like a job."""
     rows: Rows = []
     try:
         source = open_source(str(path))
@@ -160,7 +160,7 @@ def _flipped_in_footer(random: Random, data: bytes) -> bytes:
 
 
 def _bytes_in_footer(random: Random, data: bytes) -> bytes:
-    """Bytes put in, taken out or replaced, the length of the footer set right."""
+    """Insert, remove or replace bytes in the footer, and correct its length."""
     start = _footer_start(data)
     footer = bytearray(data[start:-_TAIL])
     for _ in range(random.choice([1, 2, 4])):
@@ -186,7 +186,7 @@ def _zeroed(random: Random, data: bytes) -> bytes:
 
 
 def _moved(random: Random, data: bytes) -> bytes:
-    """Two pieces of the file change places; they are no whole pages."""
+    """Exchange two pieces of the file that are not whole pages."""
     length = random.randrange(4, 300)
     first = random.randrange(len(data) - 2 * length)
     second = random.randrange(first + length, len(data) - length)
@@ -198,7 +198,7 @@ def _moved(random: Random, data: bytes) -> bytes:
 
 
 def _swapped_chunks(random: Random, data: bytes) -> bytes:
-    """The chunks of two columns of different types change places in the file."""
+    """Exchange the chunks of two columns of different types."""
     group = pq.ParquetFile(BytesIO(data)).metadata.row_group(0)
     chunks = [group.column(at) for at in random.sample(range(group.num_columns), 2)]
     chunks.sort(key=lambda chunk: _start(chunk))

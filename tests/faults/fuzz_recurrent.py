@@ -1,4 +1,4 @@
-"""Random models with recurrent layers, run in random ways: the tokens that transformers takes."""
+"""Random models with recurrent layers choose transformers' tokens, however rows are run."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from tests.parity import CPU, OUTPUT_TOKENS, Setup, prompts, run, tokens_of
 from tests.recurrent_models import draw_changes
 
 MOST_S = 300.0
-"""Longest that a model may take."""
+"""Most seconds that a model may take."""
 SETUPS = 3
-"""Ways to run each model."""
+"""Number of ways to run each model."""
 _TIMES_AS_FAR = 5.0
-"""How much farther than transformers' logits, from those of float64, ours may be."""
+"""Largest error of our logits relative to the error of transformers', both against float64."""
 _TIES = {torch.float32: 1e-3, torch.bfloat16: 0.05}
-"""Standard deviations of logits that are nearly equal."""
+"""Differences of logits, in standard deviations, that count as ties."""
 _MOST_WORSE = {torch.float32: 0.0, torch.bfloat16: 0.05}
-"""Share of tokens that may leave the greedy path: rounding to bfloat16 changes experts."""
+"""Share of tokens that may differ from greedy ones, because bfloat16 may choose other experts."""
 _MOST_DRAWS = 60
 
 
@@ -74,7 +74,7 @@ def case(number: int, seed: int, folder: Path) -> str:
 
 
 def draw_setup(random: Random) -> Setup:
-    """Return a random way to run rows."""
+    """Return a random setup for running rows."""
     max_tokens = random.choice([3, 7, 33, 512])
     longer = random.choice([0, 0, 30])
     return Setup(
@@ -86,7 +86,7 @@ def draw_setup(random: Random) -> Setup:
         n=random.choice([1, 1, 2, 4]),
         longer=longer,
         backwards=random.random() < 0.5,
-        # Chunks must be so long that a row advances before it is preempted again.
+        # Chunks must be long enough for a row to advance before it is preempted again.
         preempt_every=random.choice([0, 0, 4]) if max_tokens >= 33 else 0,
         misleading=random.random() < 0.3,
     )

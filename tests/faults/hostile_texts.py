@@ -1,8 +1,9 @@
-"""Templates and tokenizers that loop, grow, panic or abort, written by hand and mutated.
+"""Templates and tokenizers that loop, grow, panic or abort, handwritten and mutated.
 
-A case is a job over three rows, the middle one of which is for the template or the tokenizer to
-choke on. It must end with that row an error or a prompt and the others right, its processes
-within their memory, and within ``MOST_TO_STOP_S`` of a SIGTERM while it is at that row.
+A case is a job over three rows, of which the middle one makes the template or the tokenizer fail.
+The job must end with an error or a prompt for that row, and with the right prompts for the others.
+Its processes must keep to their memory, and end within ``MOST_TO_STOP_S`` of a SIGTERM that comes
+during that row.
 """
 
 from __future__ import annotations
@@ -32,11 +33,14 @@ from tests.job.datasets import write_parquet
 from tests.job.fakes import FakeBuild, FakeBuilt, byte_tokenizer, job
 
 MOST_S = 180.0
-"""Longest that a case may take, its job twice: of a row at most 2.5 s of processor time together
-with others, then 10 s alone, in one child and in a fresh one."""
+"""Most seconds that a case may take, which runs its job twice.
+
+A row may take 2.5 s of processor time together with others, then 10 s alone in the same process and
+10 s in a new one.
+"""
 MOST_TO_STOP_S = 5.0
 MOST_BYTES = Limits().memory_bytes + 2**28
-"""Resident memory of a process that makes prompts, with what it begins with."""
+"""Most resident memory of a text process, including the memory it starts with."""
 GOOD, BAD = "good", "bad"
 _STOP_AFTER_S = (0.3, 2.0)
 
@@ -108,14 +112,14 @@ TEMPLATES = [
     "{{ ('1,' * 10 ** 7).split(',') | map('int') | sum }}",
     "{{ ('a' * 10 ** 6) | reverse | list | join | reverse | length }}{{ 'x' * 10 ** 8 }}",
 ]
-"""Whatever each comes to, it comes to in time; the middle row alone has it rendered."""
+"""Each template must end in time; only the middle row renders it."""
 
 Change = Callable[[dict[str, Any]], None]
-"""Makes a serialized tokenizer a hostile one."""
+"""Changes a serialized tokenizer into a hostile one."""
 
 
 def split(pattern: str) -> Change:
-    """Splits texts by a regular expression."""
+    """Split texts by a regular expression."""
 
     def change(tokenizer: dict[str, Any]) -> None:
         pieces = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated"}
@@ -126,7 +130,7 @@ def split(pattern: str) -> Change:
 
 
 def replace(pattern: str, content: str, times: int) -> Change:
-    """Replaces by a regular expression, again and again."""
+    """Replace by a regular expression several times."""
 
     def change(tokenizer: dict[str, Any]) -> None:
         one = {"type": "Replace", "pattern": {"Regex": pattern}, "content": content}
@@ -136,7 +140,7 @@ def replace(pattern: str, content: str, times: int) -> Change:
 
 
 def normalized(*kinds: str) -> Change:
-    """Normalizes texts."""
+    """Normalize texts."""
 
     def change(tokenizer: dict[str, Any]) -> None:
         steps = [{"type": kind} for kind in kinds]
@@ -146,7 +150,7 @@ def normalized(*kinds: str) -> Change:
 
 
 def word_piece(tokenizer: dict[str, Any]) -> None:
-    """Looks for the longest piece of words of any length, in time that is their length's square."""
+    """Search the longest piece in words of any length, which takes quadratic time."""
     alphabet = tokenizer["model"]["vocab"]
     continued = {f"##{text}": len(alphabet) + id_ for text, id_ in alphabet.items()}
     tokenizer["model"] = {
@@ -197,7 +201,7 @@ TOKENIZERS: list[tuple[Change, str]] = [
 
 @dataclass(frozen=True)
 class Hostile:
-    """A template for the middle row, and what happens to its text after."""
+    """A template for the middle row, and a tokenizer and text that may be hostile too."""
 
     template: str
     change: Change | None
@@ -205,7 +209,7 @@ class Hostile:
 
 
 def hostile(number: int, seed: int) -> Hostile:
-    """Those written by hand come first, then mutations of them."""
+    """Return a handwritten case, or for higher numbers a mutation of one."""
     if number < len(TEMPLATES):
         return Hostile(TEMPLATES[number], None, BAD)
     number -= len(TEMPLATES)
@@ -230,7 +234,7 @@ def _both(first: Change, second: Change) -> Change:
 
 def _mutated_template(random: Random) -> str:
     first, second = random.choices(TEMPLATES, k=2)
-    macro = "{% macro m() %}" + first + "{% endmacro %}"  # what it sets is then known in it
+    macro = "{% macro m() %}" + first + "{% endmacro %}"  # the macro then sees the names it sets
     forms = [
         first + second,
         macro + "{% for again in range(9) %}{{ m() }}{% endfor %}",
@@ -246,14 +250,14 @@ def _mutated_template(random: Random) -> str:
 
 
 class HostileBuild(FakeBuild):
-    """Builds echo engines with a changed tokenizer."""
+    """Builds engines that answer with the prompt and have a changed tokenizer."""
 
     def __init__(self, change: Change | None) -> None:
         super().__init__()
         self._change = change
 
     def __call__(self, *arguments: Any, **options: Any) -> FakeBuilt:
-        """See ``FakeBuild``."""
+        """Build an engine like ``FakeBuild``."""
         built = super().__call__(*arguments, **options)
         if self._change is not None:
             built.tokenizer = _changed(self._change)
@@ -266,7 +270,7 @@ def _changed(change: Change) -> Tokenizer:
     change(serialized)
     try:
         backend = Backend.from_str(json.dumps(serialized))
-    except Exception as error:  # the library raises plain Exception
+    except Exception as error:  # the library raises a plain Exception
         raise UsageError(f"no tokenizer: {error}") from error
     return Tokenizer(
         backend,
@@ -277,7 +281,7 @@ def _changed(change: Change) -> Tokenizer:
 
 
 def case(number: int, seed: int, folder: Path) -> str:
-    """See ``tests.faults.fuzz``."""
+    """Run one case; see ``tests.faults.fuzz``."""
     one, place = hostile(number, seed), folder / str(number)
     build = HostileBuild(one.change)
     try:
@@ -322,7 +326,7 @@ def _outcome(spec: JobSpec, build: HostileBuild, good: Callable[[], JobSpec]) ->
 
 
 def _errors(spec: JobSpec, build: HostileBuild) -> list[dict[str, str] | None]:
-    """The error of each row."""
+    """Return the error of each row, or None."""
     code = run_job(spec, build=build, quiet=True)  # type: ignore[arg-type]
     if code is not ExitCode.OK:
         raise ViolationError(f"exit {code}")
@@ -331,7 +335,7 @@ def _errors(spec: JobSpec, build: HostileBuild) -> list[dict[str, str] | None]:
 
 
 def _stopped(spec: JobSpec, build: HostileBuild, folder: Path, random: Random) -> float:
-    """Seconds from SIGTERM to the end of the job."""
+    """Return the seconds from SIGTERM to the end of the job."""
     child = start(spec, build, Pace(1e9, 4096), folder)
     code, waited = child.signal_after(random.uniform(*_STOP_AFTER_S), signal.SIGTERM)
     if code not in (ExitCode.OK, ExitCode.INTERRUPTED, -signal.SIGTERM):

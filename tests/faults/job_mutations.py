@@ -1,4 +1,4 @@
-"""Job files that nobody would write, made of good ones."""
+"""Random changes to valid job files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WORDS = (
     '"', "\\", "#", "- a", "a: b", "&a", "*a", "!!binary x", "|", ">", "%x", "@", "2026-11-20",
     "\ud7ff", "\ufeff", "\u2028", "auto", "cpu", "h200",
 )  # fmt: skip
-"""Values and keys."""
+"""Texts for values and keys."""
 _TEXTS = (
     "<<: {a: 1}\n", "? [a, b]\n: 1\n", "&a a: *a\n", "*a : 1\n", "- a\n", "---\n", "...\n",
     "%YAML 1.1\n---\n", "\t", "a: !!python/object/apply:os.system [ls]\n", "!!set {a, b}\n",
@@ -32,11 +32,11 @@ _TEXTS = (
     "[" * 40, "{a: " * 40, "}", "]", ": ", "sampling:\n", "sampling: {max_tokens: 8}\n", "? ",
     "model: x\nmodel: y\n", "!", "! a\n", "%TAG ! tag:x,2000:\n---\n",
 )  # fmt: skip
-"""Pieces of files."""
+"""Texts to insert into files."""
 
 
 def job_file(random: Random) -> bytes:
-    """The bytes of a job file."""
+    """Return the bytes of a random job file."""
     makers: list[Callable[[Random], str | bytes]] = [_changed_data] * 12
     makers += [_changed_text] * 10
     makers += [_junk, _deep, _huge, _alias_bomb]
@@ -46,7 +46,7 @@ def job_file(random: Random) -> bytes:
 
 
 def options(random: Random) -> tuple[list[str], list[str]]:
-    """Texts for ``--set`` and for ``--var``, most often none."""
+    """Return arguments for ``--set`` and for ``--var``, most often none."""
     overrides, variables = [], []
     while random.random() < 0.15:
         keys = ".".join(map(str, random.choice(_paths(_data(random)))))

@@ -1,4 +1,4 @@
-"""Small jobs on a real model, which is tiny and random."""
+"""Small jobs on a tiny random model."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _MAKE_MODEL += "make_text_model(Path(sys.argv[1]))"
 
 
 def tiny_job(folder: Path, num_rows: int, rows_per_part: int) -> JobSpec:
-    """A greedy job; every tenth row has the same prompt."""
-    # In a new process: a process must not compute before it forks.
+    """Write data and a model; return a greedy job in which every tenth row has the same prompt."""
+    # Use a new process, because this one must not compute before it forks.
     model = folder / "model"
     subprocess.run([sys.executable, "-c", _MAKE_MODEL, str(model)], check=True)
     prompts = [f"Row {row if row % 10 else 0} asks" for row in range(num_rows)]

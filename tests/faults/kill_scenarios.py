@@ -27,14 +27,14 @@ SHARD = Role(Shard(0, 2))
 
 
 def echo_job(folder: Path, **sections: dict[str, Any]) -> JobSpec:
-    """A job of 60 rows in 6 parts."""
+    """Return a job of 60 rows in 6 parts."""
     prompts = [f"{row if row % 5 else 'x'} asks" for row in range(60)]
     write_parquet(folder / "in" / "x.parquet", {"prompt": prompts})
     return job(folder, engine={"max_num_seqs": 8}, **sections)
 
 
 def update_killer(folder: Path) -> Killer:
-    """A killer of updates: the new input has added, deleted and changed rows."""
+    """Return a killer of updates; the new input has added, deleted and changed rows."""
     path, build = folder / "in" / "x.parquet", FakeBuild(max_num_seqs=8, next_token=drawn)
     sampling, output = {"max_tokens": 6, "temperature": 1.0}, {"path": str(folder / "old")}
     spec = echo_job(folder, sampling=sampling, output={**output, "rows_per_part": 10})
@@ -54,7 +54,7 @@ def _killed(killer: Killer, points: list[str]) -> dict[str, object]:
 
 
 def kill_a_run(folder: Path) -> dict[str, object]:
-    """Kill runs at each failpoint: the first, a middle or the last time."""
+    """Kill runs at each failpoint, when it is reached the first, a middle or the last time."""
     killer = Killer(folder, echo_job(folder), FakeBuild(max_num_seqs=8), OFTEN)
     killer.run_unbroken()
     points = enumerate(killer.points().values())

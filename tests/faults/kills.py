@@ -46,7 +46,7 @@ from tests.job.stores import BUCKET, LAKE
 
 KILLED = -signal.SIGKILL
 LONG_S = 600.0
-"""Seconds after which a run that was not to be killed is stuck."""
+"""Seconds after which a run that is not killed counts as stuck."""
 COMMITTED = ("runs", "steps", "segments", "requests", "data", "parts")
 """Folders whose files every run commits."""
 STAGES = ("staged", "synced", "renamed", "durable")
@@ -69,7 +69,7 @@ class Child:
     pid: int
 
     def signal_after(self, seconds: float, number: signal.Signals) -> tuple[int, float]:
-        """Send a signal, unless the process ends before.
+        """Send a signal after some seconds, unless the process ends before.
 
         Returns:
             Its exit status, and the seconds from the signal to its end.
@@ -107,7 +107,7 @@ def start(
     Args:
         build: makes the engine; None: the real one.
         folder: for the process's ``log``, and for ``finished`` with a line for each finished row.
-        failpoint: where the process kills itself.
+        failpoint: the failpoint at which the process kills itself.
         prepare: called first in the process.
         options: further options of ``run_job``.
     """
@@ -187,9 +187,9 @@ class Outcome:
     again_s: list[float] = field(default_factory=list)
     """Seconds of finished rows that each kill lost."""
     rows_again: int = 0
-    """Finished rows that kills lost."""
+    """Number of finished rows that kills lost."""
     given_up: int = 0
-    """Rows that failed with ``crashed_engine``, because runs died before they finished a row."""
+    """Number of rows with ``crashed_engine``, because runs died before they finished a row."""
 
 
 @dataclass
@@ -218,7 +218,7 @@ class Killer:
         self.parts: dict[str, bytes] = {}
         """Parts of a run without kills."""
         self.seconds = 0.0
-        """Duration of that run."""
+        """Duration of the run without kills, in seconds."""
         self._reached: Counter[str] = Counter()
         self._place = self.folder
         self._count = 0
@@ -235,7 +235,7 @@ class Killer:
                 raise ViolationError("the updated output differs from a new output")
 
     def points(self) -> dict[str, list[str]]:
-        """Failpoints with the first, a middle and the last time, by name."""
+        """Return failpoints for the first, a middle and the last time each is reached, by name."""
         times = {name: {1, (last + 1) // 2, last} for name, last in self._reached.items()}
         return {name: [f"{name}:{at}" for at in sorted(times[name])] for name in sorted(times)}
 
@@ -350,7 +350,7 @@ class Killer:
         return code
 
     def _note(self, code: int, before: set[int], log: Path) -> None:
-        """Check that no row of ``before`` ran again, and count the rows that a kill lost."""
+        """Check that no row of ``before`` ran again, and count the rows that the kill lost."""
         ended = time.monotonic()
         lines = log.read_text().splitlines() if log.exists() else []
         finished = {int(row): float(at) for row, at in map(str.split, lines)}
@@ -367,7 +367,7 @@ class Killer:
             self._check_one_generation()
 
     def _rows_on_disk(self) -> set[int]:
-        """Rows in finished parts and in segments; none of an update."""
+        """Return the rows in finished parts and segments; for an update, none."""
         files = self.output.files()
         if self.finished is not None or "_batchinfer/manifest.json" not in files:
             return set()
@@ -390,7 +390,7 @@ class Killer:
         return not has_begun or random.random() < 0.5
 
     def _check_one_generation(self) -> None:
-        """Check that readers see one generation and ``_SUCCESS``, or the record of a swap."""
+        """Check that readers see one generation with ``_SUCCESS``, or the record of a swap."""
         assert self.finished is not None
         files = self.output.files()
         old = {p.name: p.read_bytes() for p in (self.finished / "data").iterdir()}
@@ -415,7 +415,7 @@ class Killer:
         self.outcome.jobs += 1
 
     def _retry_given_up(self) -> None:
-        """Run rows with ``crashed_engine`` again: here no row kills the process."""
+        """Run rows with ``crashed_engine`` again; no row kills the process here."""
         errors = [row["error"]["code"] for row in self.rows() if row["error"]]
         if given_up := errors.count("crashed_engine"):
             self.outcome.given_up += given_up

@@ -1,4 +1,4 @@
-"""Jobs of long answers that are killed: no token is drawn again that was flushed before."""
+"""Jobs of long answers that are killed; no flushed token is drawn again."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ SEARCHES: tuple[dict[str, Any], ...] = (
     {"beam_width": 2},
     {"beam_width": 4, "n": 2, **_FULL_LENGTH},
 )
-"""Sampling parameters of rows, besides their length."""
+"""Sampling parameters of beam searches."""
 
 
 def long_job(folder: Path, num_rows: int, *, searches: bool = False) -> JobSpec:
-    """A job with answers of 800 tokens on average and 4,000 at most.
+    """Return a job with answers of 800 tokens on average and 4,000 at most.
 
     Args:
-        searches: use beam search; else samples with all kinds of parameters.
+        searches: use beam search; otherwise samples with all kinds of parameters.
     """
     folder.mkdir(exist_ok=True)
     model, kinds = folder / "model", SEARCHES if searches else SAMPLES
@@ -76,22 +76,22 @@ def long_job(folder: Path, num_rows: int, *, searches: bool = False) -> JobSpec:
 
 @dataclass
 class LostTokens:
-    """Tokens that kills lost, and token files."""
+    """Tokens that kills lost, and sizes of token files."""
 
     tokens: list[int] = field(default_factory=list)
-    """Tokens lost by each kill."""
+    """Number of tokens lost by each kill."""
     seconds: list[float] = field(default_factory=list)
     """Seconds between each kill and the first token that it lost."""
     num_drawn: int = 0
-    """Tokens drawn by all runs."""
+    """Number of tokens drawn by all runs."""
     seconds_drawn: float = 0.0
     """Seconds in which all runs drew tokens."""
     bytes_written: list[int] = field(default_factory=list)
-    """Bytes of token files that each run wrote."""
+    """Bytes of token files written by each run."""
     most_bytes: int = 0
-    """Most bytes of token files at any time."""
+    """Largest size of all token files at any time, in bytes."""
     num_with_suspects: int = 0
-    """Kills of runs that suspected rows of crashing the engine."""
+    """Number of kills of runs that suspected rows of crashing the engine."""
 
 
 class LongKiller(Killer):

@@ -1,4 +1,4 @@
-"""A file system in memory that may lose, tear and reorder whatever was not synced."""
+"""A file system in memory that may lose, tear and reorder data that is not synced."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class File:
 
 @dataclass
 class Folder:
-    """What a name has stood for since the folder's last sync, the oldest first: None = nothing."""
+    """A folder: for each name, what it referred to since the folder's last sync, oldest first."""
 
     names: dict[str, list[Node | None]] = field(default_factory=dict)
 
@@ -36,7 +36,7 @@ Node = File | Folder
 
 
 class LossyFiles:
-    """See ``batchinfer.job.storage.filesystem.Files``; files and folders by absolute path."""
+    """Implements ``batchinfer.job.storage.filesystem.Files`` in memory, with absolute paths."""
 
     flush_every_s = 0.0
     parallel_requests = 1
@@ -44,7 +44,7 @@ class LossyFiles:
     def __init__(self, root: Folder | None = None) -> None:
         self.root = root or Folder()
         self.after_change: Callable[[], None] = lambda: None
-        """Called after everything that changes the file system, or what of it is on disk."""
+        """Called after every change, and after every sync."""
         self._clock = 0
 
     def write(self, path: Path, data: bytes) -> None:
@@ -112,8 +112,11 @@ class LossyFiles:
         return FileStat(len(node.data), node.mtime_ns) if isinstance(node, File) else FileStat(0, 0)
 
     def after_power_loss(self, random: Random) -> LossyFiles:
-        """What may be found after the power has gone: of each name any of what it stood for since
-        its folder was synced, of each file what was synced or any part of what was not."""
+        """Return a file system as a power failure may leave it.
+
+        A name refers to anything that it referred to since its folder's last sync. A file holds its
+        synced data, or part of its new data.
+        """
         found = type(self)(_folder_found(self.root, random, random.random(), {}))
         found._clock = self._clock
         return found
@@ -134,20 +137,20 @@ class LossyFiles:
 
 
 class NeverSynced(LossyFiles):
-    """The same, when nobody asks for anything to be on disk."""
+    """A file system whose syncs do nothing."""
 
     def sync(self, path: Path) -> None:
         self.after_change()
 
 
 def _folder_found(folder: Folder, random: Random, loss: float, seen: dict[int, Node]) -> Folder:
-    """A folder after the power has gone.
+    """Return a folder as a power failure leaves it.
 
     Args:
-        folder: as it was.
-        random: decides what is lost.
-        loss: how likely each change is to be lost.
-        seen: files found by other names.
+        folder: the folder before the failure.
+        random: decides which changes are lost.
+        loss: the probability that a change is lost.
+        seen: files that other names refer to as well.
     """
     found = Folder()
     for name, history in folder.names.items():

@@ -1,4 +1,4 @@
-"""What failing commands print, as a text: ``python -m tests.faults.messages`` keeps it."""
+"""Messages of failing commands as a text file; ``python -m tests.faults.messages`` writes it."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ GOLDEN = Path(__file__).with_name("messages.txt")
 
 
 def all_failures() -> dict[str, Failure]:
-    """Every failure, by expected exit code and title."""
+    """Return all failures, by expected exit code and title."""
     return {**{f"2 {title}": failure for title, failure in USAGE.items()}, **RUNS}
 
 
 def as_text(title: str, code: int, printed: str) -> str:
-    """One failure as it is kept."""
+    """Format a failure as in the file."""
     lines = "".join(f"    {line}\n" for line in printed.splitlines())
     return f"{title}: exit {code}\n{lines}"
 
 
 def golden() -> dict[str, str]:
-    """What is kept, by title."""
+    """Return the entries of the file, by title."""
     entries = GOLDEN.read_text(encoding="utf-8").split("\n\n")
     return {entry.partition(":")[0]: entry.strip("\n") + "\n" for entry in entries}
 

@@ -1,4 +1,4 @@
-"""Model folders that are broken or hostile, made of good ones."""
+"""Random changes to valid model folders, which make them broken or hostile."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _KEYS = (
     *("is_encoder_decoder", "attention_bias", "torch_dtype", "dtype", "alibi", "index_topk"),
     *("max_position_embeddings", "vocab_size", "num_key_value_heads", "architectures", "n_layer"),
 )
-"""What a config may have besides what it has."""
+"""Keys that are added to a config."""
 _VALUES: tuple[Any, ...] = (
     *(None, True, False, 0, 1, 2, 3, 5, 7, -1, 12, 64, 1000, 10**6, 10**8, 2**31, 10**15, 2**63),
     *(10**40, 0.0, -1.5, 0.1, 1.0, 2.5, 1e300, float("nan"), float("inf"), "", "x", "1", "llama"),
@@ -38,11 +38,11 @@ _VALUES: tuple[Any, ...] = (
 )
 
 Mutation = tuple[str, str]
-"""The file that was changed and, in a config, the key; else ""."""
+"""The changed file, and for a config the changed key, else ""."""
 
 
 def make_base(folder: Path, family: str, at: int) -> Path:
-    """A good model folder with a tokenizer, its weights in two files where ``at`` is odd."""
+    """Write a valid model folder with a tokenizer; odd ``at`` splits its weights into two files."""
     make_text_model(folder)
     if family != "llama":
         make_checkpoint(family, folder, vocab_size=259, bos_token_id=0, eos_token_id=2)
@@ -65,7 +65,7 @@ def _split(folder: Path) -> None:
 
 
 def mutate(folder: Path, random: Random) -> Mutation:
-    """Change a model folder for the worse, or at least for the different."""
+    """Change a model folder at random; return the change."""
     makers: list[Callable[[Path, Random], Mutation]] = [_config_value] * 12
     makers += [_config_key] * 3 + [_json_value] * 3 + [_text, _deep, _no_file, _other_kind] * 2
     makers += [_header] * 4 + [_cut, _bytes_changed, _tensor, _shards] * 2
@@ -144,7 +144,7 @@ def _other_kind(folder: Path, random: Random) -> Mutation:
 
 
 def _header(folder: Path, random: Random) -> Mutation:
-    """Another header before the same data."""
+    """Change the header of a safetensors file, but not its data."""
     path = _weights(folder, random)
     raw = path.read_bytes()
     length = int.from_bytes(raw[:8], "little")
@@ -182,7 +182,7 @@ def _bytes_changed(folder: Path, random: Random) -> Mutation:
 
 
 def _tensor(folder: Path, random: Random) -> Mutation:
-    """A tensor gone, added, or of another shape or dtype."""
+    """Remove or add a tensor, or change its shape or dtype."""
     path = _weights(folder, random)
     tensors = load_file(path)
     name = random.choice(sorted(tensors))
@@ -203,7 +203,7 @@ def _tensor(folder: Path, random: Random) -> Mutation:
 
 
 def _shards(folder: Path, random: Random) -> Mutation:
-    """An index that leads elsewhere."""
+    """Let the index name other files."""
     files = [*(path.name for path in folder.glob("*.safetensors")), *_JSON_FILES]
     files += ["../x.safetensors", "/dev/zero", "/etc/passwd", "", ".", "a\0b", "x" * 300]
     path = folder / _INDEX
@@ -223,7 +223,7 @@ def _weights(folder: Path, random: Random) -> Path:
 
 
 def _value(random: Random, old: Any) -> Any:
-    """A value of any type; now and then one near the old."""
+    """Return a value of any type; sometimes one close to ``old``."""
     if isinstance(old, int) and not isinstance(old, bool) and random.random() < 0.4:
         return random.choice([old + 1, old - 1, old * 2, old // 2, -old, old * 1000])
     if isinstance(old, list) and old and random.random() < 0.4:
@@ -232,7 +232,7 @@ def _value(random: Random, old: Any) -> Any:
 
 
 def _paths(data: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Where there is a value; of long lists and objects the first and the last."""
+    """Return the paths of values; of long lists and objects, only the first and last ten."""
     items: list[tuple[Any, Any]] = []
     if isinstance(data, dict | list):
         items = list(data.items() if isinstance(data, dict) else enumerate(data))

@@ -54,7 +54,7 @@ class Job:
     random: Random
     failing: frozenset[int] = frozenset()
     kept: set[int] = field(default_factory=set)
-    """Rows that the protocol promises to be on disk."""
+    """Rows that the protocol promises to have on disk."""
     computed: list[int] = field(default_factory=list)
     """Rows that this run computed, in order."""
     plan: Manifest = PLAN
@@ -103,7 +103,7 @@ class Job:
         self.out.write(self.out.success, b"")
 
     def update(self) -> None:
-        """Make the generation of ``NEXT_PLAN``, or resume that, and put it in place."""
+        """Make or resume the generation of ``NEXT_PLAN``, and put it in place."""
         present = self.out
         swap_generation.finish_swap(present)
         self.plan = NEXT_PLAN

@@ -1,4 +1,4 @@
-"""Edits inputs and jobs at random, updates the output, and compares it with a new output."""
+"""Random edits of inputs and jobs; an updated output must equal a new output."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.job.fakes import TellingBuild, drawn, echo, job
 from tests.job.output.test_resume import stop_at
 
 Key = tuple[str, int, tuple[str, int] | None]
-"""Inputs of a row's answer: prompt, ``max_tokens``, and the key of its random numbers if any."""
+"""Inputs of a row's answer: prompt, ``max_tokens``, and the key of its random numbers or None."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Plan:
     """A job and its input."""
 
     files: dict[str, list[Row]]
-    """Rows by file name. Prompts may repeat, ids do not."""
+    """Rows by file name; prompts may repeat, ids do not."""
     rows_per_part: int = 4
     max_tokens: int = 6
     temperature: float = 0.0
@@ -127,11 +127,11 @@ def update_at_random(folder: Path, random: Random, rounds: int) -> int:
     """Run a job, then edit and update it ``rounds`` times.
 
     Returns:
-        Number of rows that updates copied.
+        The number of rows that updates copied.
 
     Raises:
-        ViolationError: an update computed other rows than those with new keys, or an output
-            differs from a new output.
+        ViolationError: an update computed rows other than those with new keys, or an output differs
+            from a new output.
     """
     editor = Editor(random)
     plan = Plan({"a": editor.new_rows(6), "c": editor.new_rows(5)})

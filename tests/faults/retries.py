@@ -41,11 +41,11 @@ def retry_on_a_repaired_model(folder: Path, times: int) -> list[int]:
 
 
 def _without_embedding(weights: bytes, letter: str) -> bytes:
-    """A safetensors file with NaN for the embedding of a letter."""
+    """Return a safetensors file in which the embedding of a letter is NaN."""
     length = int.from_bytes(weights[:8], "little")
     entry = json.loads(weights[8 : 8 + length])["model.embed_tokens.weight"]
     row_bytes = 4 * entry["shape"][1]
-    token_id = 3 + sorted(ByteLevel.alphabet()).index(letter)  # after the special tokens
+    token_id = 3 + sorted(ByteLevel.alphabet()).index(letter)  # special tokens come first
     start = 8 + length + entry["data_offsets"][0] + token_id * row_bytes
     nan = np.full(entry["shape"][1], np.nan, np.float32).tobytes()
     return weights[:start] + nan + weights[start + row_bytes :]

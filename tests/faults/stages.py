@@ -40,17 +40,17 @@ from tests.job.fakes import FakeBuild
 from tests.job.stores import environment, s3_server
 
 Row = tuple[str, str, str]
-"""What was done, the results, and ``ok`` or a word in capitals."""
+"""What was tested, the results, and ``ok`` or a word in capitals."""
 MOST_LOST_S = 10.0
 """Seconds of finished rows that a kill may lose."""
 KILLS_PER_GIVEN_UP = 50
-"""Least number of kills for each row given up. On a busy machine, runs die soon after loading."""
+"""Kills for each row that may be given up: on a busy machine, runs die soon after loading."""
 MOST_TOKENS_LOST_S = 5.0
 MOST_LOST_IN_FLEETS_S = 5.0
 MOST_TO_STOP_S = 5.0
 _MOST_SHOWN = 5
 _EXAMPLES = 200
-"""Sequences of runs that a process tries at a time; each has a few power failures."""
+"""Number of sequences of runs that a process tries at a time; each has a few power failures."""
 _SAME = "0 lost, 0 duplicated, 0 out of order, same bytes as without kills"
 
 
@@ -71,7 +71,7 @@ def random_kills(folder: Path, count: int, options: Namespace) -> Iterator[Row]:
 
 
 def long_answers(folder: Path, count: int, options: Namespace) -> Iterator[Row]:
-    """Kill runs some seconds after their first flush, or just before it."""
+    """Kill runs a few seconds after their first flush, or just before it."""
     every_s = options.flush_every
     for kind, kills in (("answers", count - count // 4), ("searches", max(1, count // 4))):
         place = folder / kind
@@ -152,7 +152,7 @@ def races(folder: Path, count: int, options: Namespace) -> Iterator[Row]:
 
 
 def kills_in_a_store(folder: Path, count: int, options: Namespace) -> Iterator[Row]:
-    """Kill runs with output in a store at random times, at failpoints and by a row; race two."""
+    """Kill runs that write to a store: at random times, at failpoints, by a row; race two runs."""
     random, num_races = Random(options.seed), max(1, count // 5)
     with s3_server() as address:
         os.environ.update(environment(address))
@@ -178,7 +178,7 @@ def kills_in_a_store(folder: Path, count: int, options: Namespace) -> Iterator[R
 
 def retries(folder: Path, count: int, options: Namespace) -> Iterator[Row]:
     codes = retry_on_a_repaired_model(folder, count)
-    # Weights count by content, so the repaired model is another model for a plain run.
+    # The content of weights counts, so the repaired model is another model for a plain run.
     expected = [ExitCode.TOO_MANY_ROW_ERRORS] * (count + 1) + [ExitCode.LOCKED, ExitCode.OK]
     yield (
         f"a broken model run {count} times and retried; then repaired, run, and retried",
@@ -201,7 +201,7 @@ def random_edits(folder: Path, count: int, options: Namespace) -> Iterator[Row]:
 
 
 def _crash_states(*, of_updates: bool) -> Callable[..., Iterator[Row]]:
-    """A stage that fails the power in random sequences of runs, retries and updates."""
+    """Return a stage that fails the power in random sequences of runs, retries and updates."""
 
     def run(folder: Path, count: int, options: Namespace) -> Iterator[Row]:
         tried, what = 0, "power failures of updates" if of_updates else "power failures"
@@ -222,7 +222,7 @@ def _crash_states(*, of_updates: bool) -> Callable[..., Iterator[Row]]:
 
 
 def _fuzz(what: str, case: Case, most_s: float = MOST_S) -> Callable[..., Iterator[Row]]:
-    """A stage that runs many cases in processes."""
+    """Return a stage that runs many cases in processes."""
 
     def run(folder: Path, count: int, options: Namespace) -> Iterator[Row]:
         results = run_cases(case, count, options.seed, folder, options.jobs, most_s)
@@ -240,7 +240,7 @@ def _fuzz(what: str, case: Case, most_s: float = MOST_S) -> Callable[..., Iterat
 
 
 def _small_job(folder: Path) -> Killer:
-    """A killer of a job of 300 rows that writes to disk often."""
+    """Return a killer of a job of 300 rows that writes to disk often."""
     killer = Killer(folder, tiny_job(folder, num_rows=300, rows_per_part=50), None, Pace(1e9, 20))
     killer.run_unbroken()
     return killer
@@ -252,7 +252,7 @@ def _verdict(right: bool) -> str:
 
 @dataclass(frozen=True)
 class Stage:
-    """A stage with its default count; a count of 0 leaves it out."""
+    """A stage with its default count; a count of 0 skips it."""
 
     count: int
     what: str

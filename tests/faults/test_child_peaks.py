@@ -17,7 +17,7 @@ GRANDCHILD = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {BL
 
 
 def peak_beside(code: str) -> int:
-    """Of a Python process that tells that it is done, and waits, while it is looked at."""
+    """Return the peak memory of a Python process that waits, after a line, to be measured."""
     command = [sys.executable, "-c", code]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
         assert child.stdin

@@ -1,4 +1,4 @@
-"""The commit protocol over files that lose, tear and reorder unsynced data."""
+"""The commit protocol over files that may lose, tear and reorder unsynced data."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Every failure says where it is and what to do, in words that change only on purpose.
 
-After a change on purpose, ``python -m tests.faults.messages`` writes the new words down.
+After such a change, ``python -m tests.faults.messages`` writes the new words.
 """
 
 from __future__ import annotations

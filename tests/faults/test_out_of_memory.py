@@ -1,4 +1,4 @@
-"""Jobs over a real model that find no memory now and then; line 24 of the fault matrix."""
+"""Jobs on a real model that sometimes run out of memory; line 24 of the fault matrix."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.job.datasets import write_parquet
 
 NUM_ROWS = 12
 MOST = 64
-"""Tokens of a step."""
+"""Largest number of tokens in a step."""
 TORCH_SAYS = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 64 bytes"
 
 
@@ -55,7 +55,7 @@ def summary_of(spec: JobSpec) -> dict[str, Any]:
 
 
 class Allocator(TorchDispatchMode):
-    """Has no memory for some of torch's operations, counted from 0."""
+    """Raises out-of-memory errors in some of torch's operations, which it counts from 0."""
 
     def __init__(self, fails_at: Collection[int] = ()) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class Allocator(TorchDispatchMode):
 
 @pytest.fixture
 def allocator(monkeypatch: pytest.MonkeyPatch) -> Allocator:
-    """Of everything a step does: forward, attention and sampling."""
+    """Watch everything that a step does: forward pass, attention and sampling."""
     made, start = Allocator(), ModelRunner._start
 
     def starts(self: ModelRunner, step: Any) -> Any:
@@ -111,7 +111,7 @@ def test_text_is_the_same_wherever_memory_lacks(
 
 
 def failing(function: Callable[..., Any], at: int) -> Callable[..., Any]:
-    """The function; its call ``at`` does its work and then finds no memory."""
+    """Return the function, whose call ``at`` runs out of memory after its work."""
     calls = iter(range(1_000_000))
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -152,7 +152,7 @@ def test_a_c_kernel_without_memory_is_no_worse(
     broken = failing(getattr(module, name), call)
 
     def starts(self: ModelRunner, step: Any) -> Any:
-        with monkeypatch.context() as patch:  # not while the model is loaded and tried
+        with monkeypatch.context() as patch:  # not while the model is loaded and checked
             patch.setattr(module, name, broken)
             return start(self, step)
 
@@ -165,7 +165,7 @@ def test_a_c_kernel_without_memory_is_no_worse(
 def test_smaller_steps_ask_for_less(
     tmp_path: Path, model: Path, unbroken: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The layers' workspace, once as large as the largest step, must not stay so."""
+    """The layers' workspace must shrink again after the largest step."""
     padded_rows, start = gemm.padded_rows, ModelRunner._start
 
     def allocate(num_rows: int, width: int, like: torch.Tensor) -> torch.Tensor:
@@ -204,7 +204,8 @@ def test_without_memory_for_the_smallest_step_it_is_exit_6_and_can_go_on(
 def test_the_api_goes_on_and_says_so(
     model: Path, allocator: Allocator, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.WARNING, "batchinfer")  # `run --quiet` in this process may have cut it
+    # An earlier `run --quiet` in this process may have changed the level.
+    caplog.set_level(logging.WARNING, "batchinfer")
     llm = LLM(str(model), device="cpu", num_kv_blocks=60)
     params = SamplingParams(max_tokens=6, temperature=1.0, seed=1)
     before = [done.outputs[0].token_ids for done in llm.generate(["one", "two"], params)]

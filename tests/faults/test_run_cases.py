@@ -1,4 +1,4 @@
-"""A case that kills its process, or never ends."""
+"""Cases that kill their process or never end."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What tests against faults raise."""
+"""The error that tests against faults raise."""
 
 from __future__ import annotations
 
 
 class ViolationError(AssertionError):
-    """Something was promised and is not so."""
+    """A promise was broken."""

@@ -1,4 +1,4 @@
-"""Every example job runs as it is."""
+"""Every example job runs unchanged."""
 
 from __future__ import annotations
 

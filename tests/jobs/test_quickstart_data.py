@@ -1,4 +1,4 @@
-"""The quickstart's rows, tokenizer and model keep the promises of its README."""
+"""The quickstart's rows, tokenizer and model are as its README says."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MODEL = QUICKSTART / "model"
 
 @cache
 def script(name: str) -> ModuleType:
-    """Import one of the quickstart's scripts; the folder is not a package, but theirs."""
+    """Import one of the quickstart's scripts; their folder is not a package."""
     if str(QUICKSTART) not in sys.path:
         sys.path.append(str(QUICKSTART))
     return load_script(QUICKSTART / f"{name}.py")
@@ -50,7 +50,7 @@ def messages(row: dict[str, str]) -> list[dict[str, str]]:
 
 
 def leaves(answer: str) -> list[str]:
-    """The values in an answer: those of a JSON object, or the whole plain text after its lead."""
+    """Return the values in an answer: of a JSON object, or the plain text without its lead."""
     if answer.startswith("{"):
         return [str(value) for value in json.loads(answer).values()]
     return [answer.removeprefix("Ship to ")]
@@ -183,7 +183,7 @@ def test_greedy_answers_are_right() -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
-    rows = list({row["task"]: row for row in prompts()}.values())  # one of each task
+    rows = list({row["task"]: row for row in prompts()}.values())  # a prompt of each task
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
     prompt = tokenizer().apply_chat_template(
         [messages(row) for row in rows],

@@ -1,4 +1,4 @@
-"""Texts that try to be more than text."""
+"""Texts that try to act as markup or control codes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Made-up contents of reports. ``python -m tests.report.pages`` writes the expected pages anew."""
+"""Made-up contents of reports; ``python -m tests.report.pages`` writes the expected pages."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ KV = {"block_size": 16, "num_blocks": 1000, "bytes_per_block": 1 << 20}
 
 
 def some_steps(scale: float = 1.0, count: int = 500) -> Timeline:
-    """Steps of a job whose rows share, wait, swap and are computed again."""
+    """Return steps of a job whose rows share prefixes, wait, swap and recompute."""
     rng = np.random.default_rng(3)
     used = 700 + 200 * np.sin(np.arange(count) / 40) + rng.integers(0, 60, count)
     steps = dict.fromkeys(STEP_COLUMNS, np.full(count, 3.0))
@@ -58,7 +58,7 @@ def some_lengths(rows: int = 4000) -> Lengths:
 
 
 def some_data(texts: tuple[str, ...] = ("plain",), scale: float = 1.0) -> ReportData:
-    """Contents of a report that has every one of ``texts`` in every place for a text."""
+    """Return contents of a report with all ``texts`` in every place for a text."""
     return ReportData(
         title=" | ".join(texts),
         state="finished",
@@ -105,7 +105,7 @@ KINDS: dict[str, Callable[[], ReportData]] = {
     ),
 }
 GOLDEN = ("plain", "encoder", "without rows")
-"""Kinds whose pages are kept, but for styles and drawings."""
+"""Kinds whose expected pages are stored, without styles and drawings."""
 
 
 @cache
@@ -115,7 +115,7 @@ def page_of(kind: str) -> str:
 
 
 def words_of(html: str) -> str:
-    """Leave out the styles of a page, and from its charts everything but axes."""
+    """Remove the styles of a page, and from its charts everything except the axes."""
     html = re.sub(r"<style>.*?</style>", "", html, flags=re.DOTALL)
     return re.sub(r"<rect.*?(</svg>)|<path[^>]*>", r"\1", html, flags=re.DOTALL)
 

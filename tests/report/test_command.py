@@ -1,4 +1,4 @@
-"""``batchinfer report``, and the report that a run writes at its end."""
+"""``batchinfer report``, and the report that a run writes when it ends."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ EVIL = "<img src=x onerror=alert(1)>\x1b[31m\u202e"
 
 
 def hostile_job(tmp_path: Path, **sections: Any) -> None:
-    """A job with hostile columns, prompts, answers and a failed row."""
+    """Run a job with hostile columns, prompts and answers, and one failed row."""
     prompts = [f"{row}{EVIL}".encode() for row in range(25)]
     prompts[3] = b"\xff" + EVIL.encode()
     columns = {"prompt": strings([*prompts]), EVIL: [EVIL] * 25, "n": range(25)}
@@ -50,7 +50,7 @@ def test_run_ends_with_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 def test_report_of_a_run_without_errors_says_finished(tmp_path: Path) -> None:
-    """Its report is written before ``_SUCCESS``, without which status calls such a job stopped."""
+    """The run writes its report before ``_SUCCESS``, when the status would still be stopped."""
     write_parquet(tmp_path / "in" / "x.parquet", {"prompt": ["a", "b"]})
     assert run_job(job(tmp_path), build=FakeBuild(), report=report_at_end) is ExitCode.OK
     html = (tmp_path / "out" / "report.html").read_text()

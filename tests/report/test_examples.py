@@ -1,4 +1,4 @@
-"""Example rows of a report; and its charts as separate pictures."""
+"""Example rows of a report, and its charts as separate pictures."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.job.fakes import FakeBuild, job
 
 @pytest.fixture
 def out(tmp_path: Path) -> Path:
-    """The output of a job of five parts, with long prompts and other columns."""
+    """Return the output of a job of five parts, with long prompts and other columns."""
     prompts = [f"{row} " + "x" * 100 for row in range(50)]
     talks = [[{"role": "user", "content": "hello"}]] * 50
     columns = {"prompt": prompts, "long": ["y" * 9999] * 50, "talk": talks, "n": range(50)}

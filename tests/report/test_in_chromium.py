@@ -34,7 +34,7 @@ document.getElementById("problems").textContent = JSON.stringify(problems);
 
 
 def opened(page: str, folder: Path, width: int) -> str:
-    """Return the document that Chromium makes of a page."""
+    """Return the document that Chromium makes from a page."""
     file = folder / "report.html"
     file.write_text(page, encoding="utf-8")
     command = [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"]
@@ -43,7 +43,7 @@ def opened(page: str, folder: Path, width: int) -> str:
 
 
 def problems(page: str, folder: Path, width: int) -> list[str]:
-    """Return what is clipped, and what is outside the page or its chart."""
+    """Return the elements that are clipped, or outside the page or their chart."""
     scripted = re.sub("<meta http-equiv[^>]*>", "", page).replace("</body>", f"{LAYOUT}</body>")
     found = re.search('<pre id="problems">(.*?)</pre>', opened(scripted, folder, width))
     return list(json.loads(html.unescape(found[1])))
@@ -51,7 +51,7 @@ def problems(page: str, folder: Path, width: int) -> list[str]:
 
 def test_hostile_texts_do_nothing(tmp_path: Path) -> None:
     document = opened(page_of("hostile"), tmp_path, 1600)
-    assert '<html lang="en">' in document  # hostile texts would set an id
+    assert '<html lang="en">' in document  # a hostile text that runs would set an id
     assert "<h1>" in document
 
 

@@ -1,4 +1,4 @@
-"""Lanes of a report: what each worker did at each time."""
+"""Lanes of a report show the state of each worker over time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COLORS = {"rule": ".", "idle": "l", "waste": "w", "used": "c", "again": "X"}
 
 
 def a_run(run_id: str, began: float, engine_s: float, load_s: float = 0.0, **facts: Any) -> Run:
-    """A run whose engine was there for a while; ``began`` is on the timeline's clock."""
+    """Return a run whose engine lives for ``engine_s``; ``began`` is on the timeline's clock."""
     return Run(
         run_id,
         {},
@@ -34,7 +34,11 @@ def a_run(run_id: str, began: float, engine_s: float, load_s: float = 0.0, **fac
 
 
 def timeline_of(span_s: float, **steps_of: list[tuple[float, float]]) -> Timeline:
-    """The steps of runs, by writer: when each ended on its run's clock, and how long it took."""
+    """Return the steps of runs by writer.
+
+    Args:
+        steps_of: for each step, its end on its run's clock and its duration, in seconds.
+    """
     timeline = Timeline(span_s)
     for writer, steps in steps_of.items():
         run_id = f"run-00001-{writer}"
@@ -46,7 +50,7 @@ def timeline_of(span_s: float, **steps_of: list[tuple[float, float]]) -> Timelin
 
 
 def drawn(lane: Lane, width: int = 24) -> str:
-    """A lane in letters."""
+    """Return a lane as letters."""
     return "".join(COLORS[piece.color] * round(piece.share * width) for piece in lane.pieces)
 
 

@@ -1,4 +1,4 @@
-"""The numbers of a report are those of ``summary.json`` and of the stored steps."""
+"""The numbers of a report equal those of ``summary.json`` and of the stored steps."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ LENIENT: dict[str, Any] = {"errors": {"max_error_rate": 1}}
 
 
 def dataset(path: Path, rows: int = 40) -> None:
-    """Rows that begin alike, with a bad one among them."""
+    """Write rows with a common prefix, one of them bad."""
     prompts = [f"The same instruction for every row. {row * 37 % 101}" for row in range(rows)]
     prompts[11] = ""
     write_parquet(path / "in" / "x.parquet", {"prompt": prompts})
@@ -96,7 +96,7 @@ def test_numbers_grow_while_the_job_runs(tmp_path: Path, monkeypatch: pytest.Mon
     rows = [found.rows_done for found in seen]
     assert rows == sorted(rows)
     assert rows[-1] > 20
-    # All rows but the failed one have been run, wherever they are kept meanwhile.
+    # All rows except the failed one have run, whether they are in parts or in segments.
     assert [found.lengths.rows for found in seen[1:]] == [max(0, done - 1) for done in rows[1:]]
     steps = [found.timeline.totals.steps for found in seen]
     assert steps == sorted(steps)

@@ -1,4 +1,4 @@
-"""The page as HTML: its words, its structure, and untrusted text as text."""
+"""The report as HTML: its words, its structure, and untrusted text, which stays text."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from tests.report.pages import (
 
 @pytest.mark.parametrize("kind", GOLDEN)
 def test_page_has_the_expected_words(kind: str) -> None:
-    """After a change that is meant, write and read them: ``python -m tests.report.pages``."""
+    """After an intended change, run ``python -m tests.report.pages`` and read the new pages."""
     assert words_of(page_of(kind)) == golden(kind).read_text(encoding="utf-8")
 
 
 class Tree(HTMLParser):
-    """The elements of a page in order: tag, attributes, enclosing tags; and its text."""
+    """The text of a page, and its elements in order: tag, attributes, enclosing tags."""
 
     def __init__(self, html: str) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class Tree(HTMLParser):
 
     @property
     def vocabulary(self) -> set[tuple[str, str]]:
-        """All tags, each with each of its attributes."""
+        """All tags, and all pairs of a tag and an attribute."""
         return {(tag, name) for tag, attributes, _ in self.elements for name in ["", *attributes]}
 
 

@@ -1,4 +1,4 @@
-"""Charts: colors with enough contrast, readable axes, tooltips with the drawn values."""
+"""Charts: colors with enough contrast, readable axes, and tooltips with the drawn values."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SHAPES = sorted(set(COLORS) - set(BACKGROUNDS) - {"text", "soft", "ink"})
 
 
 def luminance(color: str) -> float:
-    """Relative luminance as WCAG 2.2 defines it."""
+    """Return the relative luminance as defined by WCAG 2.2."""
     channels = [int(color[at : at + 2], 16) / 255 for at in (1, 3, 5)]
     linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]

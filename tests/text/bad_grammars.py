@@ -1,4 +1,4 @@
-"""A hundred grammars that nobody can follow: wrong, unsupported, empty or enormous."""
+"""A hundred grammars that are wrong, unsupported, empty or enormous."""
 
 from __future__ import annotations
 

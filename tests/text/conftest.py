@@ -1,4 +1,4 @@
-"""Small tokenizers, trained here: byte-level with ChatML specials, and SentencePiece-like."""
+"""Small tokenizers trained here: byte-level with ChatML tokens, and SentencePiece-like."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ INSTRUCT = (
 
 
 def _byte_level() -> Any:
-    """As of GPT-2, Qwen and Llama 3; ``<think>`` is added, but not special."""
+    """Return a tokenizer like GPT-2's, Qwen's and Llama 3's; ``<think>`` is added, not special."""
     backend = Backend(models.BPE())
     backend.normalizer = normalizers.NFC()
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -62,7 +62,7 @@ def _byte_level() -> Any:
 
 
 def _sentencepiece() -> Any:
-    """As of Llama 2 and Mistral: metaspace, BOS, bytes for unknown characters."""
+    """Return a tokenizer like those of Llama 2 and Mistral: metaspace, BOS and byte fallback."""
     control = ["<unk>", "<s>", "</s>", "[INST]", "[/INST]"]
     backend = Backend(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
     backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
@@ -99,7 +99,7 @@ def _sentencepiece() -> Any:
 
 
 def wrap(reference: Any, *, chat_template: str | None = None) -> Tokenizer:
-    """Our tokenizer on the backend of transformers' one, as the loader makes it."""
+    """Return our tokenizer with the backend of transformers' tokenizer, as the loader makes it."""
     backend = reference.backend_tokenizer
     added = backend.get_added_tokens_decoder().values()
     return Tokenizer(
@@ -117,35 +117,35 @@ def wrap(reference: Any, *, chat_template: str | None = None) -> Tokenizer:
 
 @pytest.fixture(scope="session", params=[_byte_level, _sentencepiece])
 def reference(request: pytest.FixtureRequest) -> Any:
-    """transformers' tokenizer, byte-level and SentencePiece-like in turn."""
+    """Return transformers' tokenizers: byte-level and SentencePiece-like."""
     return request.param()
 
 
 @pytest.fixture(scope="session")
 def tokenizer(reference: Any) -> Tokenizer:
-    """Ours, around the same backend, with its chat template."""
+    """Return our tokenizer with the same backend and chat template."""
     return wrap(reference, chat_template=reference.chat_template)
 
 
 @pytest.fixture(scope="session")
 def chatml_reference() -> Any:
-    """transformers' byte-level tokenizer with a ChatML template."""
+    """Return transformers' byte-level tokenizer with a ChatML template."""
     return _byte_level()
 
 
 @pytest.fixture(scope="session")
 def chatml(chatml_reference: Any) -> Tokenizer:
-    """Byte-level, with a ChatML template."""
+    """Return our byte-level tokenizer with a ChatML template."""
     return wrap(chatml_reference, chat_template=CHATML)
 
 
 @pytest.fixture(scope="session")
 def chatml_without_template(chatml_reference: Any) -> Tokenizer:
-    """Byte-level, of a model not made for chat."""
+    """Return our byte-level tokenizer of a model without a chat template."""
     return wrap(chatml_reference)
 
 
 @pytest.fixture(scope="session")
 def sentencepiece() -> Tokenizer:
-    """SentencePiece-like, with BOS and an instruct template."""
+    """Return our SentencePiece-like tokenizer, with BOS and an instruct template."""
     return wrap(_sentencepiece(), chat_template=INSTRUCT)

@@ -1,7 +1,7 @@
-"""Three hundred and more schemas that a grammar alone cannot insist on, or barely can.
+"""Over three hundred schemas that a grammar can hardly enforce, or not at all.
 
-By hand: a few for each keyword, as a test suite of JSON Schema has them. Drawn: records such as
-APIs ask for, with one or two such keywords in them. Short texts meet most of them.
+The handwritten ones have a few schemas per keyword, like JSON Schema's test suite. The random ones
+are records like those of APIs, with one or two such keywords. Short texts match most of them.
 """
 
 from __future__ import annotations

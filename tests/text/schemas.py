@@ -1,4 +1,4 @@
-"""A dozen schemas of the kinds that people ask for."""
+"""A dozen schemas like those of users."""
 
 from __future__ import annotations
 

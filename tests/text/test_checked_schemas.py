@@ -1,4 +1,4 @@
-"""Schemas that a grammar takes in part, and the check of finished texts that makes up for it."""
+"""Schemas that a grammar enforces only in part, and the check of finished texts."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def takes(schema: Any, text: str, **options: Any) -> bool:
 
 
 def changed(value: Any, rng: random.Random) -> Any:
-    """A value like another, one place in it changed."""
+    """Return a copy of a value with one change."""
     if isinstance(value, dict) and rng.random() < 0.8:
         fields, name = dict(value), rng.choice("abcz")
         if name in fields and rng.random() < 0.3:
@@ -54,12 +54,12 @@ def changed(value: Any, rng: random.Random) -> Any:
 
 @functools.cache
 def instances_of(name: str) -> tuple[str, ...]:
-    """Of a hard schema; two tests look at them."""
+    """Return texts for a hard schema, made once for two tests."""
     return tuple(instances(HARD_SCHEMAS[name], 6))
 
 
 def instances(schema: Any, count: int) -> Iterator[str]:
-    """Texts that a schema may allow or not."""
+    """Yield texts that a schema may or may not allow."""
     rng = random.Random(str(schema))
     grammar = grammar_of(schema, unsupported="check")
     for scalar in SCALARS:
@@ -93,7 +93,7 @@ def test_widened_schema_allows_more_texts(name: str) -> None:
 @pytest.mark.parametrize("name", HARD_SCHEMAS)
 def test_exact_schema_allows_the_same_texts(name: str) -> None:
     schema = HARD_SCHEMAS[name]
-    if "format" in str(schema):  # those that are annotations
+    if "format" in str(schema):  # schemas whose keywords are only annotations
         return
     original, exact = (JsonValidator(json.dumps(one)) for one in (schema, exact_schema(schema)))
     for text in instances_of(name):
@@ -160,7 +160,7 @@ WRONG = {
 
 @pytest.mark.parametrize("name", RIGHT)
 def test_format_patterns_follow_calendar_and_rfcs(name: str) -> None:
-    """The grammar and who checks agree."""
+    """The grammar and the validator agree."""
     schema = {"type": "string", "format": name}
     judge = JsonValidator(json.dumps(schema), check_formats=True)
     for text in map(json.dumps, RIGHT[name]):
@@ -259,7 +259,7 @@ def test_validation_problem_is_one_line(schema: Any, text: str, problem: str) ->
 
 
 def doubling(last: Any, keyword: str = "allOf", depth: int = 40) -> dict[str, Any]:
-    """Each schema refers to the next twice."""
+    """Return a schema in which each definition refers to the next one twice."""
     schemas = {
         f"a{at}": {keyword: [{"$ref": f"#/$defs/a{at + 1}"}, {"$ref": f"#/$defs/a{at + 1}"}]}
         for at in range(depth)

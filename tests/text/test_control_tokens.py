@@ -1,4 +1,4 @@
-"""Control-token text of a row is found quickly and survives a template as one character."""
+"""Control tokens in a row's text are found quickly, and pass a template as one character."""
 
 from __future__ import annotations
 

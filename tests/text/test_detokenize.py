@@ -1,4 +1,4 @@
-"""The text of a growing sample is at every step that of decoding all its tokens at once."""
+"""At every step, the text of a growing sample equals the decoded text of all its tokens."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_incremental_text_of_a_sentence(tokenizer: Tokenizer, text: str, skip: b
 def test_incremental_text_of_random_tokens(
     tokenizer: Tokenizer, data: st.DataObject, skip: bool
 ) -> None:
-    ids = st.integers(0, tokenizer.vocab_size + 2)  # some have no token
+    ids = st.integers(0, tokenizer.vocab_size + 2)  # some ids have no token
 
     check_every_step(tokenizer, data.draw(st.lists(ids, max_size=60)), skip=skip)
 
@@ -51,7 +51,7 @@ def test_incremental_text_of_random_tokens(
 def test_incremental_text_of_bytes_spaces_and_special_tokens(
     tokenizer: Tokenizer, data: st.DataObject
 ) -> None:
-    """Where decoders look back: bytes of characters, lone spaces, special tokens between."""
+    """Cases in which decoders look back: bytes of characters, single spaces, special tokens."""
     texts = ["🙂", "é", "京", "\ufffd", " ", "   ", " hello"]
     encoded = tokenizer.encode_batch(texts, add_special_tokens=False, parse_special_tokens=False)
     parts = {id_ for ids in encoded for id_ in ids.tolist()} | set(tokenizer.special_token_ids)
@@ -99,7 +99,7 @@ def test_incremental_text_with_other_decoders(
 
 
 class TestWindow:
-    """Only a few tokens are decoded at each step."""
+    """Each step decodes only a few tokens."""
 
     @pytest.fixture
     def longest(self, chatml: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -165,7 +165,7 @@ def test_token_texts_join_to_the_whole_text(chatml: Tokenizer, text: str) -> Non
 
 
 def test_a_token_that_straddles_characters_keeps_what_it_completes() -> None:
-    alphabet = {"â": 0, "Ĥ¬â": 1, "Ĥ¬": 2, "Ġâ": 3}  # E2, 82 AC E2, 82 AC, space E2
+    alphabet = {"â": 0, "Ĥ¬â": 1, "Ĥ¬": 2, "Ġâ": 3}  # bytes E2; 82 AC E2; 82 AC; space E2
     backend = Backend(models.BPE(vocab=alphabet, merges=[]))
     backend.decoder = decoders.ByteLevel()
     straddling = Tokenizer(

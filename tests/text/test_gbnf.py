@@ -1,4 +1,4 @@
-"""Grammars in GBNF: what they allow, against texts, and what is wrong with those that are none."""
+"""GBNF grammars: which texts they allow, and the errors of invalid grammars."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ castle ::= "O-O" "-O"?
 
 
 def matches(grammar: str, text: str) -> bool:
-    """Whether a grammar allows a text as a whole."""
+    """Return True if a grammar allows the whole text."""
     source = LLMatcher.grammar_from_lark(lark_of(grammar))
     matcher = LLMatcher(_byte_tokenizer(), source, log_level=0)
     assert not matcher.is_error(), matcher.get_error()
@@ -82,7 +82,7 @@ def test_gbnf_grammars_allow_and_refuse_texts(
 
 
 def test_random_gbnf_expressions_agree_with_regular_expressions() -> None:
-    """Of one-character strings and classes, so that nothing is matched further than it should."""
+    """Expressions consist of characters and classes, so both engines match the same texts."""
     choose = random.Random(5)
 
     def expression(depth: int) -> tuple[str, str]:

@@ -1,4 +1,4 @@
-"""Grammars for a model: what they allow, what they force, what cannot be compiled."""
+"""Compiled grammars: which tokens they allow and force, and which grammars are refused."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ BYTES = GrammarCompiler(byte_tokenizer(), frozenset({0}), 257)
 
 
 def asked(**structured_outputs: Any) -> Mapping[str, Any]:
-    """In the form that sampling parameters have it."""
+    """Return structured outputs in the form of sampling parameters."""
     value = SamplingParams(structured_outputs=structured_outputs).structured_outputs
     assert value is not None
     return value
@@ -44,7 +44,7 @@ def allowed(grammar: CompiledGrammar, state: Any) -> list[int]:
 def text_of(
     grammar: CompiledGrammar, tokenizer: Tokenizer, eos: int, seed: int, most: int = 400
 ) -> str | None:
-    """A text made of tokens that the grammar allows, any of them; None if it does not end."""
+    """Return a text of random tokens that the grammar allows, or None if it does not end."""
     random, state, ids = np.random.default_rng(seed), grammar.begin(), list[int]()
     while len(ids) < most:
         ids.append(int(random.choice(allowed(grammar, state))))
@@ -62,7 +62,7 @@ def ids_of(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def accepts(grammar: CompiledGrammar, tokenizer: Tokenizer, eos: int, text: str) -> bool:
-    """Whether a text can be written, token by token."""
+    """Return True if the grammar allows the text, token by token."""
     state, forced = grammar.begin(), list[int]()
     for token in [*ids_of(tokenizer, text), eos]:
         if forced:
@@ -112,7 +112,7 @@ PATTERNS = [r"\d{3}", r"[\d\s]{4}", r"\s\S", r"\w\W", r"[^\s]{2}", r"[^\S]", r"[
 
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_texts_for_a_pattern_match_it_in_other_regex_engines(pattern: str) -> None:
-    """RE2, which ``accept.regex`` is matched by, and ECMAScript, whose a schema's patterns are."""
+    """``accept.regex`` uses RE2; the patterns of schemas are ECMAScript's."""
     whole = f"^(?:{pattern})$"
     schema = {"type": "string", "pattern": whole}
     ecma = jsonschema_rs.validator_for(schema)
@@ -210,7 +210,7 @@ def test_grammar_compile_error_is_one_line(name: str) -> None:
             compile_it(asked(**BAD[name]))
         assert "\n" not in str(caught.value)
         assert "<state>" not in str(caught.value)
-    assert time.process_time() - began < 120  # of hours, if nothing bounded it
+    assert time.process_time() - began < 120  # without limits it would take hours
 
 
 def test_grammar_work_per_step_is_bounded() -> None:

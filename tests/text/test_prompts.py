@@ -1,4 +1,4 @@
-"""Rows to prompts: sources, chat or raw, control text, lengths, and one error per bad row."""
+"""Prompts from rows: sources, chat or raw text, control tokens, lengths, and errors of bad rows."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def tokens(tokenizer: Tokenizer, prompt: Prompt) -> list[str | None]:
 @pytest.mark.parametrize(
     ("config", "used", "row", "text"),
     [
-        # messages are the default, then prompt
+        # by default, "messages" comes before "prompt"
         (
             {"columns": ("id", "prompt", "messages")},
             "messages",
@@ -121,7 +121,7 @@ def test_text_is_raw_without_a_chat_template(
 
 def test_prompts_get_bos_once(sentencepiece: Tokenizer) -> None:
     of_model = one(builder(sentencepiece), {"prompt": "hello"})
-    assert of_model.text == "<s>[INST] hello [/INST]"  # written by the chat template
+    assert of_model.text == "<s>[INST] hello [/INST]"  # the chat template writes BOS
     own = builder(sentencepiece, template="<s> {{ prompt }}", chat_template="none")
     plain = builder(sentencepiece, chat_template="none")
     for prompt in (of_model, one(own, {"prompt": "hello"}), one(plain, {"prompt": "hello"})):

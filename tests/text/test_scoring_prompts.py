@@ -1,4 +1,4 @@
-"""Prompts with completions: where evaluation harnesses cut them, one error a bad row."""
+"""Prompts with completions are split like evaluation harnesses do; bad rows give one error."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def error(made: ScoringBuilder, **row: object) -> RowError:
 
 
 def harness(encode: Any, context: str, continuation: str) -> tuple[list[int], list[int]]:
-    """What lm-evaluation-harness makes of a pair, by its description."""
+    """Encode a pair as lm-evaluation-harness describes it."""
     num_spaces = len(context) - len(context.rstrip())
     if num_spaces:
         continuation = context[-num_spaces:] + continuation

@@ -1,4 +1,4 @@
-"""Stop strings end a sample's text where a search of the whole text would."""
+"""Stop strings end a sample's text where a search in the whole text would."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def encode(tokenizer: Tokenizer, text: str) -> list[int]:
 def feed(
     made: StopChecker, token_ids: list[int], *, min_tokens: int = 0
 ) -> tuple[int, StopMatch | None]:
-    """How many tokens it took, and the match."""
+    """Return the number of tokens taken, and the match or None."""
     for count, token_id in enumerate(token_ids, 1):
         if match := made.on_token(token_id, may_stop=count >= min_tokens):
             return count, match
@@ -128,7 +128,7 @@ def test_skipped_special_tokens_do_not_match_stop_strings(chatml: Tokenizer) -> 
 def naive(
     tokenizer: Tokenizer, ids: list[int], stop: list[str], include: bool, min_tokens: int
 ) -> tuple[int, StopMatch | None]:
-    """Search the whole text after every token."""
+    """Return the same, by searching the whole text after every token."""
     ignored = 0
     for count in range(1, len(ids) + 1):
         text = tokenizer.decode(ids[:count], skip_special_tokens=True)
@@ -197,5 +197,5 @@ def test_bad_words_are_banned_with_and_without_a_space(chatml: Tokenizer) -> Non
 def test_bad_words_are_not_repeated(sentencepiece: Tokenizer) -> None:
     banned = bad_words_token_ids(sentencepiece, ["hello", "hello"])
 
-    assert len(banned) == 1  # a leading space is its own either way
+    assert len(banned) == 1  # the same ids with or without a leading space
     assert bad_words_token_ids(sentencepiece, []) == ()

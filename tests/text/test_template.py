@@ -1,4 +1,4 @@
-"""Row templates: what they read, what they write, and what they cannot reach."""
+"""Row templates: what they can read and write, and what they cannot access."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Contents that are lists of text parts reach a chat template in the form that it takes.
+"""Contents that are lists of text parts reach a chat template in the form that it supports.
 
-The oracle is transformers, which hands templates such lists as they are.
+The reference is transformers, which passes such lists to templates unchanged.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ END = "{% if add_generation_prompt %}<a>{% endif %}"
 
 
 def turns(body: str, before: str = "") -> str:
-    """A template that writes each message's role, and its content as ``body`` does."""
+    """Return a template that writes each message's role, and ``body`` for its content."""
     start = before + "{% for message in messages %}<{{ message.role[0] }}>"
     return start + body + "{% endfor %}" + END
 
@@ -97,7 +97,7 @@ def chat_template(source: str) -> ChatTemplate:
 
 
 def joined(talk: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A conversation with texts in place of parts, as vLLM joins them."""
+    """Return the conversation with its text parts joined, like vLLM."""
     return [
         {**m, "content": "\n".join(part["text"] for part in m["content"])}
         if isinstance(m["content"], list)
@@ -107,7 +107,7 @@ def joined(talk: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def split(talk: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A conversation with a part in place of each text."""
+    """Return the conversation with each text as a list of one part."""
     return [
         m if isinstance(m["content"], list) else {**user(m["content"]), "role": m["role"]}
         for m in talk

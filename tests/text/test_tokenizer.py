@@ -1,4 +1,4 @@
-"""Ids and texts are transformers' own; control tokens in text stay text where asked."""
+"""Ids and texts equal transformers'; control tokens in text stay text on request."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_word_level_text_never_becomes_a_control_token() -> None:
     )
 
     assert ids[0].tolist() == [2, 0, 0]
-    assert tokenizer.num_control_ids(ids[0]) == 0  # the unknown token steers nothing
+    assert tokenizer.num_control_ids(ids[0]) == 0  # the unknown token is not a control token
 
 
 def test_unigram_text_never_becomes_a_control_token() -> None:

@@ -1,4 +1,7 @@
-"""Builders that do what none should, in a child. Light: a child's limits hold while it imports."""
+"""Prompt builders that fail in a child process.
+
+The module imports little, because the child's limits apply while it is imported.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from batchinfer.text.tokenizer import Tokenizer
 
 
 class Builder:
-    """Makes a prompt of each row's token ids, once it has rendered them."""
+    """Renders rows, and makes each an error with the code "done"."""
 
     columns = ("ids",)
 
@@ -22,36 +25,36 @@ class Builder:
         del tokenizer
 
     def render(self, rows: Sequence[Any]) -> list[Any]:
-        """Nothing to do."""
+        """Return the rows unchanged."""
         return list(rows)
 
     def tokenize(self, rendered: Sequence[Any]) -> list[Prompt | RowError]:
-        """An error that shows that it came so far."""
+        """Return errors that show that rendering succeeded."""
         return [RowError("done", "") for _ in rendered]
 
 
 class Killed(Builder):
-    """Killed as if by the system's out-of-memory killer."""
+    """Kills its process, like the system's out-of-memory killer."""
 
     def render(self, rows: Sequence[Any]) -> list[Any]:
-        """Die."""
+        """Kill this process."""
         os.kill(os.getpid(), signal.SIGKILL)
         return list(rows)
 
 
 class Faulty(Builder):
-    """Fails where none should."""
+    """Raises an error that no builder should raise."""
 
     def render(self, rows: Sequence[Any]) -> list[Any]:
-        """Fail."""
+        """Raise ZeroDivisionError."""
         return [1 // 0 for _ in rows]
 
 
 class Waiting(Builder):
-    """Does nothing for ever, the first few times that it is to render.
+    """Waits forever, the first few times that it renders.
 
     Args:
-        marks: a folder that holds a file for each time.
+        marks: a folder for a file per time.
     """
 
     def __init__(self, marks: Path, times: int, tokenizer: Tokenizer) -> None:
@@ -60,7 +63,7 @@ class Waiting(Builder):
         self._times = times
 
     def render(self, rows: Sequence[Any]) -> list[Any]:
-        """Wait."""
+        """Wait forever, if this happened fewer than ``times`` times."""
         at = len(list(self._marks.iterdir()))
         if at < self._times:
             (self._marks / str(at)).touch()
@@ -69,9 +72,9 @@ class Waiting(Builder):
 
 
 class Computing(Builder):
-    """Computes for ever."""
+    """Computes forever."""
 
     def render(self, rows: Sequence[Any]) -> list[Any]:
-        """Compute."""
+        """Compute forever."""
         while True:
             pass

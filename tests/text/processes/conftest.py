@@ -1,4 +1,4 @@
-"""Child processes with low limits, and tokenizers that can reach them."""
+"""Text processes with low limits, and tokenizers that can exceed them."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ MakeProcesses = Callable[..., TextProcesses]
 
 
 @pytest.fixture
-def prompts_are_soon_made() -> None:
-    """Replace the fixture of the same name: these tests start processes as a job does."""
+def text_processes_start_fast() -> None:
+    """Replace the fixture of the same name: these tests start processes like a job."""
 
 
 def byte_level(pattern: str | None = None, growth: int = 1) -> Tokenizer:
@@ -73,7 +73,7 @@ def prompts_of(
 
 
 def fork_server() -> psutil.Process:
-    """Return the fork server that started last: engines of other tests may have theirs."""
+    """Return the fork server that started last; engines of other tests may have their own."""
     servers = (
         child for child in psutil.Process().children() if "fork_server" in " ".join(child.cmdline())
     )

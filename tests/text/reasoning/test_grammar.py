@@ -1,4 +1,4 @@
-"""Thinking is free and bounded; grammars hold for the answer alone."""
+"""Reasoning is free and has a limit; grammars apply to the answer alone."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def allowed(made: ReasoningGrammar, state: Any) -> set[int]:
 
 
 def follow(tokenizer: Tokenizer, made: ReasoningGrammar, text: str) -> Any:
-    """A state behind a text, each token of which must be allowed."""
+    """Return the state after a text, each token of which must be allowed."""
     state, forced = made.begin(), list[int]()
     for token_id in encode(tokenizer, text).tolist():
         if forced:
@@ -92,7 +92,7 @@ def test_without_a_budget_the_end_marker_is_not_forced(tokenizer: Tokenizer) -> 
     state = made.begin()
     assert allowed(made, state) == {first}
     assert state.take(first) == rest
-    assert len(allowed(made, state)) > VOCAB - 32  # an answer without a grammar is free
+    assert len(allowed(made, state)) > VOCAB - 32  # an answer without a grammar is not restricted
 
 
 def test_a_budget_alone_does_not_need_llguidance(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,7 +139,7 @@ def test_harmony_answers_in_its_final_channel() -> None:
 def test_replay_resumes_a_sample(
     tokenizer: Tokenizer, prompt: str, text: str, regex: str | None
 ) -> None:
-    """At every token behind which a run may have ended: forced ones are kept with their cause."""
+    """Resume after each token; forced tokens are kept together with the token before them."""
     made = grammar(tokenizer, prompt, regex, 3)
     taken, state, forced = list[int](), made.begin(), list[int]()
     for token_id in encode(tokenizer, text).tolist():

@@ -1,4 +1,4 @@
-"""Thinking is told from answers in the formats of real models, wherever a sample is cut."""
+"""Reasoning is separated from answers in the formats of real models, wherever a sample ends."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Case:
     reasoning: str | None
     text: str
     num_tokens: int
-    """Of the thinking, with its markers; tokens are bytes and control tokens."""
+    """Number of reasoning tokens, including markers; tokens are bytes and control tokens."""
 
 
 CASES = {
@@ -105,7 +105,7 @@ def test_split_of_reasoning_and_answer(case: Case) -> None:
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_tracker_agrees_with_split(case: Case) -> None:
-    """Wherever the sample is cut, what is known of it then is a beginning of what it comes to."""
+    """Wherever the sample is cut, the tracker's text is a prefix of the final text."""
     found = find_reasoning_format("auto", case.tokenizer)
     ids = encode(case.tokenizer, case.output)
     tracker = found.tracker(encode(case.tokenizer, case.prompt))

@@ -1,4 +1,4 @@
-"""Byte tokenizers with the control tokens of models that think."""
+"""Byte tokenizers with the control tokens of reasoning models."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EOS = "<eos>"
 def byte_tokenizer(
     special: Sequence[str] = (), added: Sequence[str] = (), chat_template: str | None = None
 ) -> Tokenizer:
-    """One token per byte, and one for each control token; ``added`` ones show in the text."""
+    """Return a tokenizer of bytes and control tokens; decoding keeps ``added`` ones in texts."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Backend(models.BPE({text: at for at, text in enumerate(alphabet)}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -34,17 +34,17 @@ def byte_tokenizer(
 
 
 def encode(tokenizer: Tokenizer, text: str) -> TokenIds:
-    """The ids of a text, control tokens parsed."""
+    """Return the ids of a text, with control tokens parsed."""
     return tokenizer.encode_batch([text], add_special_tokens=False, parse_special_tokens=True)[0]
 
 
 def sample_of(token_ids: TokenIds, *, stop: str | None = None, text_end: int = 0) -> SampleOutput:
-    """A finished sample, ended by a stop string or else by length."""
+    """Return a finished sample, ended by a stop string or else by its length."""
     ids = np.asarray(token_ids, dtype=np.int32)
     match = None if stop is None else StopMatch(stop, text_end)
     return SampleOutput(0, ids, "length" if match is None else "stop", None, match, 0.0, None)
 
 
 def ended(token_ids: TokenIds) -> SampleOutput:
-    """A sample that its last token ended."""
+    """Return a sample that ended with its last token."""
     return SampleOutput(0, np.asarray(token_ids, np.int32), "stop", None, None, 0.0, None)

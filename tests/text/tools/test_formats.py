@@ -211,7 +211,7 @@ def test_tool_calls_with_invalid_json_stay_text(value: str) -> None:
 
 
 def test_repeated_markers_take_linear_time() -> None:
-    """A reader that begins anew at each marker would go through this for hours."""
+    """A parser that started again at each marker would take hours."""
     for markers in (("<a>", "<b>", "<c>"), ("<a>", "<b>")):
         assert list(fields_between("<a>" * 500_000, *markers)) == []
     assert list(fields_between("<a>1<b>2<c>-<a><b><c><a>3<b>", "<a>", "<b>", "<c>")) == [
@@ -224,7 +224,7 @@ def test_repeated_markers_take_linear_time() -> None:
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_truncated_tool_calls_are_valid_or_stay_text(case: Case) -> None:
-    """Wherever max_tokens cuts it."""
+    """``max_tokens`` may end the text anywhere."""
     for end in range(len(case.text)):
         found = FORMATS[case.format].parse(case.text[:end], TOOLS)
         for call in () if found is None else found.calls:

@@ -1,4 +1,4 @@
-"""Tools reach the chat template; what a row's own tools say is text."""
+"""Tools reach the chat template; tools of a row are read as text."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_tools_of_the_job() -> None:
 
 @pytest.mark.parametrize("word", ["x", EOS, f"a{EOS}b", EOS[:-1], EOS[1:]])
 def test_tools_of_a_row_are_text(word: str) -> None:
-    """Their keys, too: no control token comes of them."""
+    """The same holds for their keys: no text in them becomes a control token."""
     own = [tool("f", word)]
     as_struct = [{**own[0], "unused": None}]
     for value in (json.dumps(own), json.dumps(own).encode(), as_struct):
