@@ -308,7 +308,7 @@ def test_a_folder_is_read_as_one_room(folder: Path) -> None:
     )
 
 
-def test_modules_do_not_import_each_other_in_circles() -> None:
+def test_modules_have_no_circular_imports() -> None:
     """Imports inside functions count too: of two modules, one must be the lower."""
     graph = {
         name: {found for whole in imported(path) if (found := known(whole)) not in ("", name)}
@@ -317,7 +317,7 @@ def test_modules_do_not_import_each_other_in_circles() -> None:
     list(TopologicalSorter(graph).static_order())  # CycleError names the modules of a circle
 
 
-def test_docstrings_describe_arguments_that_there_are() -> None:
+def test_docstrings_describe_only_existing_arguments() -> None:
     described = re.compile(r"^ {4}(\w+): ", re.MULTILINE)
     unknown = []
     for path in MODULES.values():
@@ -331,7 +331,7 @@ def test_docstrings_describe_arguments_that_there_are() -> None:
     assert unknown == []
 
 
-def test_tasks_are_told_apart_in_their_lists_alone() -> None:
+def test_only_task_lists_compare_task_names() -> None:
     """Other code asks a task's ``TaskSpec`` or ``Task`` instead of comparing its name."""
     assert get_args(TaskName) == tuple(TASK_SPECS) == tuple(TASKS)
     tests = [

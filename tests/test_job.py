@@ -78,7 +78,7 @@ def rows_of(spec: JobSpec) -> list[dict[str, Any]]:
 
 
 @torch.inference_mode()
-def test_good_rows_are_right_and_bad_rows_are_coded(dataset: Path, model: Path) -> None:
+def test_good_rows_are_right_and_bad_rows_have_error_codes(dataset: Path, model: Path) -> None:
     spec = job(dataset, model, output={"rows_per_part": 50})
     assert run_job(spec, quiet=True) is ExitCode.OK
     reference, tokenizer = (

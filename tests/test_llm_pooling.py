@@ -315,7 +315,7 @@ def test_texts_are_embedded_and_compared(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("most", [5, -1])
-def test_texts_are_cut_as_the_tokenizer_cuts_them(folder: Path, most: int) -> None:
+def test_texts_are_truncated_like_in_the_tokenizer(folder: Path, most: int) -> None:
     llm = LLM(str(folder), dtype="float32", device="cpu")
     params = PoolingParams(truncate_prompt_tokens=most)
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -328,7 +328,7 @@ def test_texts_are_cut_as_the_tokenizer_cuts_them(folder: Path, most: int) -> No
         llm.embed("a", pooling_params=PoolingParams(truncate_prompt_tokens=21), use_tqdm=False)
 
 
-def test_pairs_are_cut_as_the_tokenizer_cuts_them(tmp_path: Path) -> None:
+def test_pairs_are_truncated_like_the_tokenizer_does(tmp_path: Path) -> None:
     torch.manual_seed(0)
     config = AutoConfig.for_model("bert", num_labels=1, **encoder_config("bert"))
     model = AutoModelForSequenceClassification.from_config(config)

@@ -174,7 +174,7 @@ def test_summary_names_the_worker_of_the_pool(workers: int, where: str) -> None:
 @pytest.mark.parametrize(
     ("found", "rest"), [(0.4, ", of the 50.0% that rows share"), (0.6, " files")]
 )
-def test_summary_never_finds_more_than_rows_have_in_common(found: float, rest: str) -> None:
+def test_summary_never_reports_more_reuse_than_rows_share(found: float, rest: str) -> None:
     lines = " ".join(summary_lines(2, found=found))
     assert f"{found:.1%} of the prompt tokens were cached{rest}" in lines
 

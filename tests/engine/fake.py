@@ -28,7 +28,7 @@ MakeEngine = Callable[..., tuple[Engine, "FakeRunner"]]
 
 EOS = 0
 EMPTY = -1
-SPOILT = 40
+SPOILED = 40
 """A prompt token whose score comes from NaN logits."""
 BEAM_VOCAB = 12
 
@@ -169,7 +169,7 @@ class FakeRunner:
         return StepResult(
             token_ids=tokens,
             logprobs=values,
-            nonfinite=tokens == SPOILT,
+            nonfinite=tokens == SPOILED,
             ranks=tokens + 1,
             top_token_ids=tokens[:, None] + top,
             top_logprobs=values[:, None] - top.astype(np.float32),

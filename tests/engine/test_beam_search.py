@@ -86,7 +86,7 @@ def test_block_is_copied_when_beams_fork_in_it(make_engine: MakeEngine) -> None:
     assert [len(step.block_copies) for step in runner.steps] == [0, 2]
 
 
-def test_table_rows_are_kept_for_beams_to_come(make_engine: MakeEngine) -> None:
+def test_table_rows_are_reserved_for_future_beams(make_engine: MakeEngine) -> None:
     """Ordinary rows do not take the table rows of future beams, so no beam is preempted."""
     rows = [make_request(row, [row] * 3, max_tokens=9) for row in range(1, 20)]
     requests = [rows[0], beams(30, [7] * 5, 4, max_tokens=8, ignore_eos=True), *rows[1:]]
@@ -97,7 +97,7 @@ def test_table_rows_are_kept_for_beams_to_come(make_engine: MakeEngine) -> None:
     assert max(step.num_running for step in steps) == 6
 
 
-def test_more_beams_than_rows_of_a_step_run_alone(make_engine: MakeEngine) -> None:
+def test_a_search_with_more_beams_than_max_num_seqs_runs_alone(make_engine: MakeEngine) -> None:
     """No other row or search runs beside them, even if it has room."""
     requests = [make_request(row, [row] * 3, max_tokens=9) for row in range(1, 6)]
     requests[2:2] = [

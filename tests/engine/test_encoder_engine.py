@@ -72,7 +72,7 @@ def test_poolings_are_not_mixed_in_a_step() -> None:
     assert runner.steps == [[2], [2, 2]]
 
 
-def test_texts_that_cannot_run_are_handed_back() -> None:
+def test_texts_that_cannot_run_are_returned() -> None:
     one = engine(Sums())
     for row, length in enumerate([0, 13, 12]):
         one.add_request(request(row, length))
@@ -80,7 +80,7 @@ def test_texts_that_cannot_run_are_handed_back() -> None:
     assert codes == {0: "empty_prompt", 1: "prompt_too_long", 2: None}
 
 
-def test_a_vector_that_is_no_number_is_its_row_s_error() -> None:
+def test_a_vector_with_nan_is_a_row_error() -> None:
     class Broken(Sums):
         def encode(self, step: EncoderStep) -> Float32:
             vectors = super().encode(step)
@@ -93,7 +93,7 @@ def test_a_vector_that_is_no_number_is_its_row_s_error() -> None:
     assert [run_ := run(one), run_[0].error_code, run_[1].error_code][1:] == ["nan_logits", None]
 
 
-def test_steps_get_smaller_where_memory_lacks() -> None:
+def test_steps_get_smaller_when_memory_is_short() -> None:
     runner = Sums(memory=5)
     one = engine(runner, most=12)
     for row in range(6):
@@ -107,7 +107,7 @@ def test_steps_get_smaller_where_memory_lacks() -> None:
         one.step()
 
 
-def test_nothing_is_left_of_what_is_aborted() -> None:
+def test_aborted_rows_leave_nothing_behind() -> None:
     one = engine(Sums())
     for length in (0, 3, 12):
         one.add_request(request(0, length))

@@ -71,14 +71,14 @@ class Logs(FakeRunner):
         (True, "submit 0, submit 1, read 0, submit 2, read 1, read 2"),
     ],
 )
-def test_a_step_is_submitted_before_the_one_before_it_is_read(runs_ahead: bool, log: str) -> None:
+def test_a_step_is_submitted_before_the_previous_one_is_read(runs_ahead: bool, log: str) -> None:
     engine, _ = make_engine(10, runs_ahead=runs_ahead)
     engine._runner = runner = Logs(10, 4)
     run_all(engine, [make_request(0, [1, 2], max_tokens=3)])
     assert ", ".join(runner.log) == log
 
 
-def test_callers_functions_get_all_tokens_before_the_one_they_are_for() -> None:
+def test_logits_processors_get_all_tokens_before_the_next_one() -> None:
     engine, runner = make_engine(10, runs_ahead=True)
     hooked = replace(make_request(0, [1, 2], max_tokens=4), logits_processors=(print,))
     run_all(engine, [hooked, make_request(1, [3, 4], max_tokens=4)])
@@ -89,7 +89,7 @@ def test_callers_functions_get_all_tokens_before_the_one_they_are_for() -> None:
     assert [row.output_token_ids for row in rows] == [longest[:at] for at in range(4)]
 
 
-def test_a_token_that_is_not_known_is_named_by_its_sample() -> None:
+def test_an_unknown_token_refers_to_its_sample() -> None:
     engine, runner = make_engine(40, runs_ahead=True)
     submitted: list[Step] = []
     submit = runner.submit
@@ -104,7 +104,7 @@ def test_a_token_that_is_not_known_is_named_by_its_sample() -> None:
 
 
 @pytest.mark.parametrize("length", range(1, 7))
-def test_an_end_by_choice_costs_one_token_and_an_end_by_length_none(
+def test_an_end_token_costs_one_extra_token_and_an_end_by_length_none(
     make_engine: MakeEngine, length: int
 ) -> None:
     engine, runner = make_engine(10, next_token=ends_at(length))
@@ -133,7 +133,7 @@ def test_blocks_of_a_row_that_ends_by_length_serve_the_next_step(make_engine: Ma
         assert tokens == expected(request, 0)
 
 
-def test_a_row_that_ended_is_not_a_reason_to_preempt() -> None:
+def test_a_row_that_ended_causes_no_preemption() -> None:
     """The older row ends, and the newer row needs its blocks."""
 
     def next_token(context: bytes, stream: int, sample: int, position: int) -> int:
@@ -153,7 +153,7 @@ def test_a_row_that_ended_is_not_a_reason_to_preempt() -> None:
 
 
 @pytest.mark.parametrize("params", [{"frequency_penalty": 0.5}, {"repetition_penalty": 1.2}])
-def test_penalized_rows_see_every_token_and_hold_nobody_up(params: dict[str, float]) -> None:
+def test_penalized_rows_see_every_token_and_delay_no_other_rows(params: dict[str, float]) -> None:
     engine, runner = make_engine(100, runs_ahead=True)
     penalized = make_request(0, [9, 9], max_tokens=4, **params)
     plain = [make_request(row, [row] * 3, max_tokens=8) for row in range(1, 7)]
@@ -173,14 +173,14 @@ def test_penalized_rows_see_every_token_and_hold_nobody_up(params: dict[str, flo
     assert len(runner.steps) == 8
 
 
-def test_where_every_row_is_penalized_they_run_together() -> None:
+def test_rows_that_are_all_penalized_run_together() -> None:
     engine, runner = make_engine(100, runs_ahead=True, max_num_seqs=8)
     rows = [make_request(row, [row], max_tokens=5, presence_penalty=1.0) for row in range(16)]
     run_all(engine, rows)
     assert [step.num_sequences for step in runner.steps] == [8] * 10
 
 
-def test_samples_part_where_the_row_of_one_that_ended_is_taken_over() -> None:
+def test_samples_fork_into_the_table_row_of_a_row_that_ended() -> None:
     """Before row 0's only token is read, row 6, which also has samples, gets its table row."""
     engine, _ = make_engine(100, max_tokens=30, runs_ahead=True)
     lengths, samples = [1, 4, 9, 9, 9, 9, 4], [2, 2, 1, 1, 1, 1, 2]
@@ -212,7 +212,7 @@ class Breaks(FakeRunner):
 
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("position", range(5))
-def test_a_row_with_nan_logits_errs_alone_wherever_it_is(
+def test_a_row_with_nan_logits_fails_alone_at_any_place(
     make_engine: MakeEngine, position: int, n: int
 ) -> None:
     engine, _ = make_engine(60)
@@ -232,9 +232,7 @@ def test_a_row_with_nan_logits_errs_alone_wherever_it_is(
 
 
 @pytest.mark.parametrize("steps", range(7))
-def test_what_is_aborted_under_way_leaves_nothing_behind(
-    make_engine: MakeEngine, steps: int
-) -> None:
+def test_rows_aborted_in_flight_leave_nothing_behind(make_engine: MakeEngine, steps: int) -> None:
     engine, _ = make_engine(30, max_tokens=8)
     requests = [make_request(row, [row + 1] * 7, max_tokens=5, n=2) for row in range(3)]
     for request in requests:
@@ -279,7 +277,7 @@ class Fails(FakeRunner):
 
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("steps", range(8))
-def test_what_a_failed_step_was_to_fill_is_not_found(
+def test_blocks_that_a_failed_step_should_fill_are_not_found(
     make_engine: MakeEngine, steps: int, late: bool
 ) -> None:
     engine, _ = make_engine(40, max_tokens=8)
@@ -409,7 +407,7 @@ class TestEngineMachineLonger(EngineMachine.TestCase):
     settings = settings(max_examples=100, deadline=None)
 
 
-def test_the_extra_token_is_kept_from_nobody() -> None:
+def test_the_extra_token_reaches_no_other_row() -> None:
     """A row that ended still draws a token; the row that takes its place draws its own tokens."""
     engine, runner = make_engine(8, max_num_seqs=1, runs_ahead=True, next_token=ends_at(2))
     requests = [make_request(row, [row + 1] * 3, max_tokens=6) for row in range(3)]

@@ -195,7 +195,7 @@ def test_steps_may_fail_again_and_again(
     ],
     ids=["a_row", "a_search"],
 )
-def test_a_device_that_has_no_memory_for_the_smallest_step_ends_the_run(
+def test_a_device_without_memory_for_the_smallest_step_ends_the_run(
     requests: list[Request], sizes: list[int], runs_ahead: bool
 ) -> None:
     engine, runner = scarce(runs_ahead=runs_ahead)
@@ -214,7 +214,7 @@ def test_a_device_that_has_no_memory_for_the_smallest_step_ends_the_run(
     run(engine, requests)
 
 
-def test_a_search_that_comes_later_gets_what_it_needs() -> None:
+def test_a_later_beam_search_gets_larger_steps() -> None:
     engine, runner = scarce(max_tokens=8)
     runner.fails_at = {0, 1, 2}
     run(engine, [make_request(0, [7] * 9, max_tokens=5)])

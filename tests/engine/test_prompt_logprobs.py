@@ -13,7 +13,7 @@ from batchinfer.engine.request import Completion, Request
 from batchinfer.engine.runner import OutOfMemory, Pending
 from batchinfer.engine.step import Step
 from tests.engine.fake import (
-    SPOILT,
+    SPOILED,
     FakeRunner,
     MakeEngine,
     expected,
@@ -179,7 +179,7 @@ def test_prompt_with_nan_scores_gets_an_error_and_others_do_not(
 ) -> None:
     engine, _ = make_engine(64, 4, max_tokens=8)
     tokens = list(range(1, 31))
-    bad = [*tokens[:place], SPOILT, *tokens[place + 1 :]]
+    bad = [*tokens[:place], SPOILED, *tokens[place + 1 :]]
     requests = [make_request(0, bad, prompt_logprobs=0), make_request(1, tokens, prompt_logprobs=0)]
     completions, _ = run_all(engine, requests)
     assert completions[0].error_code == "nan_logits"

@@ -24,7 +24,7 @@ from batchinfer.engine.request import (
 from batchinfer.engine.stats import StepStats
 from batchinfer.job.tokens.record import KeptOutput
 from batchinfer.protocols import StopMatch
-from tests.engine.fake import SPOILT, hashed, make_engine, make_request
+from tests.engine.fake import SPOILED, hashed, make_engine, make_request
 from tests.engine.invariants import check_scheduler
 from tests.engine.searches import beams
 from tests.engine.toy_grammar import Toy, constrained
@@ -125,7 +125,7 @@ def unbroken(requests: list[Request], **options: Any) -> dict[int, object]:
     ahead=st.booleans(),
     num_blocks=st.sampled_from([24, 64]),
 )
-def test_what_is_cut_off_goes_on_as_if_nothing_had_been(
+def test_interrupted_rows_continue_without_a_difference(
     cuts: list[int], every: int, ahead: bool, num_blocks: int
 ) -> None:
     """Stop at random steps, several times; output is reported every few steps.
@@ -165,7 +165,7 @@ def test_what_is_cut_off_goes_on_as_if_nothing_had_been(
     assert 0 <= lost <= sum(r.num_prompt_tokens for r in rows.values()) * len(cuts)
 
 
-def test_a_token_is_computed_again_and_drawn_once() -> None:
+def test_a_token_is_recomputed_but_not_drawn_again() -> None:
     request = make_request(0, [1, 2, 3], max_tokens=10)
     engine, runner = make_engine(16)
     engine.add_request(request)
@@ -220,7 +220,7 @@ def make_stats() -> RequestStats:
     ],
     ids=["a sample lacks", "twice", "no logprobs", "past its end", "no tokens"],
 )
-def test_an_output_that_lacks_something_is_computed_anew(spoil: Any) -> None:
+def test_an_incomplete_partial_output_is_computed_again(spoil: Any) -> None:
     request = make_request(0, [1, 2], max_tokens=12, n=2, logprobs=1)
     partial = complete_partial()
     for one, resumes in ((partial, True), (spoil(partial), False)):
@@ -230,16 +230,16 @@ def test_an_output_that_lacks_something_is_computed_anew(spoil: Any) -> None:
         assert (len(runner.steps[0].token_ids) > 2) == resumes
 
 
-def test_tokens_that_a_grammar_or_a_stop_string_forbids_are_drawn_anew() -> None:
+def test_tokens_that_a_grammar_or_stop_checker_refuses_are_drawn_again() -> None:
     ids = np.array([3, 28], dtype=np.int32)
     partial = PartialOutput((PartialSample(0, ids, -2.0, None),), (), make_stats())
     request = make_request(0, [1, 2], max_tokens=12)
-    for spoilt in (
+    for spoiled in (
         replace(request, make_stop_checker=Sums),
         constrained(request, Toy(breaks_at=2)),
     ):
         engine, runner = make_engine(16)
-        engine.add_request(replace(spoilt, partial_output=partial))
+        engine.add_request(replace(spoiled, partial_output=partial))
         engine.step()
         assert len(runner.steps[0].token_ids) == 2
 
@@ -260,7 +260,7 @@ def test_samples_that_are_all_finished_need_no_step() -> None:
     assert not tracker.take([], [completion]), "told already"
 
 
-def test_a_run_tells_anew_what_it_was_given_once_there_is_more() -> None:
+def test_a_run_reports_given_tokens_with_its_first_new_token() -> None:
     """A run reports given tokens only with a new one, so that repeated deaths show no progress."""
     request = make_request(0, [1, 2, 3, 4, 5], max_tokens=8)
     ids = np.array([3, 4], dtype=np.int32)
@@ -279,7 +279,7 @@ def test_a_run_tells_anew_what_it_was_given_once_there_is_more() -> None:
     assert [(start, len(sample.token_ids)) for start, sample in then.samples] == [(3, 1)]
 
 
-def test_a_row_that_starts_over_is_told_of_anew() -> None:
+def test_a_row_that_starts_over_is_reported_again() -> None:
     """The row's logits were NaN, perhaps because of blocks that it shares with another row."""
     engine, _ = make_engine(64)
     engine.add_request(make_request(0, [1, 2, 3, 4, 5], max_tokens=8, n=2))
@@ -301,8 +301,8 @@ def test_a_row_that_starts_over_is_told_of_anew() -> None:
     assert [start for start, _ in anew.samples] == [0, 0]
 
 
-def test_a_prompt_whose_logits_are_no_numbers_is_found_out_after_a_resume() -> None:
-    request = make_request(0, [1, SPOILT, 2], max_tokens=5, prompt_logprobs=0)
+def test_a_prompt_with_nan_logits_fails_after_a_resume() -> None:
+    request = make_request(0, [1, SPOILED, 2], max_tokens=5, prompt_logprobs=0)
     ids = np.array([3, 4], dtype=np.int32)
     partial = PartialOutput((PartialSample(0, ids, -2.0, None),), (), make_stats())
     engine, _ = make_engine(16)

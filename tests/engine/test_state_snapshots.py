@@ -89,7 +89,7 @@ def test_no_states_are_kept_for_requests_that_need_logits_of_their_whole_prompts
     assert not engine.scheduler.pool.states.snapshots
 
 
-def test_samples_with_states_of_their_own_leave_room_for_another_row(
+def test_samples_with_own_states_leave_room_for_another_row(
     make_engine: MakeEngine,
 ) -> None:
     # There is room for three rows with a block and a state each, but not for a fourth state.
@@ -102,7 +102,7 @@ def test_samples_with_states_of_their_own_leave_room_for_another_row(
     assert engine.num_running == 3
 
 
-def test_prefix_of_a_kept_state_outlives_prompts_that_nobody_shares(
+def test_prefix_of_a_kept_state_outlives_unshared_prompts(
     make_engine: MakeEngine,
 ) -> None:
     first = list(range(1, 101))
@@ -130,7 +130,7 @@ def test_prompts_of_a_tree_are_computed_once(make_engine: MakeEngine, block_size
 
 
 @pytest.mark.parametrize("windows", [(0, 9), (0, 2, 30), (9,)])
-def test_prompts_of_a_tree_are_computed_once_beside_windows(
+def test_prompts_of_a_tree_are_computed_once_with_windows(
     make_engine: MakeEngine, windows: tuple[int, ...]
 ) -> None:
     prompts = tree((2, 2, 4), (37, 21, 13, 7))
@@ -197,7 +197,7 @@ def test_waiting_samples_start_from_the_state_of_their_prompt(make_engine: MakeE
     assert sum(step.prefill_tokens for step in steps) == 41
 
 
-def test_preempted_row_leaves_its_snapshot_to_the_rows_that_follow(
+def test_followers_use_the_snapshot_of_a_preempted_row(
     make_engine: MakeEngine,
 ) -> None:
     prompt = list(range(1, 41))

@@ -41,7 +41,7 @@ def crowd(n: int = 1) -> list[Request]:
     ("n", "num_blocks", "host_blocks"),
     [(1, 18, 1), (1, 18, 4), (3, 18, 4), (1, 18, 1000), (1, 60, 1), (1, 60, 4)],
 )
-def test_more_rows_than_the_pool_holds_run_with_any_host_memory(
+def test_rows_that_exceed_the_pool_run_with_any_host_memory(
     make_engine: MakeEngine, n: int, num_blocks: int, host_blocks: int
 ) -> None:
     """A pool of 18 blocks holds one of the longest rows."""
@@ -248,7 +248,7 @@ def test_hints_of_further_samples_keep_no_blocks_for_rows_that_have_run(
     assert not any(block.wanted for block in engine.scheduler.pool.index.blocks())
 
 
-def test_block_that_is_copied_in_part_stays_for_rows_that_need_all_of_it(
+def test_a_partly_copied_block_stays_for_rows_that_need_all_of_it(
     make_engine: MakeEngine,
 ) -> None:
     """A group's first row copies tokens that its first block shares with another group's block."""

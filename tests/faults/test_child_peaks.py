@@ -30,11 +30,11 @@ def peak_beside(code: str) -> int:
 
 
 @pytest.mark.parametrize("code", [BLOAT, GRANDCHILD])
-def test_what_a_child_had_once_counts(code: str) -> None:
+def test_a_childs_earlier_peak_counts(code: str) -> None:
     assert FAT_BYTES < peak_beside(code) < 2 * FAT_BYTES + 2**26
 
 
-def test_what_its_parent_has_does_not_count() -> None:
+def test_a_parents_memory_does_not_count() -> None:
     kept = b"x" * FAT_BYTES
     assert 0 < peak_beside(WAIT) < FAT_BYTES
     assert len(kept) == FAT_BYTES

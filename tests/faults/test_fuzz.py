@@ -22,7 +22,7 @@ SLOW_S = 30.0
 
 @pytest.mark.parametrize("count", [100, pytest.param(300, marks=pytest.mark.long)])
 @pytest.mark.parametrize("case", [fuzz_jobs.case, fuzz_parquet.case])
-def test_nothing_is_wrong_slow_or_fatal(case: Case, count: int, tmp_path: Path) -> None:
+def test_no_case_breaks_a_promise(case: Case, count: int, tmp_path: Path) -> None:
     found = run_cases(case, count, 1, tmp_path, jobs=1, most_s=SLOW_S)
     assert found.violations == []
     assert found.words.total() == count
@@ -39,7 +39,7 @@ def test_broken_model_folders_are_refused_by_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_models_are_equal_to_transformers_own_or_refused(tmp_path: Path) -> None:
+def test_models_equal_transformers_or_are_refused(tmp_path: Path) -> None:
     found = run_cases(fuzz_families.case, len(FAMILIES), 1, tmp_path, jobs=1, most_s=SLOW_S)
     assert found.violations == []
     equal = [word for word in found.words if word.endswith(fuzz_families.EQUAL)]
@@ -47,7 +47,7 @@ def test_models_are_equal_to_transformers_own_or_refused(tmp_path: Path) -> None
 
 
 @pytest.mark.long
-def test_recurrent_models_take_the_tokens_of_transformers(tmp_path: Path) -> None:
+def test_recurrent_models_choose_the_tokens_of_transformers(tmp_path: Path) -> None:
     count = len(RECURRENT_FAMILIES)
     found = run_cases(fuzz_recurrent.case, count, 1, tmp_path, 1, fuzz_recurrent.MOST_S)
     assert found.violations == []

@@ -18,7 +18,7 @@ FAILURES = all_failures()
 
 
 @pytest.mark.parametrize("title", FAILURES)
-def test_a_failure_says_what_is_kept(title: str, model: Path) -> None:
+def test_messages_of_failures_equal_the_stored_ones(title: str, model: Path) -> None:
     code, printed = failed(FAILURES[title], model)
     assert as_text(title, code, printed) == golden()[title]
     assert code == int(title[0])

@@ -92,7 +92,7 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory, model: Path) -> list[dict
     return rows_of(spec)
 
 
-def test_text_is_the_same_wherever_memory_lacks(
+def test_text_is_the_same_wherever_memory_runs_out(
     tmp_path: Path, model: Path, unbroken: list[dict[str, Any]], allocator: Allocator
 ) -> None:
     assert run_job(job(tmp_path, model, "counting"), quiet=True) is ExitCode.OK
@@ -201,7 +201,7 @@ def test_without_memory_for_the_smallest_step_it_is_exit_6_and_can_go_on(
     assert summary_of(spec)["out_of_memory"] == {"count": 6, "max_num_batched_tokens": 1}
 
 
-def test_the_api_goes_on_and_says_so(
+def test_the_api_continues_with_smaller_steps_and_logs_it(
     model: Path, allocator: Allocator, caplog: pytest.LogCaptureFixture
 ) -> None:
     # An earlier `run --quiet` in this process may have changed the level.

@@ -20,7 +20,7 @@ def bad(number: int, seed: int, folder: Path) -> str:
     return "well"
 
 
-def test_a_case_that_kills_its_process_or_hangs_is_named_and_the_others_run(tmp_path: Path) -> None:
+def test_a_fatal_case_is_named_and_the_other_cases_run(tmp_path: Path) -> None:
     found = run_cases(bad, 6, 1, tmp_path, jobs=1, most_s=2.0)
     assert found.words == {"well": 3}
     by_case = {violation.partition(":")[0]: violation for violation in found.violations}

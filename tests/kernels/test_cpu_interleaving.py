@@ -63,7 +63,7 @@ def interleaved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def test_decoder_layers_under_interleaving(
     dtype: torch.dtype, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    test_native_layers.test_layers_in_one_call_have_the_bits_of_their_parts_called_one_by_one(
+    test_native_layers.test_joined_layers_have_the_bits_of_separate_calls(
         dtype, method, 3, monkeypatch
     )
 

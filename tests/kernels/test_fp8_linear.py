@@ -147,7 +147,7 @@ def test_quantize_groups_equals_reference(dtype: torch.dtype, device: str) -> No
     check_groups(torch.linspace(-3, 3, 2 * 1200).view(2, 1200).to(device, dtype)[:, :1100])
 
 
-def test_group_with_nan_or_infinity_makes_only_its_row_nan(interpreter: str) -> None:
+def test_a_group_with_nan_or_infinity_makes_only_its_row_nan(interpreter: str) -> None:
     x = awkward_rows(torch.float32).to(interpreter)
     groups = build_groups(x)
     quantize_groups(**groups)

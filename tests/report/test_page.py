@@ -159,14 +159,14 @@ def test_memory_sentence_compares_with_contiguous_allocation() -> None:
 
 
 @pytest.mark.parametrize(("cached", "is_said"), [(300, True), (500, False)])
-def test_common_prefixes_are_mentioned_if_not_all_were_found(cached: int, is_said: bool) -> None:
+def test_caption_mentions_common_prefixes_that_were_not_reused(cached: int, is_said: bool) -> None:
     data = replace(some_data(), lengths=Lengths())
     sums = {"prompt_tokens": 1000, "cached_tokens": cached, "distinct_tokens": 600}
     data.lengths.sums.update(sums)
     assert ("; rows share 40% of their tokens" in sharing_caption(data)) == is_said
 
 
-def test_phases_are_listed_with_the_time_that_they_are_part_of() -> None:
+def test_phases_are_listed_with_their_enclosing_time() -> None:
     phases = {"importing torch": 30.0, "packing weights": 5.0, "merging statistics": 2.0}
     data = replace(some_data(), phases=phases, load_s=20.0, total_s=600.0)
     notes = {one.label: one.note for one in time_slices(data)}

@@ -29,7 +29,7 @@ def test_halves_at_the_edges_could_form_control_text(text: str) -> None:
     assert TOKENS.can_form_in(text)
 
 
-def test_the_longest_token_at_a_place_counts() -> None:
+def test_the_longest_token_at_a_position_counts() -> None:
     assert TOKENS.pattern.findall("<|im_end|>x<|im_end|>y") == ["<|im_end|>x", "<|im_end|>"]
 
 

@@ -127,7 +127,7 @@ class TestWindow:
 
         assert longest[0] <= 12
 
-    def test_is_bounded_in_endless_bytes_that_are_no_text(
+    def test_is_bounded_for_endless_invalid_bytes(
         self, chatml: Tokenizer, longest: list[int]
     ) -> None:
         smile = chatml.encode_batch(["🤖"], add_special_tokens=False, parse_special_tokens=True)[0]
@@ -164,7 +164,7 @@ def test_token_texts_join_to_the_whole_text(chatml: Tokenizer, text: str) -> Non
     assert "".join(texts_of(chatml, ids.tolist())) == expected
 
 
-def test_a_token_that_straddles_characters_keeps_what_it_completes() -> None:
+def test_a_token_that_straddles_characters_keeps_the_completed_one() -> None:
     alphabet = {"â": 0, "Ĥ¬â": 1, "Ĥ¬": 2, "Ġâ": 3}  # bytes E2; 82 AC E2; 82 AC; space E2
     backend = Backend(models.BPE(vocab=alphabet, merges=[]))
     backend.decoder = decoders.ByteLevel()

@@ -78,7 +78,9 @@ def test_missing_default_column_lists_the_columns(chatml: Tokenizer) -> None:
         builder(chatml, ("title", "body"))
 
 
-def test_messages_are_templates_and_the_assistants_last_one_is_continued(chatml: Tokenizer) -> None:
+def test_messages_are_templates_and_a_last_assistant_message_is_continued(
+    chatml: Tokenizer,
+) -> None:
     messages = [
         {"role": "system", "content": "Be {{ how }}."},
         {"role": "user", "content": "{{ q }}"},
@@ -333,7 +335,7 @@ class TestBadRows:
         assert error.code == code
         assert isinstance(good, Prompt)
 
-    def test_a_text_the_tokenizer_refuses_fails_alone(self) -> None:
+    def test_a_text_that_the_tokenizer_refuses_fails_alone(self) -> None:
         backend = Backend(models.WordLevel({"hello": 0}, unk_token="<none>"))
         backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
         tokenizer = Tokenizer(

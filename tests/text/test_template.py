@@ -103,7 +103,7 @@ def test_a_template_that_cannot_run_is_refused_at_once(source: str) -> None:
         compile_template(source)
 
 
-def test_another_template_is_refused_by_the_tag_that_names_it() -> None:
+def test_loading_another_template_is_refused_with_its_tag() -> None:
     with pytest.raises(UsageError, match=r"\(line 2\): \{% from %\} cannot load another template"):
         compile_template("fine\n{% from 'file' import f %}")
 
@@ -167,7 +167,7 @@ def test_a_result_that_is_too_long_is_a_row_error() -> None:
         render(f"{{{{ 'x' * {MAX_TEXT_CHARS} }}}}y")
 
 
-def test_what_a_template_writes_is_the_same_each_time() -> None:
+def test_a_template_renders_the_same_text_each_time() -> None:
     for source in ("{{ words | random }}", "{{ lipsum(1) }}"):
         with pytest.raises((RowError, UsageError), match=r"random|lipsum"):
             render(source)
@@ -199,7 +199,7 @@ def test_row_holds_the_columns(source: str, columns: set[str], text: str) -> Non
     assert template.render({name: row[name] for name in sorted(columns)}) == text
 
 
-def test_a_column_called_row_is_that_column() -> None:
+def test_a_column_named_row_can_be_used() -> None:
     template = compile_template("{{ row }}")
     assert template.columns(frozenset({"row", "x"})) == {"row"}
     assert template.render({"row": "text"}) == "text"

@@ -115,7 +115,9 @@ def split(talk: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(("source", "expected"), STYLES.values(), ids=STYLES)
-def test_contents_are_as_the_template_takes_them(source: str, expected: ContentFormat) -> None:
+def test_contents_have_the_form_that_the_template_takes(
+    source: str, expected: ContentFormat
+) -> None:
     template = chat_template(source)
     given = {ANY: copy.deepcopy, TEXT: joined, PARTS: split}[expected]
 

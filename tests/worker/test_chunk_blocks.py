@@ -13,7 +13,7 @@ from batchinfer.worker.loader import describe_model, load_model
 from tests.models import make_checkpoint
 
 
-def test_chunks_need_be_filled_by_the_engines_blocks_alone(tmp_path: Path) -> None:
+def test_only_the_engines_blocks_must_divide_chunks(tmp_path: Path) -> None:
     """A chunk of 24 tokens is not a multiple of the block size that loading tries."""
     name = str(make_checkpoint("llama4_text", tmp_path, attention_chunk_size=24))
     loaded = load_model(ModelConfig(name=name), device=torch.device("cpu"))

@@ -68,7 +68,7 @@ def test_more_attention_layers_than_in_the_config_are_refused() -> None:
         check_attention(model, layout)
 
 
-def test_keys_of_another_shape_than_in_the_config_are_refused() -> None:
+def test_keys_with_another_shape_than_the_configs_are_refused() -> None:
     model, _ = with_layout("llama")
     model.config.num_key_value_heads = 1
     wrong = KVLayout.from_config(model.config.to_dict(), block_size=1, dtype="float32")
@@ -145,7 +145,7 @@ def test_a_model_of_five_positions_passes() -> None:
     check_against_eager(model_of("gpt2", n_positions=5), 5, FREE)
 
 
-def test_the_shallow_copy_has_every_kind_of_layer() -> None:
+def test_the_shallow_copy_has_all_kinds_of_layers() -> None:
     types = ["sliding_attention"] * 5 + ["full_attention"]
     model = model_of("gemma3_text", num_hidden_layers=6, layer_types=types)
     made = shallow_copy(model, LONGEST, FREE)

@@ -19,7 +19,7 @@ def tensors() -> list[torch.Tensor]:
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="not glibc")
-def test_what_another_thread_allocated_is_returned() -> None:
+def test_memory_allocated_by_another_thread_is_returned() -> None:
     with ThreadPoolExecutor(1) as threads:
         made = threads.submit(tensors).result()
         kept = made[::64]  # surrounded by free memory, so that nothing is returned by itself

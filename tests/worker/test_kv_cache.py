@@ -59,7 +59,7 @@ def test_views_tile_the_pool(layer_major: bool) -> None:
 
 @in_both_orders
 @pytest.mark.parametrize("fp8", [False, True])
-def test_values_that_lie_in_the_keys(fp8: bool, layer_major: bool) -> None:
+def test_values_may_be_stored_in_the_keys(fp8: bool, layer_major: bool) -> None:
     layout = KVLayout(3, 1, 20, 16, block_size=4, element_bytes=4, fp8=fp8, latent=True)
     cache = KVCache(layout, 5, CPU, torch.float32, layer_major=layer_major)
     assert cache.pool.numel() == 6 * 3 * 4 * 20  # slots (including the null slot), layers, tokens
@@ -103,7 +103,7 @@ def test_float8_values_are_stored_transposed_for_gpu_kernels(
         assert torch.equal(values.flatten(0, 1)[:6], expected[:6])
 
 
-def test_a_block_is_one_contiguous_run_of_all_layers() -> None:
+def test_a_block_of_all_layers_is_contiguous() -> None:
     cache = make()
     assert cache.pool.is_contiguous()
     assert cache.pool.shape == (6, cache.layout.elements_per_block)
@@ -111,7 +111,7 @@ def test_a_block_is_one_contiguous_run_of_all_layers() -> None:
     assert cache.value(2)[4].data_ptr() < cache.pool[5].data_ptr()
 
 
-def test_a_layers_blocks_are_one_contiguous_run_where_layers_come_first() -> None:
+def test_the_blocks_of_a_layer_are_contiguous_in_a_layer_major_pool() -> None:
     cache = make(layer_major=True)
     runs = [(cache.key(layer)[0], cache.value(layer)[-1]) for layer in range(3)]
     bounds = [(key.data_ptr(), value.data_ptr() + value.nbytes) for key, value in runs]
@@ -158,7 +158,7 @@ def test_a_pool_of_float8_has_a_byte_a_number_and_saturates() -> None:
 
 
 @in_both_orders
-def test_the_null_slot_is_one_more_than_asked_for_and_zero(layer_major: bool) -> None:
+def test_the_pool_has_an_additional_null_slot_of_zeros(layer_major: bool) -> None:
     cache = make(layer_major=layer_major)
     assert cache.null_slot == cache.num_blocks == 5
     assert torch.count_nonzero(cache.blocks[5]) == 0
@@ -197,9 +197,7 @@ def test_swapped_block_returns_unchanged(layer_major: bool, device: str) -> None
 
 @in_both_orders
 @pytest.mark.parametrize("device", CPU_AND_CUDA)
-def test_blocks_leave_before_others_come_and_the_last_to_come_stays(
-    layer_major: bool, device: str
-) -> None:
+def test_blocks_leave_a_slot_before_others_fill_it(layer_major: bool, device: str) -> None:
     """A slot is read before it is filled; if two blocks fill it in one step, the last one stays."""
     cache = make(num_host_blocks=3, layer_major=layer_major, device=device)
     cache.pool.copy_(torch.randn_like(cache.pool))

@@ -250,12 +250,12 @@ def test_refuses_in_one_line(llama: Path, damage: Callable[[Path], object], mess
         ("gpt_neox", "gpt_neox.layers.0.attention.masked_bias"),
     ],
 )
-def test_spare_tensors_are_no_mistake(tmp_path: Path, family: str, name: str) -> None:
+def test_unused_tensors_are_not_an_error(tmp_path: Path, family: str, name: str) -> None:
     _with_tensors(name)(make_checkpoint(family, tmp_path))
     assert load(tmp_path).dtype == "float32"
 
 
-def test_layers_that_only_predict_further_ahead_are_spare(tmp_path: Path) -> None:
+def test_multi_token_prediction_layers_are_ignored(tmp_path: Path) -> None:
     make_checkpoint("deepseek_v3", tmp_path, num_nextn_predict_layers=1)
     _with_tensors("model.layers.3.eh_proj.weight")(tmp_path)
     assert load(tmp_path).dtype == "float32"
@@ -306,7 +306,7 @@ def test_a_model_that_fused_layers_change_is_loaded_again(
         ("llama", "o_proj", "cpu", "'llama' have no latents to cache"),
     ],
 )
-def test_who_keeps_latents(
+def test_families_that_keep_latents(
     family: str, changed: str, device_type: str, message: str | None, tmp_path: Path
 ) -> None:
     model = make_checkpoint(family, tmp_path / "model")

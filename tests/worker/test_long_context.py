@@ -66,7 +66,7 @@ def scaled_model(name: str) -> torch.nn.Module:
 
 @pytest.mark.parametrize("name", SCALINGS)
 @pytest.mark.parametrize("fused", [False, True])
-def test_scaled_positions_are_those_of_transformers(name: str, fused: bool) -> None:
+def test_scaled_positions_equal_those_of_transformers(name: str, fused: bool) -> None:
     ids = np.random.default_rng(0).integers(0, VOCAB_SIZE, LONGEST).tolist()
     with torch.inference_mode():
         expected = scaled_model(name)(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
@@ -89,7 +89,7 @@ def test_scaled_positions_are_those_of_transformers(name: str, fused: bool) -> N
 
 
 @pytest.mark.long
-def test_a_long_prompt_is_right_and_takes_the_memory_planned() -> None:
+def test_a_long_prompt_has_the_right_logits_and_the_planned_memory() -> None:
     """The benchmark uses 131,072 tokens; an eighth of them takes a 64th of the work."""
     command = [sys.executable, str(ROOT / "benchmarks" / "long_context.py")]
     done = subprocess.run(

@@ -73,15 +73,15 @@ def test_fp8_makes_twice_the_blocks_of_a_16_bit_pool(device: str) -> None:
     assert fp8.logits_bytes == plain.logits_bytes
 
 
-def test_a_cpu_pool_is_what_the_job_can_use() -> None:
+def test_a_cpu_pool_is_as_large_as_the_job_can_use() -> None:
     assert plan(max_num_seqs=4).num_blocks == 4 * 7
 
 
-def test_a_cpu_pool_is_at_most_a_quarter_of_what_is_free() -> None:
+def test_a_cpu_pool_takes_at_most_a_quarter_of_free_memory() -> None:
     assert plan(max_num_seqs=4096).num_blocks == 16 * MIB // LAYOUT.bytes_per_block
 
 
-def test_a_cuda_pool_is_the_share_less_everything_else() -> None:
+def test_a_cuda_pool_takes_the_share_minus_all_other_memory() -> None:
     found = plan("cuda", gpu_memory_utilization=0.5, max_num_batched_tokens=64, max_num_seqs=8)
     room = 50 * MIB - 20 * MIB - found.activation_bytes - found.logits_bytes - found.graph_bytes
     assert found.num_blocks == room // LAYOUT.bytes_per_block
@@ -110,7 +110,7 @@ def test_a_cuda_step_has_room_for_the_partial_results_of_its_attention() -> None
     assert long.activation_bytes == few.activation_bytes + taken
 
 
-def test_pieces_of_contexts_are_those_that_decodes_are_cut_into() -> None:
+def test_planned_pieces_equal_the_pieces_of_decodes() -> None:
     from batchinfer.kernels import decode_plan
 
     assert memory._PIECE_TOKENS == decode_plan.DECODE_PIECE
@@ -125,7 +125,7 @@ def test_pieces_of_contexts_are_those_that_decodes_are_cut_into() -> None:
         ("cuda", {"gpu_memory_utilization": 0.1}, "engine.gpu_memory_utilization"),
     ],
 )
-def test_what_does_not_fit_names_numbers_and_key(
+def test_a_pool_that_is_too_large_names_numbers_and_key(
     device: str, engine: dict[str, Any], key: str
 ) -> None:
     with pytest.raises(DeviceError, match=r"MiB, but the device has only .* MiB left") as raised:
@@ -201,7 +201,7 @@ def test_free_host_bytes_respects_the_limit_of_the_address_space(
     assert memory.free_host_bytes() > 50 * MIB
 
 
-def test_a_small_pool_runs_where_little_may_be_mapped(tmp_path: Path) -> None:
+def test_a_small_pool_runs_with_little_address_space(tmp_path: Path) -> None:
     """The default swap space is mapped at once, even if it is not used."""
     code = """
 import os, resource, sys
@@ -220,7 +220,7 @@ os._exit(0)  # to take apart what is loaded takes seconds
     assert done.stdout == "None\n", done.stderr
 
 
-def test_swap_space_is_at_most_a_quarter_of_what_the_pool_leaves() -> None:
+def test_swap_space_takes_at_most_a_quarter_of_the_memory_after_the_pool() -> None:
     found = plan(num_kv_blocks=4 * MIB // LAYOUT.bytes_per_block)
     assert found.host_bytes == 15 * MIB
     assert found.num_host_blocks == 15 * MIB // LAYOUT.bytes_per_block
@@ -292,7 +292,7 @@ def test_the_largest_step_with_a_graph_takes_a_small_share(
     assert memory.max_graph_tokens(config, HALF, LARGE, gib * 2**30) == tokens
 
 
-def test_the_widest_of_layers_that_differ_counts() -> None:
+def test_the_widest_layer_counts() -> None:
     widths = {"hidden_size": 8, "intermediate_size": [16, 64, 32]}
     alike = {"hidden_size": 8, "intermediate_size": 64}
     assert memory.activation_elements(widths) == memory.activation_elements(alike)

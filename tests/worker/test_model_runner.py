@@ -88,7 +88,7 @@ def test_a_step_of_prefill_alone_samples_nothing() -> None:
     assert len(result.token_ids) == len(result.logprobs) == len(result.nonfinite) == 0
 
 
-def test_a_step_takes_its_tokens_from_the_samples_of_the_step_before() -> None:
+def test_a_step_takes_its_tokens_from_the_previous_samples() -> None:
     prompts = [[5, 6, 7], [8, 9]]
 
     def second_step(known: bool) -> list[int]:

@@ -45,7 +45,7 @@ def test_other_errors_are_not_changed(error: Exception) -> None:
     assert told.value is error
 
 
-def test_the_tensors_of_the_attempt_are_gone() -> None:
+def test_tensors_of_the_failed_attempt_are_freed() -> None:
     kept: list[weakref.ref[torch.Tensor]] = []
 
     def compute() -> torch.Tensor:
@@ -58,7 +58,7 @@ def test_the_tensors_of_the_attempt_are_gone() -> None:
     assert kept[0]() is None, f"{told.value} keeps them"
 
 
-def test_the_tensors_of_an_earlier_failure_are_gone() -> None:
+def test_tensors_of_an_earlier_error_are_freed() -> None:
     """The out-of-memory error was raised while another error was handled, whose tensors must go."""
     kept: list[weakref.ref[torch.Tensor]] = []
 

@@ -17,7 +17,7 @@ TOP = 3
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *DECODER_FAMILIES])
-def test_log_probabilities_are_those_of_the_models_own_logits(family: str) -> None:
+def test_log_probabilities_equal_those_of_the_models_logits(family: str) -> None:
     rng = np.random.default_rng(5)
     prompts = [rng.integers(2, VOCAB_SIZE, length).tolist() for length in (23, 11)]
     runner, maker = make_runner(family)
@@ -75,7 +75,7 @@ def test_prompt_logprobs_return_named_ids_and_logits() -> None:
     np.testing.assert_allclose(scored.top_logprobs[:, 0], own.amax(1).numpy(), atol=1e-4)
 
 
-def test_no_more_logits_are_taken_at_a_time_than_planned() -> None:
+def test_logits_are_computed_in_pieces_of_the_planned_size() -> None:
     runner, maker = make_runner("llama")
     runner._scorer = PromptScorer(runner._model, rows=5)
     taken: list[int] = []

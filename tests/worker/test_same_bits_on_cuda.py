@@ -226,7 +226,7 @@ def test_bits_of_rows_with_adapters_do_not_depend_on_the_others(tmp_path: Path) 
 
 @pytest.mark.parametrize("family", ["llama", "starcoder2"])
 @pytest.mark.usefixtures("interpreted")
-def test_what_torch_computes_is_looked_at(family: str) -> None:
+def test_models_of_batch_invariant_operations_pass_the_check(family: str) -> None:
     prepared = prepared_model(family, hidden_size=32)
     check_operations(prepared.model, prepared.layout, prepared.kernel)
 
@@ -243,7 +243,7 @@ def test_operations_that_may_depend_on_the_rows_are_refused(family: str, operati
 
 
 @pytest.mark.usefixtures("interpreted")
-def test_torchs_own_products_are_refused() -> None:
+def test_torchs_matrix_products_are_refused() -> None:
     prepared = prepared_model("llama", packed=False)
     with pytest.raises(ModelError, match=r"torch runs .*linear"):
         check_operations(prepared.model, prepared.layout)

@@ -222,7 +222,7 @@ def test_a_prefix_is_found_in_whole_blocks_and_part_of_one_more(pool: BlockPool)
     assert (match.tail, match.tail_tokens) == (table[1], 2)
 
 
-def test_of_several_children_the_longest_match_is_taken(pool: BlockPool) -> None:
+def test_the_longest_match_among_children_is_taken(pool: BlockPool) -> None:
     for tail in ([5, 1, 1, 1], [5, 6, 1, 1], [5, 6, 7, 1], [5, 7, 7, 7]):
         indexed(pool, [1, 2, 3, 4, *tail])
     match = pool.match(token_key([1, 2, 3, 4, 5, 6, 7, 8]))
@@ -247,7 +247,7 @@ def test_least_recently_used_blocks_go_first_and_leaves_before_prefixes(pool: Bl
     check_pool(pool, [taken])
 
 
-def test_evicting_a_prefix_takes_what_continues_it_out_of_the_index(pool: BlockPool) -> None:
+def test_evicting_a_prefix_removes_its_continuations_from_the_index(pool: BlockPool) -> None:
     table = indexed(pool, [1, 1, 1, 1, 2, 2, 2, 2])
     pool.evict_subtree(table[0])
     assert pool.num_cached == 0
@@ -273,9 +273,7 @@ def test_blocks_of_a_failed_step_are_not_found(pool: BlockPool) -> None:
 
 
 @pytest.mark.parametrize("ran", [0, 1, 2])
-def test_blocks_of_a_submitted_step_are_found_until_it_or_one_before_fails(
-    pool: BlockPool, ran: int
-) -> None:
+def test_blocks_of_a_submitted_step_are_found_until_a_step_fails(pool: BlockPool, ran: int) -> None:
     table = [pool.allocate(), pool.allocate()]
     keys = [token_key([at] * SIZE) for at in range(2)]
     root = pool.entry_below([])
@@ -331,7 +329,7 @@ def evict_all(pool: BlockPool) -> None:
     pool.release([pool.allocate() for _ in range(pool.num_available)])
 
 
-def test_a_host_slot_that_a_step_reads_is_not_filled_by_it() -> None:
+def test_a_step_does_not_fill_a_host_slot_that_it_reads() -> None:
     """A step copies to the host first, so a filled slot would be read with other contents."""
     pool, reuse_hints = small_pool(2, 2)
     first = indexed(pool, [1, 1, 1, 1, 2, 2, 2, 2])
@@ -346,7 +344,7 @@ def test_a_host_slot_that_a_step_reads_is_not_filled_by_it() -> None:
     check_pool(pool, [first])
 
 
-def test_a_host_slot_that_a_step_reads_is_not_filled_by_it_when_its_block_is_forgotten() -> None:
+def test_a_step_does_not_fill_a_host_slot_that_it_reads_after_its_block_left_the_index() -> None:
     """Another row failed, so the block leaves the index, but its user still gets its contents."""
     pool, reuse_hints = small_pool(4, 2)
     first = indexed(pool, [1, 1, 1, 1, 2, 2, 2, 2])
@@ -366,7 +364,7 @@ def test_a_host_slot_that_a_step_reads_is_not_filled_by_it_when_its_block_is_for
     check_pool(pool, [first])
 
 
-def test_a_spare_copy_is_given_up_before_anything_is_lost() -> None:
+def test_spare_copies_are_dropped_before_blocks_are_lost() -> None:
     pool, reuse_hints = small_pool(4, 2)
     first = indexed(pool, [1, 1, 1, 1, 2, 2, 2, 2])
     waiting_for(reuse_hints, first)
@@ -382,7 +380,7 @@ def test_a_spare_copy_is_given_up_before_anything_is_lost() -> None:
     check_pool(pool, [first])
 
 
-def test_making_room_on_the_host_may_drop_the_block_that_was_to_go_there() -> None:
+def test_making_room_on_the_host_may_drop_the_block_to_be_copied() -> None:
     """The prefix is dropped first: it was wanted earlier than the block that continues it."""
     pool, reuse_hints = small_pool(2, 1)
     prefix, rest = indexed(pool, [1, 1, 1, 1, 2, 2, 2, 2])
@@ -396,7 +394,7 @@ def test_making_room_on_the_host_may_drop_the_block_that_was_to_go_there() -> No
     check_pool(pool, [])
 
 
-def test_a_full_host_drops_what_nobody_wants_then_the_least_recently_used() -> None:
+def test_a_full_host_drops_unwanted_blocks_then_the_least_recently_used() -> None:
     pool, reuse_hints = small_pool(1, 2)
     tables = []
     for token in range(4):
@@ -409,7 +407,7 @@ def test_a_full_host_drops_what_nobody_wants_then_the_least_recently_used() -> N
     assert [block.slot for block in tables[2:]] == [-1, -1]
 
 
-def test_the_row_that_arrived_last_says_whether_a_block_is_used_later() -> None:
+def test_the_last_row_to_arrive_decides_whether_a_block_is_used_later() -> None:
     """The order in which the rows finish does not matter."""
     pool, reuse_hints = small_pool(4, 0)
     table = [pool.allocate(), pool.allocate()]

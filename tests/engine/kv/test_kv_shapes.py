@@ -46,7 +46,7 @@ def test_shapes_by_layer() -> None:
     assert layout.bytes_per_token == 2 * elements
 
 
-def test_layers_that_attend_to_another_store_nothing() -> None:
+def test_layers_that_read_another_layers_kv_store_none() -> None:
     layout = layout_of(GEMMA4 | {"num_kv_shared_layers": 5})
     assert [layout.owner(layer) for layer in range(12)] == [0, 1, 2, 3, 4, 5, 6, 6, 6, 6, 6, 5]
     assert layout.place(11) == layout.place(5)
@@ -80,7 +80,7 @@ shapes = st.builds(
     drawn=st.data(),
     layer_major=st.booleans(),
 )
-def test_no_two_layers_lie_in_the_same_place(
+def test_layers_do_not_overlap_in_the_pool(
     kinds: list[str], drawn: st.DataObject, layer_major: bool
 ) -> None:
     """After all layers have written to their blocks, each layer reads back what it wrote."""
@@ -130,7 +130,7 @@ def test_no_two_layers_lie_in_the_same_place(
     ],
     ids=str,
 )
-def test_what_cannot_be_is_named(wrong: dict[str, Any]) -> None:
+def test_impossible_kv_configs_are_named(wrong: dict[str, Any]) -> None:
     config = tiny_config("gemma4_text").to_dict() | wrong
     with pytest.raises(ValueError, match=next(iter(wrong))):
         KVLayout.from_config(config, block_size=16, dtype="float32")

@@ -46,7 +46,7 @@ def test_every_layer_has_a_place() -> None:
     assert layout.bytes_per_token * 16 == 6 * layout.bytes_per_block
 
 
-def test_a_window_that_no_sequence_leaves_is_none() -> None:
+def test_a_window_longer_than_all_sequences_is_ignored() -> None:
     assert grouped([SLIDE, FULL], window=512, longest=512) == [(0, 2)]
     assert grouped([SLIDE, FULL], window=511, longest=512) == [(0, 1), (511, 1)]
 
@@ -65,7 +65,7 @@ def test_families_without_kinds_of_layers(config: dict[str, Any], window: int) -
 
 @pytest.mark.parametrize("window", [2, 9, 16, 17])
 @pytest.mark.parametrize("num_new", [1, 5, 16])
-def test_what_a_window_is_on(window: int, num_new: int) -> None:
+def test_a_window_covers_the_right_blocks(window: int, num_new: int) -> None:
     """Count blocks position by position; a window has the next token and window - 1 before it."""
     most = 0
     for computed in range(200):

@@ -47,7 +47,7 @@ def places(part: StatePart, num_layers: int, slot_bytes: int) -> list[tuple[int,
     conv_width=st.integers(2, 4),
     slot_bytes=st.integers(2_000, 30_000),
 )
-def test_pieces_lie_in_slots(
+def test_pieces_fit_into_slots(
     num_layers: int,
     key_heads: int,
     heads_per_key: int,

@@ -39,7 +39,7 @@ def test_snapshot_that_a_step_copies_is_not_evicted_while_the_step_is_built() ->
     check_pool(pool, [], states=[own])
 
 
-def test_last_follower_takes_the_snapshot_that_another_copies_in_the_same_step() -> None:
+def test_last_follower_takes_a_snapshot_that_the_same_step_copies() -> None:
     pool, snapshot = pool_with_snapshot(2 + 2 * PER_STATE, followers=2)
     assert pool.states.slots_to_start_from(snapshot) == 2 * PER_STATE
     first = pool.states.start_from(snapshot, pool.block_copies.within)

@@ -73,7 +73,7 @@ def test_a_prefix_hit_needs_the_last_window_only(windows: tuple[int, ...]) -> No
 
 
 @pytest.mark.parametrize("windows", [(9,), (0, 9)])
-def test_a_hit_that_lacks_its_window_is_shortened_then_healed(windows: tuple[int, ...]) -> None:
+def test_a_hit_without_its_window_is_shortened_and_later_repaired(windows: tuple[int, ...]) -> None:
     """Block 5 lost its slot in a window: a hit must end before it, or two blocks after it."""
     prompt = list(range(1, 33))
     engine, _ = make_engine(60, windows=windows)
@@ -95,7 +95,7 @@ def test_a_hit_that_lacks_its_window_is_shortened_then_healed(windows: tuple[int
     assert find_prefix_hit(pool, pool.match(token_key(prompt[:31]))).num_tokens == 31
 
 
-def test_nothing_in_the_index_leads_to_nothing() -> None:
+def test_index_entries_without_blocks_are_removed() -> None:
     """If all layers have windows, an index entry is removed with the last slot below it."""
     pool = BlockPool(4, SIZE, enable_prefix_caching=True, windows=(9,))
     table, parent = [pool.allocate() for _ in range(4)], pool.entry_below([])
@@ -117,7 +117,7 @@ def test_nothing_in_the_index_leads_to_nothing() -> None:
 
 @pytest.mark.parametrize("windows", [(2,), (0, 2)])
 @pytest.mark.parametrize("caching", [False, True])
-def test_beams_that_parted_long_ago_come_back(windows: tuple[int, ...], caching: bool) -> None:
+def test_beams_that_forked_long_ago_return(windows: tuple[int, ...], caching: bool) -> None:
     """Beams fork more than a window back, or resume from blocks that they left."""
     engine, _ = make_engine(600, 1, windows=windows, max_tokens=16, caching=caching)
     request = beams(0, [3, 4, 5, 6, 7], 6, max_tokens=40, ignore_eos=True)

@@ -28,12 +28,12 @@ def measured(preemption: Preemption, block_copy_s: float, token_s: float) -> Pre
 
 
 @pytest.mark.parametrize(("token_s", "swaps"), [(1e-3, True), (1e-5, False)])
-def test_auto_takes_what_is_faster(token_s: float, swaps: bool) -> None:
+def test_auto_chooses_the_faster_preemption(token_s: float, swaps: bool) -> None:
     """Copying a block out and back takes as long as computing 20 tokens at 1e-4 s each."""
     assert measured("auto", 1e-3, token_s).should_swap([table(9)], SIZE) == swaps
 
 
-def test_blocks_that_are_on_the_host_already_cost_one_copy() -> None:
+def test_blocks_already_on_the_host_cost_one_copy() -> None:
     preemption_policy = measured(
         "auto", 1e-3, 1e-4
     )  # computing a block takes as long as 1.6 copies
@@ -41,7 +41,7 @@ def test_blocks_that_are_on_the_host_already_cost_one_copy() -> None:
     assert preemption_policy.should_swap([table(10, on_host=5)], SIZE)
 
 
-def test_blocks_that_others_hold_cost_nothing_either_way() -> None:
+def test_blocks_of_other_rows_cost_nothing_to_preempt() -> None:
     preemption_policy = measured("auto", 1e-3, 1e-4)
     shared = table(1000, references=2, on_host=1000)
     assert not preemption_policy.should_swap([shared + table(3)], SIZE)
@@ -57,12 +57,12 @@ def test_blocks_that_a_group_shares_are_moved_once() -> None:
 
 
 @pytest.mark.parametrize(("preemption", "swaps"), [("swap", True), ("recompute", False)])
-def test_a_choice_made_beforehand_holds(preemption: Preemption, swaps: bool) -> None:
+def test_a_configured_preemption_is_kept(preemption: Preemption, swaps: bool) -> None:
     for token_s in (1e-5, 1.0):
         assert measured(preemption, 1e-3, token_s).should_swap([table(9)], SIZE) == swaps
 
 
-def test_steps_that_mostly_decode_say_nothing_of_prompts() -> None:
+def test_steps_that_mostly_decode_do_not_change_the_prompt_speed() -> None:
     preemption_policy = measured("auto", 1e-3, 1e-4)
     before = preemption_policy.token_s
     preemption_policy.observe(9.0, prefill_tokens=79, decode_tokens=21)

@@ -140,7 +140,7 @@ def test_each_distinct_prefix_token_is_computed_once(
     assert sum(step.prefill_tokens for step in steps) == 500 + 64 * 32
 
 
-def test_rows_under_several_prefixes_share_each(make_engine: MakeEngine) -> None:
+def test_rows_with_several_prefixes_share_each(make_engine: MakeEngine) -> None:
     rng = np.random.default_rng(1)
     systems = rng.integers(1, 30_000, (5, 300))
     requests = [
@@ -153,7 +153,7 @@ def test_rows_under_several_prefixes_share_each(make_engine: MakeEngine) -> None
     assert sum(step.prefill_tokens for step in steps) <= 1.01 * distinct
 
 
-def test_sorted_neighbours_do_not_start_one_after_the_other(make_engine: MakeEngine) -> None:
+def test_sorted_neighbors_start_together(make_engine: MakeEngine) -> None:
     """Neighbors share slightly more tokens with each other than with all other rows."""
     rng = np.random.default_rng(6)
     common = rng.integers(1, 30_000, 300).tolist()
@@ -179,7 +179,7 @@ def test_a_follower_does_not_wait_for_a_single_common_token(make_engine: MakeEng
 
 
 @pytest.mark.parametrize("num_blocks", [4096, 600, 100])
-def test_prompts_of_parallel_samples_are_computed_once_whatever_the_pool(
+def test_prompts_of_parallel_samples_are_computed_once_in_any_pool(
     make_engine: MakeEngine, num_blocks: int
 ) -> None:
     rng = np.random.default_rng(3)

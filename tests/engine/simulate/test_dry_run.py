@@ -37,7 +37,7 @@ def uniform_lengths(rows: int, shortest: int, longest: int) -> Iterator[Request]
         yield Request(row, prompt, params, (0, row))
 
 
-def test_samples_end_where_they_are_told_to() -> None:
+def test_simulated_samples_end_after_the_given_length() -> None:
     engine, runner = make_dry_engine(
         EngineConfig(max_num_seqs=8, block_size=4),
         qwen3_8b(),
@@ -64,7 +64,7 @@ def test_samples_end_where_they_are_told_to() -> None:
     ("preemption", "host_bandwidth", "swaps"),
     [("swap", 1e9, True), ("auto", 1e12, True), ("auto", 1e3, False), ("recompute", 1e12, False)],
 )
-def test_copies_take_their_time_and_auto_looks_at_it(
+def test_auto_preemption_considers_the_time_of_copies(
     preemption: Literal["auto", "recompute", "swap"], host_bandwidth: float, swaps: bool
 ) -> None:
     """The scheduler expects short outputs, but rows run long, so the pool is too small."""
@@ -90,7 +90,7 @@ def test_copies_take_their_time_and_auto_looks_at_it(
 
 
 @pytest.mark.long
-def test_a_published_workload_takes_what_it_should() -> None:
+def test_a_published_workload_takes_a_plausible_time() -> None:
     """256 rows of 100 to 1,024 prompt and output tokens with Llama 3.1 8B on one H200.
 
     If operators run one after another, 12,400 output tokens per second are the upper bound; a
@@ -132,7 +132,7 @@ def test_waste_at_these_lengths_is_under_one_percent() -> None:
     ("reserved", "used", "block_size", "reserving_wastes", "blocks_waste"),
     [(2048, 600, 16, 0.707, 0.013), (4096, 900, 32, 0.780, 0.030)],
 )
-def test_the_worked_examples(
+def test_worked_examples_of_the_docs_are_right(
     reserved: int, used: int, block_size: int, reserving_wastes: float, blocks_waste: float
 ) -> None:
     """The examples of docs/memory-model.md: a sequence ends with ``used`` tokens."""

@@ -40,7 +40,7 @@ def test_a_known_model_has_its_known_size() -> None:
 @pytest.mark.parametrize(
     "family", ["llama", "qwen3", "gemma2", "gpt2", "starcoder2", "qwen3_moe", "minicpm3"]
 )
-def test_weights_are_what_transformers_makes_of_the_config(family: str) -> None:
+def test_weights_equal_those_that_transformers_makes_from_the_config(family: str) -> None:
     sizes: dict[str, Any] = {"num_hidden_layers": 2, "vocab_size": 1024}
     if family == "gpt2":
         sizes |= {"n_embd": 64}
@@ -64,7 +64,7 @@ def test_layers_of_differing_heads_are_counted_one_by_one(family: str) -> None:
     assert cost.layers * cost.attention_parameters == sum(projections)
 
 
-def test_latents_are_less_to_read_and_more_to_compute() -> None:
+def test_latents_need_less_reading_and_more_computing() -> None:
     config = tiny_config("deepseek_v3").to_dict()
     expanded = ModelCost.from_config(config, "float32")
     latent = ModelCost.from_config(config, "float32", latent=True)

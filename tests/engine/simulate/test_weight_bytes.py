@@ -25,7 +25,7 @@ _KEPT_INT8 = {
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("is_of_text", [False, True])
-def test_a_weight_takes_what_its_format_keeps(case: str, is_of_text: bool) -> None:
+def test_a_weight_takes_the_bytes_of_its_format(case: str, is_of_text: bool) -> None:
     section = {"quantization_config": CASES[case][0]}
     config = {"text_config": section} if is_of_text else section
     assert matrix_bytes(config, None, 2) == 2, "dequantized"
@@ -57,7 +57,7 @@ def test_groups_that_are_kept_are_those_the_kernels_take(
     assert matrix_bytes({"quantization_config": section}, "int4", 2) == expected
 
 
-def test_mxfp4_is_kept_whatever_is_asked_for() -> None:
+def test_mxfp4_weights_are_kept_with_any_quantization() -> None:
     config = {"quantization_config": {"quant_method": "mxfp4"}}
     assert [matrix_bytes(config, one, 2, experts=True) for one in ("int8", "int4", None)] == [
         0.65625,
@@ -66,7 +66,7 @@ def test_mxfp4_is_kept_whatever_is_asked_for() -> None:
     ]
 
 
-def test_integers_are_what_a_group_holds_that_names_no_type() -> None:
+def test_a_group_without_a_type_has_integers() -> None:
     weights = {"num_bits": 4, "strategy": "group", "group_size": 128}
     groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
     section = {"quant_method": "compressed-tensors", "config_groups": groups}

@@ -78,7 +78,7 @@ def check(step: Step) -> None:
 
 @settings(max_examples=20)
 @given(st.data())
-def test_steps_tell_what_their_sequences_share(
+def test_steps_list_the_shared_prefixes_of_their_sequences(
     make_engine: MakeEngine, data: st.DataObject
 ) -> None:
     """Prefixes have two levels, rows have samples, and rows start and end at different times."""
@@ -108,7 +108,7 @@ def test_samples_of_a_row_share_its_prompt(make_engine: MakeEngine) -> None:
         assert step.shared_prefixes.shared_lens.tolist() == [0, 96, 96, 96]
 
 
-def test_rows_that_share_nothing_are_told_nothing(make_engine: MakeEngine) -> None:
+def test_steps_of_rows_without_common_prefixes_list_none(make_engine: MakeEngine) -> None:
     engine, runner = make_engine(num_blocks=200, block_size=BLOCK_SIZE, max_tokens=500)
     requests = [
         make_request(row, [row + 1] * 100, max_tokens=5, ignore_eos=True) for row in range(4)
@@ -117,7 +117,7 @@ def test_rows_that_share_nothing_are_told_nothing(make_engine: MakeEngine) -> No
     assert all(step.shared_prefixes is None for step in runner.steps)
 
 
-def test_a_row_taken_over_shares_nothing_of_what_was_there(make_engine: MakeEngine) -> None:
+def test_a_reused_table_row_shares_no_old_blocks(make_engine: MakeEngine) -> None:
     engine, runner = make_engine(
         num_blocks=200, block_size=BLOCK_SIZE, max_num_seqs=2, max_tokens=500
     )

@@ -105,7 +105,7 @@ def test_any_rows_in_any_pool(
                 assert sample.token_ids.tolist() == wanted
 
 
-def test_forced_tokens_take_no_steps_of_their_own(make_engine: MakeEngine) -> None:
+def test_forced_tokens_take_no_extra_steps(make_engine: MakeEngine) -> None:
     class Rails(Toy):
         def allowed(self, tokens: Any) -> list[int]:
             return [EOS] if len(tokens) == 20 else [5, 6] if len(tokens) % 5 == 0 else [7]
@@ -122,7 +122,7 @@ def test_forced_tokens_take_no_steps_of_their_own(make_engine: MakeEngine) -> No
     assert completion.stats.output_tokens == 21
 
 
-def test_rows_without_a_grammar_are_not_held_up() -> None:
+def test_rows_without_a_grammar_are_not_delayed() -> None:
     free = [make_request(row_id, [1, 2], max_tokens=30, min_tokens=30) for row_id in range(9)]
     requests = [*free, constrained(make_request(9, [1, 2], max_tokens=30), Toy(longest=29))]
     engine, runner = fake.make_engine(200, 4, runs_ahead=True)
@@ -132,7 +132,7 @@ def test_rows_without_a_grammar_are_not_held_up() -> None:
     assert all(len(step.sampling.masked_rows) <= 1 for step in runner.steps)
 
 
-def test_a_grammar_that_gives_up_fails_its_row_alone(make_engine: MakeEngine) -> None:
+def test_a_failing_grammar_fails_only_its_row(make_engine: MakeEngine) -> None:
     good, bad = Toy(salt=1), Toy(salt=1, breaks_at=4)
     requests = [
         constrained(make_request(0, [1, 2, 3, 4, 5], max_tokens=24), good),

@@ -182,7 +182,7 @@ def test_rows_being_made_into_prompts_are_in_flight(out: OutputDir) -> None:
 
 
 @pytest.mark.parametrize("end", [None, DataError("the input is gone")])
-def test_in_flight_log_is_deleted_when_the_run_ends_in_order(
+def test_in_flight_log_is_deleted_when_the_run_ends_normally(
     out: OutputDir, end: DataError | None
 ) -> None:
     with suppress(DataError), InFlightLog(out, "run-00001") as log:

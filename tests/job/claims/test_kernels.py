@@ -71,14 +71,14 @@ def test_processes_that_load_at_the_same_time_use_the_same_kernels(
     assert {run["kernels"]["float32"] for run in runs} == last
 
 
-def test_a_later_shard_loads_once_with_the_noted_kernels(spec: JobSpec) -> None:
+def test_a_later_shard_loads_once_with_the_stored_kernels(spec: JobSpec) -> None:
     first, second = Choosing("AMX"), Choosing("AVX2")
     for role, build in zip(SHARDS, (first, second), strict=True):
         assert run_job(spec, role=role, build=build, quiet=True) is ExitCode.OK
     assert (first.used, second.used) == (["AMX"], ["AMX"])
 
 
-def test_a_run_that_kept_no_rows_binds_no_other_run(spec: JobSpec) -> None:
+def test_a_run_without_kept_rows_does_not_pin_kernels(spec: JobSpec) -> None:
     def die(_number: int) -> None:
         raise KeyboardInterrupt
 
@@ -90,7 +90,7 @@ def test_a_run_that_kept_no_rows_binds_no_other_run(spec: JobSpec) -> None:
     assert second.used == ["AVX2"]
 
 
-def test_a_damaged_note_of_kernels_is_written_again(spec: JobSpec) -> None:
+def test_a_damaged_kernels_file_is_written_again(spec: JobSpec) -> None:
     run_job(spec, role=SHARDS[0], build=Choosing("AMX"), quiet=True)
     note = Path(spec.output.path) / "_batchinfer" / "kernels.json"
     note.write_bytes(b"{torn")

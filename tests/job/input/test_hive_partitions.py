@@ -38,7 +38,7 @@ def rows(path: Path | str, *columns: str) -> list[dict[str, Any]]:
     return found
 
 
-def test_folders_are_columns_as_polars_reads_them(lake: Path) -> None:
+def test_folder_columns_equal_those_of_polars(lake: Path) -> None:
     expected = pl.read_parquet(lake / "**/*.parquet", hive_partitioning=True).to_dicts()
     assert rows(lake) == expected
     schema = open_source(str(lake)).schema

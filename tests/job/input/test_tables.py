@@ -39,7 +39,7 @@ def delta(folder: Path, **columns: Any) -> str:
     return str(folder)
 
 
-def test_a_delta_table_is_read_as_it_is_and_as_it_was(tmp_path: Path) -> None:
+def test_a_delta_table_is_read_at_its_latest_and_at_an_earlier_version(tmp_path: Path) -> None:
     path = delta(tmp_path / "t")
     found = open_source(path)
     assert (found.version, found.num_rows) == (1, 3)
@@ -94,7 +94,7 @@ def delta_log(folder: Path, protocol: dict[str, Any], configuration: Any, **add:
     return str(folder)
 
 
-def test_deletion_vectors_are_refused_where_there_are_any(tmp_path: Path) -> None:
+def test_tables_with_deletion_vectors_are_refused(tmp_path: Path) -> None:
     features = {"readerFeatures": ["deletionVectors"], "writerFeatures": ["deletionVectors"]}
     protocol = {"minReaderVersion": 3, "minWriterVersion": 7, **features}
     enabled = {"delta.enableDeletionVectors": "true"}
@@ -265,7 +265,9 @@ def iceberg(tmp_path: Path) -> Any:
     catalog.close()
 
 
-def test_an_iceberg_table_is_read_as_it_is_and_as_it_was(tmp_path: Path, iceberg: Any) -> None:
+def test_an_iceberg_table_is_read_at_its_latest_and_at_an_earlier_snapshot(
+    tmp_path: Path, iceberg: Any
+) -> None:
     folder = str(tmp_path / "w" / "db" / "t")
     for path in (folder, iceberg.metadata_location.removeprefix("file://")):
         found = open_source(path)

@@ -303,7 +303,7 @@ def test_lock_error_without_a_readable_holder(out: OutputDir) -> None:
             pass
 
 
-def test_lock_of_a_killed_holder_is_free_at_once(out: OutputDir) -> None:
+def test_a_killed_holders_lock_is_free_at_once(out: OutputDir) -> None:
     killed = (
         "import os, sys; from pathlib import Path\n"
         "from batchinfer.job.output.directory import OutputDir\n"

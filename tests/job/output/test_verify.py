@@ -157,7 +157,7 @@ def test_verify_names_damage(root: Path, harm: Callable[[Path], None], says: str
 @pytest.mark.parametrize(
     "name", [PART, KEYS, "_batchinfer/manifest.json", "_batchinfer/requests/part-00001.parquet"]
 )
-def test_damage_is_repaired_as_verify_advises(tmp_path: Path, root: Path, name: str) -> None:
+def test_the_repair_that_verify_suggests_works(tmp_path: Path, root: Path, name: str) -> None:
     rot(root / name)
     (root / "_batchinfer/manifest.json").write_bytes(b"")
     advice = list(found(root).lines())[-1]

@@ -131,7 +131,7 @@ def test_corrected_prompts_are_computed(story: Story) -> None:
     story.check("two", **lenient)
 
 
-def test_parts_filter_order_and_explode_do_not_matter(story: Story) -> None:
+def test_outputs_with_other_parts_filter_order_or_explode_are_reused(story: Story) -> None:
     story.write(numbered(25))
     n = {"sampling": {"n": 2}}
     story.run("one", output={"rows_per_part": 4}, **n)

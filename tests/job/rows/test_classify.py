@@ -63,7 +63,7 @@ def run(tmp_path: Path, model: Path, columns: dict[str, Any], more: str = "") ->
         ("mistral", {**LABELS, "dtype": torch.bfloat16}, "softmax"),
     ],
 )
-def test_scores_are_those_of_transformers(
+def test_scores_equal_those_of_transformers(
     tmp_path: Path, text_model: Path, family: str, changes: dict[str, Any], activation: str
 ) -> None:
     model = make_classifier(tmp_path / "model", text_model, family, **changes)
@@ -86,7 +86,7 @@ def test_scores_are_those_of_transformers(
 PAIRS = "classify: {query_column: q, document_column: d}\n"
 
 
-def test_pairs_are_joined_as_the_tokenizer_does(tmp_path: Path, text_model: Path) -> None:
+def test_pairs_are_joined_like_the_tokenizer_does(tmp_path: Path, text_model: Path) -> None:
     model = make_classifier(tmp_path / "model", text_model, num_labels=1)
     rows = run(tmp_path, model, {"q": QUERIES, "d": DOCUMENTS}, PAIRS)
     for at in (0, 2):  # the second query contains a control token, which must be read as text
@@ -96,7 +96,7 @@ def test_pairs_are_joined_as_the_tokenizer_does(tmp_path: Path, text_model: Path
     assert rows[1]["num_prompt_tokens"] == tokens, "a byte each, and two <s>"
 
 
-def test_long_pairs_are_cut_as_transformers_does(tmp_path: Path, text_model: Path) -> None:
+def test_long_pairs_are_truncated_like_in_transformers(tmp_path: Path, text_model: Path) -> None:
     model = make_classifier(tmp_path / "model", text_model, num_labels=1)
     query, kept = "a query", 512 - 2 - len("a query")
     documents = ["word " * 200, "x" * (kept + 1), "y" * kept]

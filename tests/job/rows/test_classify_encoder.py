@@ -83,7 +83,7 @@ HEADS: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("family", "changes"), HEADS)
-def test_labels_are_those_of_transformers(
+def test_labels_equal_those_of_transformers(
     tmp_path: Path, family: str, changes: dict[str, Any]
 ) -> None:
     labels = {"id2label": {0: "bad", 1: "so-so", 2: "good"}}
@@ -99,7 +99,7 @@ def test_labels_are_those_of_transformers(
     ("family", "segments"),
     [("bert", True), ("bert", False), ("xlm-roberta", False), ("modernbert", True)],
 )
-def test_pairs_are_scored_as_a_cross_encoder_scores_them(
+def test_pairs_are_scored_like_by_a_cross_encoder(
     tmp_path: Path, family: str, segments: bool
 ) -> None:
     model = make_classifier(tmp_path / "model", family, num_labels=1)

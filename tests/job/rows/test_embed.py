@@ -177,7 +177,7 @@ def test_half_precision_rounds_the_finished_embedding(size: float) -> None:
     assert vector.tolist() == [0.5] * 4
 
 
-def test_named_prompts_are_put_before_texts(tmp_path: Path, model: Path) -> None:
+def test_named_prompts_are_prepended_to_texts(tmp_path: Path, model: Path) -> None:
     dense = with_modules(tmp_path / "model", model)
     named = {"prompts": {"query": "<|im_start|>ask: ", "document": ""}}
     named["default_prompt_name"] = "query"
@@ -259,7 +259,7 @@ def test_modules_in_another_order_are_refused(
         read_embedding_modules(str(tmp_path / "model"), None)
 
 
-def test_a_body_without_a_head_writes_no_text(tmp_path: Path, model: Path) -> None:
+def test_a_model_without_an_output_head_generates_no_text(tmp_path: Path, model: Path) -> None:
     spec: JobSpec = job(tmp_path, model, ["x"])
     text = (tmp_path / "job.yaml").read_text()
     changed = text.replace("task: embed", "sampling: {max_tokens: 3}")

@@ -166,7 +166,7 @@ def test_a_causal_model_pools_all_its_tokens(tmp_path: Path) -> None:
     assert plan["prompt_tokens"] == summary["tokens"]["prompt"]
 
 
-def test_texts_are_lowercased_if_the_folder_says_so(tmp_path: Path, model: Path) -> None:
+def test_texts_are_lowercased_if_the_config_says_so(tmp_path: Path, model: Path) -> None:
     folder = with_pooling(tmp_path / "cased", model, {"pooling_mode": "mean"})
     saved = json.loads((folder / "tokenizer.json").read_bytes()) | {"normalizer": None}
     (folder / "tokenizer.json").unlink()

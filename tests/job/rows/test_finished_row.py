@@ -145,7 +145,7 @@ def test_the_prompt_column_shows_the_truncated_prompt() -> None:
     assert values["num_prompt_tokens"] == 2
 
 
-def test_a_prompt_that_is_too_long_was_counted() -> None:
+def test_the_row_of_a_too_long_prompt_has_its_token_count() -> None:
     values = failed_row(7, PromptTooLongError(300, 255), {}).values
     assert values["error"] == {
         "code": "prompt_too_long",

@@ -73,7 +73,7 @@ def judged(model: Path, context: list[int], continuation: list[int]) -> tuple[li
 
 
 @pytest.mark.parametrize(("num_completions", "points"), [(0, ()), (1, ()), (3, ((4, 2),))])
-def test_states_are_kept_for_further_completions_only(
+def test_states_are_kept_only_for_further_completions(
     num_completions: int, points: tuple[tuple[int, int], ...]
 ) -> None:
     completions = tuple(np.array([7, at], np.int32) for at in range(num_completions))
@@ -82,7 +82,7 @@ def test_states_are_kept_for_further_completions_only(
     assert [request.branch_points for request in requests][:1] == [points]
 
 
-def test_scores_are_those_of_transformers(tmp_path: Path, model: Path) -> None:
+def test_scores_equal_those_of_transformers(tmp_path: Path, model: Path) -> None:
     prompts = ["is it so? ", "a long question about nothing at all, asked twice", "count: "]
     spec = job(
         tmp_path,

@@ -25,7 +25,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("pair", REFUSED)
-def test_options_that_cannot_be_combined_are_refused(tmp_path: Path, pair: tuple[str, str]) -> None:
+def test_contradicting_options_are_refused(tmp_path: Path, pair: tuple[str, str]) -> None:
     first, second = pair
     with pytest.raises(UsageError, match=f"{first} .*{second}"):
         run_job(job(tmp_path), **OPTIONS[first], **OPTIONS[second])

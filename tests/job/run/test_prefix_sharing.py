@@ -50,7 +50,7 @@ def summary(tmp_path: Path) -> dict[str, Any]:
     ("num_rows", "order", "least", "most"),
     [(4_500, "prefix", 0.99, 1.0), (2_000, "input", 0.3, 0.95)],
 )
-def test_prefix_sharing_reaches_what_is_possible(
+def test_prefix_sharing_is_close_to_the_optimum(
     tmp_path: Path, num_rows: int, order: str, least: float, most: float
 ) -> None:
     """Prefixes have three levels and end within blocks; the pool holds a tenth of all rows."""

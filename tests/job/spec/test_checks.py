@@ -120,7 +120,7 @@ def test_a_chat_template_file_is_compiled(tmp_path: Path, content: bytes, messag
         (b"[{", "tools.json is not JSON: Expecting"),
     ],
 )
-def test_a_file_of_tools_is_checked(tmp_path: Path, content: bytes, message: str) -> None:
+def test_a_tools_file_is_checked(tmp_path: Path, content: bytes, message: str) -> None:
     (tmp_path / "tools.json").write_bytes(content)
     found = complaint(tmp_path, "prompt.tools=tools.json")
     assert found.startswith(f"--set prompt.tools=tools.json: prompt.tools: {message}")

@@ -95,7 +95,9 @@ def test_without_a_budget_the_end_marker_is_not_forced(tokenizer: Tokenizer) -> 
     assert len(allowed(made, state)) > VOCAB - 32  # an answer without a grammar is not restricted
 
 
-def test_a_budget_alone_does_not_need_llguidance(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reasoning_budget_without_a_grammar_does_not_need_llguidance(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
     monkeypatch.setitem(sys.modules, "llguidance.numpy", None)
     made = grammar(QWEN, "<think>", None, 0)

@@ -83,7 +83,7 @@ def begin(
     [[(9, 1), (20, 1)], [(0, 7), (9, 1), (30, 4)], [(0, 7), (16, 20)]],
     ids=["decodes", "mixed", "chunks"],
 )
-def test_layers_of_two_windows_equal_the_cpus(
+def test_layers_with_two_windows_equal_the_cpu(
     parts: list[tuple[int, int]], fp8: bool, by_columns: bool, layer_major: bool
 ) -> None:
     cuda, cpu, query = begun(parts, fp8=fp8, by_columns=by_columns, layer_major=layer_major)
@@ -113,7 +113,7 @@ def test_shared_prefixes_are_read_once_without_a_window(
         torch.testing.assert_close(got[layer], expected, atol=1e-5, rtol=1e-5)
 
 
-def test_a_layer_that_attends_again_gets_the_same() -> None:
+def test_attending_twice_gives_the_same_output() -> None:
     cuda, _, query = begun([(9, 1), (20, 1)])
     first, again = (cuda.attend(1, query, PLAIN) for _ in range(2))
     np.testing.assert_array_equal(first, again)

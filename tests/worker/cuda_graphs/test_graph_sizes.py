@@ -56,13 +56,13 @@ def test_every_small_step_and_the_largest_have_a_size(sequences: int, tokens: in
     assert there.least("decode", 1025, 1025) is None
 
 
-def test_a_step_that_would_be_padded_too_much_has_none() -> None:
+def test_a_step_that_needs_too_much_padding_has_no_graph() -> None:
     there = GraphSizes(all_sizes(1024, 8192))
     assert there.least("mixed", 5000, 300) is None
     assert there.least("mixed", 7000, 300) == ("mixed", 8192, 1024)
 
 
-def test_a_lost_size_leaves_its_steps_to_the_next() -> None:
+def test_steps_of_a_lost_size_use_the_next_larger_size() -> None:
     sizes = all_sizes(64, 1024)
     whole = GraphSizes(sizes)
     lost = whole.least("mixed", 500, 10)

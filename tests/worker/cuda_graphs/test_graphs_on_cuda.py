@@ -96,7 +96,7 @@ def test_captured_computations_share_memory_and_read_their_inputs(device: str) -
 
 
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=NEEDS_CUDA)])
-def test_what_cannot_be_captured_is_an_error_and_later_captures_work(device: str) -> None:
+def test_a_failed_capture_is_an_error_and_later_captures_work(device: str) -> None:
     capture = CudaCapture()
     tensor = torch.ones(8, device=device)
     with pytest.raises(RuntimeError):

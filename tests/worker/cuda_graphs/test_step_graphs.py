@@ -147,7 +147,7 @@ def fed_by_samples(step: Step, samples: list[int]) -> Step:
     return replace(step, previous_sample=previous)
 
 
-def test_tokens_that_the_step_before_drew_are_put_in_on_the_device() -> None:
+def test_the_device_inserts_tokens_of_the_previous_step() -> None:
     bench = Bench()
     for parts in ([(20, 1), (3, 1), (40, 1)], [(20, 1), (3, 1), (0, 9)]):
         step = fed_by_samples(every_token(bench, parts), [2, 0])
@@ -182,7 +182,7 @@ def test_shared_prefixes_are_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert kinds == ["shared decode", "shared decode", "mixed"]
 
 
-def test_scored_tokens_are_those_of_a_plain_step(no_pinned_memory: None) -> None:
+def test_scored_tokens_equal_those_of_a_plain_step(no_pinned_memory: None) -> None:
     bench = Bench()
     runners = [ModelRunner(bench.model, bench.cache, greedy, g) for g in (bench.graphs, None)]
     step = every_token(bench, [(20, 1), (0, 9), (12, 5)])
@@ -196,7 +196,7 @@ def test_scored_tokens_are_those_of_a_plain_step(no_pinned_memory: None) -> None
     np.testing.assert_array_equal(got.top_token_ids, expected.top_token_ids)
 
 
-def test_rows_of_adapters_are_those_of_peft_whatever_is_beside_them(tmp_path: Path) -> None:
+def test_rows_with_adapters_equal_peft_in_any_batch(tmp_path: Path) -> None:
     base = {"num_hidden_layers": NUM_LAYERS}
     configs: list[dict[str, Any]] = [
         {"target_modules": "all-linear", "r": 4, "lora_alpha": 8},
@@ -230,7 +230,7 @@ def test_rows_of_adapters_are_those_of_peft_whatever_is_beside_them(tmp_path: Pa
             del sequence.token_ids[-2:]
 
 
-def test_a_step_of_more_chunks_than_are_launched_has_no_graph(
+def test_a_step_with_too_many_chunks_has_no_graph(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(graph_sizes, "_CHUNKS", 2)
@@ -243,7 +243,7 @@ def test_a_step_of_more_chunks_than_are_launched_has_no_graph(
             bench.compare(step)
 
 
-def test_more_rows_of_logits_than_sequences_take_a_size_that_has_room() -> None:
+def test_steps_with_more_logits_than_sequences_use_a_larger_size() -> None:
     bench = Bench()
     sequences = bench.partly_filled([(0, 2)])
     step = bench.maker.step([(sequences[0], 2)], every_logit=True)
@@ -257,7 +257,7 @@ def test_more_rows_of_logits_than_sequences_take_a_size_that_has_room() -> None:
     )
 
 
-def test_all_sizes_are_captured_ahead_without_touching_the_pool() -> None:
+def test_capturing_all_sizes_does_not_change_the_pool() -> None:
     bench, lines, clock = Bench(), list[str](), itertools.count(step=2)
     bench.graphs.sizes = [size for size in bench.graphs.sizes if size.tokens <= 16]
     before = bench.cache.pool.clone()
@@ -269,7 +269,7 @@ def test_all_sizes_are_captured_ahead_without_touching_the_pool() -> None:
     assert lines[-1].startswith(f"CUDA graphs: {count} sizes captured in ")
 
 
-def test_a_capture_that_fails_loses_that_size_alone() -> None:
+def test_a_failed_capture_loses_only_its_size() -> None:
     failures = {
         ("mixed", 16): RuntimeError("operation not permitted when stream is capturing"),
         ("decode", 4): torch.OutOfMemoryError("CUDA out of memory. Tried to allocate"),

@@ -70,7 +70,7 @@ def test_layer_groups_have_their_own_slots_and_tables() -> None:
     assert on["other_tables"][:, :3, :width].tolist() == others.tolist()
 
 
-def test_tokens_that_were_drawn_stand_where_the_host_has_none() -> None:
+def test_drawn_tokens_replace_unknown_tokens() -> None:
     inputs, step = make_inputs(), some_step()
     previous = np.array([3, -1, 0, -1, -1, -1], np.int32)
     inputs.load(replace(step, previous_sample=previous), SIZE, torch.tensor([70, 71, 72, 73]))
@@ -92,7 +92,7 @@ def test_tokens_of_adapters_stand_side_by_side() -> None:
         assert on["adapter_starts"].tolist() == starts
 
 
-def test_arrays_stay_where_they_are_and_begin_at_sixteen_bytes() -> None:
+def test_arrays_keep_their_addresses_and_are_aligned_to_16_bytes() -> None:
     inputs, step = make_inputs(), some_step()
     captured = inputs.of(SIZE)
     inputs.load(step, SIZE, None)
@@ -105,7 +105,7 @@ def test_arrays_stay_where_they_are_and_begin_at_sixteen_bytes() -> None:
     assert all((now[name].data_ptr() - start) % 16 == 0 for name in one_group - {"block_tables"})
 
 
-def test_one_copy_brings_a_step_and_one_more_what_it_goes_on_with(
+def test_a_step_takes_one_copy_and_one_more_for_previous_samples(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pretend_cuda(monkeypatch)

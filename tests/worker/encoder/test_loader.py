@@ -59,7 +59,7 @@ def test_all_encoders_are_tried() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_hidden_states_are_those_of_transformers(tmp_path: Path, family: str) -> None:
+def test_hidden_states_equal_those_of_transformers(tmp_path: Path, family: str) -> None:
     folder, rows = make_encoder(tmp_path / "model", family), sequences()
     states = reference_states(folder, rows)
     encoder = runner(folder)
@@ -70,7 +70,9 @@ def test_hidden_states_are_those_of_transformers(tmp_path: Path, family: str) ->
 
 
 @pytest.mark.parametrize("family", ["bert", "mpnet", "roberta"])
-def test_tokens_of_padding_in_a_text_are_those_of_transformers(tmp_path: Path, family: str) -> None:
+def test_padding_tokens_in_a_text_are_handled_like_in_transformers(
+    tmp_path: Path, family: str
+) -> None:
     folder = make_encoder(tmp_path / "model", family)
     padding = json.loads((folder / "config.json").read_bytes())["pad_token_id"]
     rows = [[2, 5, padding, 6, 3], [padding, 7, padding, padding, 8], [2, 9, 3]]
@@ -80,7 +82,7 @@ def test_tokens_of_padding_in_a_text_are_those_of_transformers(tmp_path: Path, f
 
 
 @pytest.mark.parametrize("family", CAUSAL_FAMILIES)
-def test_causal_states_are_those_of_transformers(tmp_path: Path, family: str) -> None:
+def test_causal_states_equal_those_of_transformers(tmp_path: Path, family: str) -> None:
     folder, rows = make_encoder(tmp_path / "model", family, causal=True), sequences()
     states = reference_states(folder, rows)
     assert not is_run_as_encoder(ModelConfig(str(folder), runner="pooling"))
@@ -90,7 +92,7 @@ def test_causal_states_are_those_of_transformers(tmp_path: Path, family: str) ->
     assert cosines(found, expected).min() > SAME
 
 
-def test_a_body_that_attends_otherwise_is_refused(
+def test_an_encoder_with_other_hidden_states_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = make_encoder(tmp_path / "model", "llama", causal=True)
@@ -128,7 +130,7 @@ def test_pooling_skips_first_tokens(tmp_path: Path) -> None:
         )
 
 
-def test_poolings_are_those_of_their_definitions(tmp_path: Path) -> None:
+def test_poolings_match_their_definitions(tmp_path: Path) -> None:
     folder, rows = make_encoder(tmp_path / "model", "bert"), sequences()
     encoder, states = runner(folder), reference_states(folder, rows)
     expected = {
@@ -179,7 +181,7 @@ def test_encoder_text_has_same_bits_in_any_batch(tmp_path: Path, family: str) ->
         ("mistral", "whole_texts"),
     ],
 )
-def test_every_device_gives_the_same(
+def test_all_devices_give_the_same_result(
     tmp_path: Path, family: str, kind: Runner, device: str
 ) -> None:
     folder = make_encoder(tmp_path / "model", family, causal=kind == "whole_texts")
@@ -190,14 +192,14 @@ def test_every_device_gives_the_same(
     assert cosines(found, runner(folder, runner=kind).encode(step(rows, *POOLING))).min() > SAME
 
 
-def test_bfloat16_is_near(tmp_path: Path) -> None:
+def test_bfloat16_logits_are_close(tmp_path: Path) -> None:
     folder, rows = make_encoder(tmp_path / "model", "bert"), sequences()
     exact = runner(folder).encode(step(rows, "mean"))
     rounded = runner(folder, "bfloat16").encode(step(rows, "mean"))
     assert cosines(rounded, exact).min() > 0.999
 
 
-def test_the_longest_text_is_what_sentence_transformers_cuts_to(tmp_path: Path) -> None:
+def test_the_longest_text_is_the_limit_of_sentence_transformers(tmp_path: Path) -> None:
     folder = make_encoder(tmp_path / "model", "roberta", max_length=45)
     config = ModelConfig(str(folder), runner="pooling")
     assert describe_encoder(config).max_model_len == 45
@@ -212,14 +214,14 @@ def test_the_longest_text_is_what_sentence_transformers_cuts_to(tmp_path: Path) 
         describe_encoder(wanted)
 
 
-def test_recurrent_layers_that_would_compute_texts_whole_are_refused(tmp_path: Path) -> None:
+def test_whole_texts_with_recurrent_layers_are_refused(tmp_path: Path) -> None:
     make_checkpoint("qwen3_5_text", tmp_path)
     with pytest.raises(ModelError, match=r"recurrent layers, .*\nset embed.pooling: lasttoken"):
         describe_encoder(ModelConfig(str(tmp_path), runner="whole_texts"))
 
 
 @pytest.mark.parametrize("length", [True, 0, -1, 2.5, "512", [512]])
-def test_a_longest_text_that_is_none_is_named(tmp_path: Path, length: Any) -> None:
+def test_an_invalid_length_of_the_longest_text_is_named(tmp_path: Path, length: Any) -> None:
     folder = make_encoder(tmp_path / "model", "bert")
     (folder / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": length}))
     config = ModelConfig(str(folder), runner="pooling")
@@ -227,7 +229,7 @@ def test_a_longest_text_that_is_none_is_named(tmp_path: Path, length: Any) -> No
         describe_encoder(config)
 
 
-def test_what_cannot_be_run_is_refused(tmp_path: Path) -> None:
+def test_unsupported_encoders_are_refused(tmp_path: Path) -> None:
     folder = make_encoder(tmp_path / "model", "bert")
     for keys in ({"quantization": "int8"}, {"adapters": {"one": "folder"}}):
         config = ModelConfig(str(folder), runner="pooling", **keys)  # type: ignore[arg-type]
@@ -239,7 +241,7 @@ def test_what_cannot_be_run_is_refused(tmp_path: Path) -> None:
         runner(folder)
 
 
-def test_an_absurd_number_of_segments_is_refused_by_the_config(tmp_path: Path) -> None:
+def test_a_config_with_invalid_type_vocab_size_is_refused(tmp_path: Path) -> None:
     folder = make_encoder(tmp_path / "model", "mpnet")
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"type_vocab_size": {"x": 1}}))
@@ -247,7 +249,7 @@ def test_an_absurd_number_of_segments_is_refused_by_the_config(tmp_path: Path) -
         runner(folder)
 
 
-def test_nothing_of_the_library_is_said(
+def test_messages_of_the_library_are_hidden(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     library = logging.getLogger("transformers")

@@ -42,13 +42,13 @@ def is_joined(one: LoadedEncoder) -> bool:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_layers_of_berts_shape_are_one_call(tmp_path: Path, family: str, dtype: str) -> None:
+def test_layers_like_berts_are_joined(tmp_path: Path, family: str, dtype: str) -> None:
     one = loaded(make_encoder(tmp_path / "model", family), dtype)
     assert is_joined(one) == (family in JOINED)
 
 
 @pytest.mark.parametrize("activation", ["gelu_new", "gelu_pytorch_tanh", "relu", "silu"])
-def test_activations_are_those_of_transformers(tmp_path: Path, activation: str) -> None:
+def test_activations_equal_those_of_transformers(tmp_path: Path, activation: str) -> None:
     folder, rows = make_encoder(tmp_path / "model", "bert", hidden_act=activation), sequences()
     one = loaded(folder)
     assert is_joined(one) == (activation != "silu")
@@ -57,7 +57,7 @@ def test_activations_are_those_of_transformers(tmp_path: Path, activation: str) 
     assert cosines(vectors, expected).min() > SAME
 
 
-def test_layers_that_give_other_states_stay(
+def test_layers_with_other_outputs_are_not_joined(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(native_layers._ACTIVATIONS, torch.nn.SiLU, "relu")
@@ -69,7 +69,7 @@ def test_layers_that_give_other_states_stay(
     assert cosines(vectors, expected).min() > SAME
 
 
-def test_layers_of_several_widths_stay() -> None:
+def test_layers_of_several_widths_are_not_joined() -> None:
     """All layers of a call use the workspace of the first one, which would be too small."""
     shape = {"hidden_size": 32, "num_attention_heads": 2}
     layers = [
@@ -81,7 +81,7 @@ def test_layers_of_several_widths_stay() -> None:
     assert not join_encoder_layers(body, own, torch.float32, lambda: True)
 
 
-def test_other_products_leave_layers_apart(tmp_path: Path) -> None:
+def test_layers_with_other_kernels_are_not_joined(tmp_path: Path) -> None:
     assert not is_joined(
         loaded(make_encoder(tmp_path / "model", "bert"), kernels=KernelRequirements("torch"))
     )

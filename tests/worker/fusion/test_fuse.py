@@ -66,7 +66,7 @@ def swapped(model: nn.Module) -> tuple[int, int, int]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logits_stay_those_of_transformers(family: str) -> None:
+def test_logits_still_equal_transformers(family: str) -> None:
     """Run a prefill, then a step with a chunk and a decode, over a pool filled with NaN."""
     model = tiny_model(family)
     rng = np.random.default_rng(1)
@@ -92,13 +92,13 @@ def test_logits_stay_those_of_transformers(family: str) -> None:
 
 @dtypes
 @pytest.mark.parametrize("family", SWAPPED)
-def test_what_is_swapped(family: str, dtype: torch.dtype) -> None:
+def test_fusion_replaces_the_expected_modules(family: str, dtype: torch.dtype) -> None:
     model = prepared(tiny_model(family).to(dtype))
     assert fuse(model, layout_of(model), MAX_MODEL_LEN)
     assert swapped(model) == SWAPPED[family]
 
 
-def test_parameters_are_held_once() -> None:
+def test_parameters_are_stored_once() -> None:
     model = prepared(tiny_model("qwen2"))
     before = sum(parameter.numel() for parameter in model.parameters())
     fuse(model, layout_of(model), MAX_MODEL_LEN)
@@ -128,7 +128,7 @@ def logits_of(model: Any, step: Step) -> torch.Tensor:
 
 @dtypes
 @pytest.mark.parametrize("family", ["gemma2", "gemma3_text", "llama", "qwen3", "olmo2"])
-def test_with_norm_weights_as_trained_models_have_them(family: str, dtype: torch.dtype) -> None:
+def test_fusion_with_norm_weights_of_trained_models(family: str, dtype: torch.dtype) -> None:
     """Some weights are far larger than the rest: large gates tell activations apart."""
 
     def change(model: Any) -> None:

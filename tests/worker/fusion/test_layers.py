@@ -58,7 +58,7 @@ def prefill_and_decode(layout: KVLayout) -> tuple[KVCache, list[Any], list[list[
         ("gpt2", 0),
     ],
 )
-def test_logits_stay_those_of_transformers(family: str, count: int) -> None:
+def test_logits_still_equal_transformers(family: str, count: int) -> None:
     model, layout, swapped = fused(family)
     assert swapped == count
     cache, steps, ids = prefill_and_decode(layout)
@@ -105,7 +105,7 @@ def launches(num_layers: int, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-def test_a_decode_layer_is_nine_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_decode_layer_launches_nine_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """If contexts can be longer than one piece, `_merge_kernel` is a tenth kernel."""
     pretend_cuda(monkeypatch)
     layer = launches(3, monkeypatch) - launches(2, monkeypatch)

@@ -117,7 +117,7 @@ def calls(model: torch.nn.Module) -> list[int]:
         ("gpt2", 0),
     ],
 )
-def test_logits_stay_those_of_transformers(family: str, count: int, joined: bool) -> None:
+def test_logits_still_equal_transformers(family: str, count: int, joined: bool) -> None:
     """Steps of other sequences grow, shrink and repeat the length of the step before."""
     model, layout = fused(family, joined=joined)
     assert calls(model) == ([count] if joined and count else [1] * count)
@@ -145,7 +145,7 @@ def _turn_from(place: int) -> Any:
 
 
 @pytest.mark.parametrize("place", [0, 8], ids=["at once", "late"])
-def test_layers_that_are_turned_differently_stay_apart(place: int) -> None:
+def test_layers_with_different_rotary_angles_stay_apart(place: int) -> None:
     """Also if the angles differ only at positions that no trial run covers."""
     model, layout = fused("llama")
     body: Any = model.model
@@ -168,7 +168,7 @@ def test_layers_that_the_model_counts_stay_apart(error: type[Exception]) -> None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_layers_with_and_without_a_window_are_one_call(dtype: torch.dtype) -> None:
+def test_layers_with_and_without_a_window_are_joined(dtype: torch.dtype) -> None:
     """``tests/test_sliding_windows.py`` tests models with two layer groups."""
     if not decoder_layer.supports(dtype):
         pytest.skip("not on this processor")
@@ -195,7 +195,7 @@ def test_layers_with_and_without_a_window_are_one_call(dtype: torch.dtype) -> No
     [("llama", {}), ("qwen3", {"num_attention_heads": 64, "intermediate_size": 1024})],
     ids=["dense", "padded"],  # rows of 1024 floats are padded
 )
-def test_steps_over_a_pool_whose_first_was_of_a_single_token(
+def test_steps_grow_after_a_first_step_of_one_token(
     family: str, changes: dict[str, int], room: int, joined: bool
 ) -> None:
     """The workspace starts with room for ``room`` tokens."""
@@ -212,7 +212,7 @@ def test_steps_over_a_pool_whose_first_was_of_a_single_token(
 
 @JOINED
 @pytest.mark.parametrize("counts", [(4,), (1, 4)], ids=str)
-def test_steps_go_on_after_one_that_failed_in_the_middle(
+def test_steps_continue_after_a_step_failed_in_the_middle(
     counts: tuple[int, ...], joined: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """When the call fails, later layers have not yet seen that the workspace moved."""
@@ -229,7 +229,9 @@ def test_steps_go_on_after_one_that_failed_in_the_middle(
     assert len({part.qkv.out for layer in layers for part in layer._arguments}) == 1
 
 
-def test_rows_of_any_of_a_layers_products_find_room(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_workspace_holds_rows_of_each_product_of_a_layer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """All products of a layer are computed in the same memory, so the widest must fit."""
     widths = {"head_dim": 256, "intermediate_size": 16}  # attention's output is the widest
     model, layout = fused("mistral", joined=True, method="int8", **widths)
@@ -243,7 +245,7 @@ def test_rows_of_any_of_a_layers_products_find_room(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("method", ["", "int8", "int4"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def test_layers_in_one_call_have_the_bits_of_their_parts_called_one_by_one(
+def test_joined_layers_have_the_bits_of_separate_calls(
     dtype: torch.dtype, method: str, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Run few and many rows; their int8 rounding happens in other functions.
@@ -280,7 +282,7 @@ def _no_memory(*_: Any) -> None:
 
 
 @JOINED
-def test_another_pool_is_another_address(joined: bool) -> None:
+def test_layers_use_the_pool_of_each_step(joined: bool) -> None:
     model, layout = fused("llama", joined=joined)
     for _ in range(2):
         run = Run("llama", layout)

@@ -69,7 +69,7 @@ def routed(tokens: int, *, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, t
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 @pytest.mark.parametrize("tokens", [0, 1, 40])
 @torch.inference_mode()
-def test_experts_are_those_of_transformers(kind: str, kernel: Any, tokens: int) -> None:
+def test_experts_equal_those_of_transformers(kind: str, kernel: Any, tokens: int) -> None:
     model, inputs = make_experts(kind), routed(tokens)
     wanted = model["experts"](*inputs)
     assert pack_experts(model, kernel, torch.float32) == 1
@@ -80,7 +80,7 @@ def test_experts_are_those_of_transformers(kind: str, kernel: Any, tokens: int) 
 @kinds
 @pytest.mark.parametrize("method", LOW_BIT_METHODS)
 @torch.inference_mode()
-def test_a_row_has_the_same_bits_beside_any_others(kind: str, method: str) -> None:
+def test_a_row_has_the_same_bits_with_any_other_rows(kind: str, method: str) -> None:
     x, index, weights = routed(33)
     for kernel in (codes_kernel(method, torch.float32), linear_kernels(torch.float32)[0]):
         assert kernel is not None
@@ -95,7 +95,7 @@ def test_a_row_has_the_same_bits_beside_any_others(kind: str, method: str) -> No
 
 @needs_compiler
 @kinds
-def test_what_is_packed_takes_its_bytes_alone(kind: str) -> None:
+def test_packed_experts_take_only_their_own_bytes(kind: str) -> None:
     model, kernel = make_experts(kind), codes_kernel("int8", torch.float32)
     assert kernel is not None
     elements = sum(matrix.weight.numel() for matrix in matrices_of(model["experts"]))
@@ -129,7 +129,7 @@ def test_a_models_experts_are_rounded_as_its_linear_layers(method: str, tmp_path
 
 @needs_compiler
 @pytest.mark.parametrize("method", LOW_BIT_METHODS)
-def test_mxfp4_is_kept_as_it_was_saved(method: str, tmp_path: Path) -> None:
+def test_mxfp4_weights_are_kept_as_saved(method: str, tmp_path: Path) -> None:
     """Its codes of 4 bits and power-of-two scales stay exact; only the rows are rounded."""
     folder, _ = write_quantized(tmp_path, "gpt_oss", MXFP4, experts_alone, **ALL_SEE_ALL)
     model = ModelConfig(str(folder), dtype="float32")

@@ -77,7 +77,7 @@ def logits_of_rounded(family: str, *, rows_too: bool) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("family", "rows_too"), [("qwen2", True), ("qwen3", True), ("llama", False)]
 )
-def test_logits_are_those_of_rounded_weights_and_rows(
+def test_logits_equal_those_of_rounded_weights_and_rows(
     family: str, rows_too: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     capability = 90 if rows_too else 80
@@ -124,7 +124,7 @@ def test_a_model_is_quantized_as_it_is_loaded(tmp_path: Path, name: str) -> None
     assert (got - wanted).norm() <= 1e-1 * wanted.norm()
 
 
-def test_codes_and_scales_are_what_is_kept() -> None:
+def test_codes_and_scales_are_kept() -> None:
     model, _ = fused("llama")
     before = model_bytes(model)
     linears = [m for m in model.modules() if type(m) is nn.Linear]
@@ -152,6 +152,6 @@ def test_a_layer_keeps_its_shape_dtype_and_bias() -> None:
         assert ours(x[:0]).shape == (0, 3, 70)
 
 
-def test_what_it_is_not_for_is_refused() -> None:
+def test_low_bit_methods_refuse_unsupported_models_and_devices() -> None:
     with pytest.raises(ModelError, match="'gpt2' have no linear layers that can be quantized"):
         quantize_fp8(tiny_model("gpt2"))

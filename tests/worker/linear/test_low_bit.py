@@ -110,7 +110,7 @@ def logits_of_the_twin(folder: Path, method: str | None, dtype: str = "float32")
 
 @methods
 @pytest.mark.parametrize(("family", "dtype"), [("llama", "bfloat16"), ("qwen2", "float32")])
-def test_logits_are_those_of_transformers_with_layers_rounded_alike(
+def test_logits_equal_transformers_with_equally_rounded_layers(
     checkpoint: Callable[[str], Path], family: str, dtype: str, method: str
 ) -> None:
     folder = checkpoint(family)
@@ -143,7 +143,7 @@ def test_layers_are_fused_small_and_keep_a_rows_bits(
     assert model_bytes(loaded.model) == loaded.facts["weight_bytes"]
 
 
-def test_layers_whose_last_bits_are_other_codes_are_joined(tmp_path: Path) -> None:
+def test_layers_that_differ_by_rounding_are_joined(tmp_path: Path) -> None:
     """With one rounding less, a hidden state can have another code in one of many layers."""
     sizes: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 6}
     folder = make_checkpoint("llama", tmp_path, initializer_range=0.3, **sizes)
@@ -153,7 +153,9 @@ def test_layers_whose_last_bits_are_other_codes_are_joined(tmp_path: Path) -> No
 
 
 @methods
-def test_what_it_is_not_for_is_refused(checkpoint: Callable[[str], Path], method: str) -> None:
+def test_low_bit_methods_refuse_unsupported_models_and_devices(
+    checkpoint: Callable[[str], Path], method: str
+) -> None:
     with pytest.raises(DeviceError, match=r"needs a C compiler \(cc, or \$CC\), and model.dtype"):
         load(checkpoint("llama"), method, "float16")
     with pytest.raises(

@@ -25,7 +25,7 @@ def layer(in_features: int, out_features: int, dtype: torch.dtype, *, bias: bool
 @every_kernel
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("shape", [(1, 40), (2, 5, 40), (0, 40)])
-def test_the_product_is_that_of_the_layer(
+def test_the_product_equals_the_layers(
     kernel: LinearKernel, dtype: torch.dtype, bias: bool, shape: tuple[int, ...]
 ) -> None:
     plain = layer(40, 24, dtype, bias=bias)
@@ -69,7 +69,7 @@ def test_a_model_keeps_its_results_and_its_other_layers(kernel: LinearKernel) ->
     assert (model[1].weight.shape, model[1].weight.dtype) == ((32, 16), torch.float32)
 
 
-def test_layers_of_another_dtype_stay() -> None:
+def test_layers_of_another_dtype_are_not_joined() -> None:
     model = nn.Sequential(nn.Linear(4, 4, dtype=torch.bfloat16))
     pack_linears(model, linear_kernels(torch.float32)[0], torch.float32)
     assert type(model[0]) is nn.Linear

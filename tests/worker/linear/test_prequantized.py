@@ -86,7 +86,7 @@ def codes_in(folder: Path, case: str, layer: str) -> Codes | None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_codes_are_those_that_were_saved(case: str, tmp_path: Path) -> None:
+def test_codes_equal_the_saved_codes(case: str, tmp_path: Path) -> None:
     written = CASES[case][1](WEIGHT)
     parts = {f"a.{end}": part.contiguous() for end, part in written.parts.items()}
     save_file(parts, tmp_path / "model.safetensors")
@@ -113,7 +113,7 @@ def test_codes_are_those_that_were_saved(case: str, tmp_path: Path) -> None:
         ([20, 20, 20], False),
     ],
 )
-def test_inputs_of_a_group_lie_anywhere_if_groups_are_of_one_size(
+def test_inputs_of_equal_groups_may_be_in_any_order(
     sizes: list[int], is_kept: bool, bits: int
 ) -> None:
     random = torch.Generator().manual_seed(0)
@@ -176,7 +176,7 @@ def test_layers_are_packed_as_they_were_saved(
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_inputs_that_lie_in_order_are_not_sorted(bits: int) -> None:
+def test_inputs_in_order_are_not_sorted(bits: int) -> None:
     random = torch.Generator().manual_seed(0)
     numbers = torch.randint(1 << bits, (8, 80), generator=random, dtype=torch.uint8)
     scales = torch.rand(8, 3, generator=random)
@@ -196,7 +196,7 @@ def test_inputs_that_lie_in_order_are_not_sorted(bits: int) -> None:
     groups=st.integers(1, 3),
     seed=st.integers(0, 99),
 )
-def test_codes_stand_for_what_was_saved_or_are_none(
+def test_codes_dequantize_to_the_saved_weight_or_are_none(
     *, bits: int, is_signed: bool, has_zeros: bool, size: int, groups: int, seed: int
 ) -> None:
     random = torch.Generator().manual_seed(seed)
@@ -250,7 +250,7 @@ def logits_with_rows_rounded(folder: Path) -> torch.Tensor:
         ("int8 with zeros", "int8"),
     ],
 )
-def test_nothing_but_rows_is_rounded(case: str, method: str, tmp_path: Path) -> None:
+def test_only_rows_are_rounded(case: str, method: str, tmp_path: Path) -> None:
     folder, plain = write_quantized(tmp_path, "llama", *CASES[case])
     model = ModelConfig(str(folder), dtype="float32", quantization=method)
     ours, wanted = logits_of(load_model(model, device=CPU)), logits_with_rows_rounded(plain)
@@ -288,7 +288,7 @@ def vectors(dtype: str) -> KernelRequirements:
         ("deepseek_v3", "fp8 128", {"moe_intermediate_size": 128}),
     ],
 )
-def test_float8_takes_a_byte_on_a_cpu_and_changes_no_number(
+def test_float8_weights_take_a_byte_on_a_cpu_and_change_no_logits(
     family: str, case: str, changes: dict[str, int], dtype: str, tmp_path: Path
 ) -> None:
     section, writer = FP8_128 if case == "fp8 128" else CASES[case]

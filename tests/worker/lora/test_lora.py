@@ -377,7 +377,7 @@ NAMES = [f"model.layers.{n}.{part}" for n in (0, 1, 11) for part in ("attn.q_pro
         {"target_modules": ["q_proj", "up"], "exclude_modules": r".*\.11\..*"},
     ],
 )
-def test_names_match_as_peft_matches_them(config: dict[str, Any]) -> None:
+def test_names_match_like_in_peft(config: dict[str, Any]) -> None:
     from peft import LoraConfig as PeftConfig
     from peft.tuners.tuners_utils import BaseTuner
 
@@ -407,7 +407,7 @@ def test_other_peft_types_are_refused() -> None:
 
 
 @pytest.mark.parametrize("value", [5, -1, 1e300, "x", "(", [], [[1]], [{}], {}, {"a": []}, None])
-def test_values_of_any_type_are_refused_or_understood(value: object) -> None:
+def test_values_of_any_type_are_read_or_refused(value: object) -> None:
     sound = {"peft_type": "LORA", "target_modules": ["q_proj"], "layers_to_transform": [0]}
     for key in adapter_checkpoint._KNOWN_KEYS:
         with suppress(NotSupportedError):

@@ -58,7 +58,7 @@ def test_configs_of_models_are_fine(family: str) -> None:
     check_values(tiny_config(family).to_dict())
 
 
-def test_what_published_configs_hold_is_fine() -> None:
+def test_values_of_published_configs_are_accepted() -> None:
     check_values(
         {
             "max_position_embeddings": 10_485_760,

@@ -30,7 +30,7 @@ def test_greedy_equals_the_whole_model(family: str, tmp_path: Path) -> None:
         assert_greedy(whole, completions)
 
 
-def test_towers_are_neither_built_nor_read(tmp_path: Path) -> None:
+def test_towers_are_not_loaded(tmp_path: Path) -> None:
     make_wrapper("qwen3_vl", tmp_path)
     loaded = load_model(ModelConfig(str(tmp_path)), device=CPU)
     assert {name for name, _ in loaded.model.named_children()} == {"model", "lm_head"}

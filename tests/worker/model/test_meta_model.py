@@ -53,7 +53,7 @@ def test_a_model_far_larger_than_its_files(tmp_path: Path) -> None:
     check_buildable(folder, load_config(folder), 200_000_000)
 
 
-def test_finds_the_key_by_which_a_model_cannot_run(
+def test_the_key_that_stops_a_model_from_running_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The time limit must not depend on the machine's load.
@@ -64,5 +64,5 @@ def test_finds_the_key_by_which_a_model_cannot_run(
     assert blame(folder, runs_on_meta) == "num_experts_per_tok is 5: "
 
 
-def test_blames_nothing_where_the_config_is_right(tmp_path: Path) -> None:
+def test_nothing_is_blamed_for_a_correct_config(tmp_path: Path) -> None:
     assert blame(folder_of(tmp_path, "llama"), lambda config: None) == ""

@@ -80,7 +80,7 @@ def assert_alike(ours: torch.Tensor, wanted: torch.Tensor, tolerance: float) -> 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("method", ["int8_weight_only", "int4_weight_only"])
 @pytest.mark.parametrize("family", ["llama", "phi3", "qwen3"])
-def test_logits_are_those_of_transformers(
+def test_logits_equal_those_of_transformers(
     checkpoint: Callable[[str], Path], family: str, method: str, dtype: str
 ) -> None:
     folder = checkpoint(family)
@@ -198,7 +198,7 @@ def test_adapters_are_added_to_quantized_layers(
         ),
     ],
 )
-def test_other_ways_to_quantize_are_refused_by_name_before_weights_load(
+def test_unknown_quantization_is_refused_before_weights_load(
     checkpoint: Callable[[str], Path],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -71,7 +71,7 @@ def test_damaged_files_are_named(folder: Path) -> None:
         load_tokenizer(str(folder))
 
 
-def test_a_missing_folder_is_blamed_on_the_key_that_names_it() -> None:
+def test_a_missing_folder_error_names_its_key() -> None:
     with pytest.raises(ModelError, match=r"model\.tokenizer: there is no folder \./nowhere"):
         load_tokenizer("./nowhere", key="model.tokenizer")
 

@@ -76,7 +76,7 @@ def test_published_config(tmp_path: Path) -> None:
     assert cost.weight_bytes == pytest.approx(2 * 48e9, rel=0.06)
 
 
-def test_latents_lie_beside_recurrent_states(tmp_path: Path) -> None:
+def test_latents_and_recurrent_states_share_the_pool(tmp_path: Path) -> None:
     folder = make_checkpoint("kimi_linear", tmp_path)
     names = load_file(folder / "model.safetensors")
     assert "model.layers.0.self_attn.q_conv1d.weight" in names  # as named in published checkpoints

@@ -59,14 +59,14 @@ def check(draws: Draws, logits: torch.Tensor, batch: SamplingBatch) -> None:
     [PLAIN[:1], PLAIN, EDITED, [*PLAIN, *EDITED]],
     ids=["greedy", "plain", "edited", "all"],
 )
-def test_tokens_are_the_cpus(samples: list[Sample], dtype: torch.dtype) -> None:
+def test_tokens_equal_the_cpus(samples: list[Sample], dtype: torch.dtype) -> None:
     logits, batch = normal(dtype=dtype), make_batch(samples)
     check(draw_on_device(logits, batch), logits, batch)
     assert logits.equal(normal(dtype=dtype))
 
 
 @pytest.mark.parametrize("at_a_time", [1, 3])
-def test_edited_samples_in_small_groups_get_the_same(
+def test_small_groups_give_the_same_edited_samples(
     at_a_time: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(on_device, "_EDITED_ELEMENTS", at_a_time * 300)
@@ -129,7 +129,7 @@ def test_launches(
 
 @pytest.mark.long
 @pytest.mark.parametrize("samples", [PLAIN, EDITED], ids=["plain", "edited"])
-def test_takes_no_more_memory_than_is_planned(
+def test_sampling_takes_no_more_memory_than_planned(
     samples: list[Sample], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows, vocab, taken = 40, 5003, 0
@@ -151,7 +151,7 @@ def test_takes_no_more_memory_than_is_planned(
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("vocab", [5003, 50_257, 151_936])
-def test_tokens_are_the_cpus_on_a_gpu(vocab: int, dtype: torch.dtype) -> None:
+def test_tokens_equal_the_cpus_on_a_gpu(vocab: int, dtype: torch.dtype) -> None:
     logits = normal(vocab=vocab, dtype=dtype)
     batch = make_batch([dataclasses.replace(s, logprobs=3) for s in [*PLAIN, *EDITED]])
     got = Sampler()(logits.cuda(), batch).result()

@@ -69,7 +69,7 @@ def test_samples_are_drawn_among_allowed_tokens(dtype: torch.dtype, temperature:
     assert not masked.nonfinite.any()
 
 
-def test_a_mask_without_tokens_fails_its_row_alone() -> None:
+def test_a_mask_without_tokens_fails_only_its_row() -> None:
     batch = make_batch([Sample(row=0), Sample(row=1)])
     masks = np.zeros((1, 1), dtype=np.int32)
     batch = replace(batch, masked_rows=np.array([1], np.int32), masks=masks)

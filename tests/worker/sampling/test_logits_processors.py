@@ -60,14 +60,14 @@ def reference(row: npt.NDArray[np.float32], sample: Sample) -> npt.NDArray[Any]:
         max_size=6,
     )
 )
-def test_each_sample_is_edited_as_if_alone(samples: list[Sample]) -> None:
+def test_edits_of_a_sample_do_not_depend_on_other_samples(samples: list[Sample]) -> None:
     logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(0)) * 3
     for row, sample in zip(edited(logits, samples).numpy(), samples, strict=True):
         expected = reference(logits[sample.row].numpy(), sample)
         np.testing.assert_allclose(row, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_repetition_penalty_is_transformers() -> None:
+def test_repetition_penalty_equals_transformers() -> None:
     logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(1))
     prompt, output = [1, 2, 2, 7], [7, 9]
     expected = RepetitionPenaltyLogitsProcessor(1.7)(

@@ -40,7 +40,7 @@ def draw(seed: int, stream: int, sample_index: int, position: int) -> int:
     return int(random_bits(*keys, *places)[0])
 
 
-def test_the_seed_is_the_key_and_the_rest_the_counter() -> None:
+def test_the_seed_is_the_philox_key_and_other_facts_the_counter() -> None:
     bits = draw(
         seed=0x299F31D0_A4093822, stream=0x85A308D3_243F6A88, sample_index=7, position=2**31 - 1
     )

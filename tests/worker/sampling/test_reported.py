@@ -43,7 +43,7 @@ def report(
     return Sampler()(logits.clone(), batch).result()
 
 
-def test_log_probabilities_of_named_ids_come_beside_the_most_likely() -> None:
+def test_named_ids_are_reported_next_to_the_most_likely() -> None:
     logits = normal(2)
     samples = [Sample(row=0, logprobs=2), Sample(row=1, logprobs=0), Sample(row=1)]
     named = [[5, 900, 5], [77, -1, -1], [-1, -1, -1]]
@@ -106,7 +106,7 @@ def test_processed_values_of_greedy_samples_have_biases_and_no_temperature() -> 
     assert result.logprobs[2] == 0
 
 
-def test_values_do_not_depend_on_how_many_are_worked_on_at_a_time(
+def test_values_do_not_depend_on_the_rows_per_workspace(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     logits = normal(5)

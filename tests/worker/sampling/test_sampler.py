@@ -112,7 +112,7 @@ class TestDistribution:
         ],
         ids=lambda like: f"t{like.temperature:g}-k{like.top_k}-p{like.top_p:g}-min{like.min_p:g}",
     )
-    def test_filters_are_transformers(self, like: Sample) -> None:
+    def test_filters_equal_transformers(self, like: Sample) -> None:
         logits = normal(1, 40, scale=1.5)
         warpers = LogitsProcessorList([TemperatureLogitsWarper(like.temperature)])
         if like.min_p:
@@ -130,7 +130,7 @@ class TestDistribution:
         st.integers(0, 2**64 - 1),
         st.integers(0, 2**31 - 1),
     )
-    def test_a_token_is_where_its_uniform_number_falls(
+    def test_a_uniform_number_selects_its_token(
         self, logits: list[float], temperature: float, seed: int, position: int
     ) -> None:
         asked = Sample(temperature=temperature, seed=seed, position=position)
@@ -169,7 +169,7 @@ class TestDistribution:
     ids=lambda change: next(iter(change)),
 )
 @pytest.mark.parametrize("usual", [Sample(), Sample(top_k=50)], ids=["plain", "filtered"])
-def test_neighbors_that_differ_in_one_parameter_share_no_distribution(
+def test_samples_that_differ_in_one_parameter_share_no_distribution(
     change: dict[str, Any], usual: Sample
 ) -> None:
     logits = normal(2, 67, scale=1.0)
@@ -255,7 +255,7 @@ class TestOtherSamples:
         got = [facts(result, at + 2, asked.logprobs) for at, asked in enumerate(MIXED)]
         assert got == alone
 
-    def test_the_logits_are_left_as_they_are(self) -> None:
+    def test_the_logits_are_unchanged(self) -> None:
         logits = self.logits.clone()
         sample(logits, MIXED)
         assert logits.equal(self.logits)
@@ -351,7 +351,7 @@ class TestNonfinite:
         assert result.token_ids.tolist() == [0, 4]
 
     @pytest.mark.parametrize("temperature", [0.0, 1.0])
-    def test_bans_are_not_blamed_for_a_row_that_is_not_finite(self, temperature: float) -> None:
+    def test_a_row_with_nan_is_not_blamed_on_banned_tokens(self, temperature: float) -> None:
         logits = normal(4, 11)
         logits[0, 5], logits[1, 3], logits[2, :] = torch.nan, torch.inf, -torch.inf
         samples = [
@@ -381,7 +381,7 @@ def test_half_precision_logits_count_as_their_float32_values(dtype: torch.dtype)
         {"top_k": 4999, "bias": {1: 1.0}},
     ],
 )
-def test_takes_no_more_memory_than_is_planned(
+def test_sampling_takes_no_more_memory_than_planned(
     monkeypatch: pytest.MonkeyPatch, asked: dict[str, Any]
 ) -> None:
     monkeypatch.setitem(sampler_module._WORKSPACE_ELEMENTS, "cpu", 2**17)

@@ -69,7 +69,7 @@ def test_keeps_what_sorting_keeps(
     assert got == [reference_kept(*row) for row in zip(weights, rows, top_k, top_p, strict=True)]
 
 
-def test_tokens_removed_before_count_for_nothing() -> None:
+def test_tokens_removed_earlier_do_not_count() -> None:
     logits = torch.tensor([[4.0, 3.0, 2.0, 1.0]])
     weights = torch.tensor([[40, 30, 0, 0]])  # min-p removed the last two tokens
     assert kept(weights, logits, [4], [0.58]) == [{0, 1}]

@@ -33,7 +33,7 @@ binds = pytest.mark.skipif(
         (5, {4, 5, 6, 7}, None),
     ],
 )
-def test_each_thread_gets_its_own_core_if_there_are_as_many(
+def test_threads_get_their_own_cores_if_there_are_enough(
     count: int, own: Set[int], cores: list[Set[int]] | None
 ) -> None:
     """Each core here has two logical cores, with numbers 2 apart."""
@@ -43,7 +43,7 @@ def test_each_thread_gets_its_own_core_if_there_are_as_many(
 @pytest.mark.parametrize(
     ("text", "siblings"), [("3,19\n", {3, 19}), ("1-3,7", {1, 2, 3, 7}), ("?", {3}), (None, {3})]
 )
-def test_core_siblings_are_read_as_linux_writes_them(
+def test_core_siblings_are_read_in_linux_format(
     text: str | None, siblings: Set[int], tmp_path: Path
 ) -> None:
     file = tmp_path / "cpu3" / "topology" / "thread_siblings_list"
@@ -83,7 +83,7 @@ def team_of_a_fresh_thread(
 
 
 @binds
-def test_each_thread_is_bound_and_free_again_when_they_are_fewer() -> None:
+def test_threads_are_bound_and_freed_when_there_are_fewer() -> None:
     most, cores = len(OWN), [{core} for core in sorted(OWN)]
     with team_of_a_fresh_thread({}) as bound:
         for _ in range(2):

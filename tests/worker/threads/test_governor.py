@@ -54,7 +54,7 @@ def test_all_threads_compute_while_nothing_else_runs() -> None:
 
 
 @pytest.mark.parametrize(("busy", "settled"), [(1, 3), (2, 2), (3, 1)])
-def test_threads_step_down_to_the_free_cores_and_come_back(
+def test_thread_count_follows_the_free_cores(
     busy: int, settled: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     machine = Machine()
@@ -74,7 +74,7 @@ def test_threads_step_down_to_the_free_cores_and_come_back(
     assert back == "using all 4 threads again"
 
 
-def test_threads_step_down_beside_processes_that_ran_before() -> None:
+def test_thread_count_falls_if_other_processes_ran_first() -> None:
     machine = Machine()
     machine.busy = 2
     machine.run(20)
@@ -161,7 +161,7 @@ def test_delays_between_steps_do_not_count() -> None:
         assert governor.count == CORES
 
 
-def test_numbers_that_would_cost_more_than_the_delays_are_not_tried() -> None:
+def test_thread_counts_that_cannot_pay_off_are_not_tried() -> None:
     """Other processes always use an eighth of the cores; half the threads cannot be faster."""
     delay = 0.0
     governor = ThreadGovernor(CORES, delay=lambda: delay)

@@ -80,7 +80,7 @@ def torch_threads() -> Iterator[None]:
         (None, FREE, 32, {}, "32 threads: torch's own number; this process may use 64 cores"),
     ],
 )
-def test_which_number_of_threads_wins_and_its_log_line(
+def test_the_chosen_thread_count_and_its_log_line(
     asked: int | None, limits: CpuLimits, torch_count: int, environ: Mapping[str, str], line: str
 ) -> None:
     chosen = choose_threads(asked, limits, torch_count, environ)
@@ -94,7 +94,7 @@ def test_a_number_out_of_range_is_refused(count: int) -> None:
         EngineConfig(num_threads=count)
 
 
-def test_numbers_set_for_engines_are_not_taken_for_the_callers() -> None:
+def test_thread_counts_of_engines_are_not_taken_for_the_callers() -> None:
     torch.set_num_threads(3)
     threads = TorchThreads()
     threads.set(2)
@@ -108,7 +108,7 @@ def test_numbers_set_for_engines_are_not_taken_for_the_callers() -> None:
     assert threads.default() == 1
 
 
-def test_numbers_set_in_another_python_thread_are_not_taken_for_the_callers() -> None:
+def test_thread_counts_of_other_python_threads_are_not_taken_for_the_callers() -> None:
     torch.set_num_threads(4)
     threads, defaults = TorchThreads(), []
     threads.set(2)
@@ -138,7 +138,7 @@ def built_with(model: ModelConfig, **engine: int) -> tuple[str, str, int]:
     return lines[0], built.device, torch.get_num_threads()
 
 
-def test_each_engine_of_a_process_chooses_its_own_number(
+def test_each_engine_of_a_process_chooses_its_thread_count(
     model: ModelConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
@@ -181,7 +181,7 @@ def test_only_batch_invariant_kernels_are_governed(
         (ThreadCount(1, ""), False),
     ],
 )
-def test_a_number_that_the_user_set_is_not_governed(count: ThreadCount, governed: bool) -> None:
+def test_a_thread_count_set_by_the_user_is_kept(count: ThreadCount, governed: bool) -> None:
     assert (StepThreads(count, governed=True).governor is not None) == governed
 
 
@@ -199,7 +199,7 @@ class RecordingRunner:
         self.counts.append(torch.get_num_threads())
 
 
-def test_steps_run_on_the_engines_number_in_every_python_thread() -> None:
+def test_steps_use_the_engines_thread_count_in_every_python_thread() -> None:
     torch.set_num_threads(4)
     runner: Any = RecordingRunner()
     threaded: Any = ThreadedRunner(runner, StepThreads(ThreadCount(2, ""), governed=False))

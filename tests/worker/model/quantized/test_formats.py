@@ -117,14 +117,14 @@ def test_groups_of_no_activation_order_follow_each_other(tmp_path: Path) -> None
     assert torch.equal(read(tmp_path, section, parts)["a.weight"], written.weight)
 
 
-def test_gptq_may_name_its_version_as_later_tools_do(tmp_path: Path) -> None:
+def test_gptq_version_key_of_later_tools_is_read(tmp_path: Path) -> None:
     section, writer = CASES["gptq v2"]
     renamed = {{"checkpoint_format": "format"}.get(key, key): section[key] for key in section}
     written = writer(WEIGHT)
     assert torch.equal(read(tmp_path, renamed, written.parts)["a.weight"], written.weight)
 
 
-def test_fp8_may_name_its_scales_as_autofp8_does(tmp_path: Path) -> None:
+def test_fp8_scale_names_of_autofp8_are_read(tmp_path: Path) -> None:
     _, writer = CASES["modelopt"]
     written = writer(WEIGHT)
     section = {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]}
@@ -132,7 +132,7 @@ def test_fp8_may_name_its_scales_as_autofp8_does(tmp_path: Path) -> None:
     assert torch.equal(read(tmp_path, section, parts)["a.weight"], written.weight)
 
 
-def test_codes_may_be_stored_as_if_they_were_floats(tmp_path: Path) -> None:
+def test_codes_may_be_stored_with_a_float_dtype(tmp_path: Path) -> None:
     section, writer = CASES["nf4"]
     written = writer(WEIGHT * 0 + 1)  # all codes are 15, which reads as NaN in bfloat16
     stored = written.parts["weight"].flatten().view(torch.bfloat16)

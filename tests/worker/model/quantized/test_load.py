@@ -67,7 +67,7 @@ FP8_BLOCKS = partial(float8, block=(32, 32), end="weight_scale_inv")
         ("qwen3_vl", "float32", "fp8 blocks", {}),
     ],
 )
-def test_logits_are_those_of_the_weights_they_stand_for(
+def test_logits_equal_those_of_the_dequantized_weights(
     tmp_path: Path, family: str, dtype: str, case: str, changes: dict[str, Any]
 ) -> None:
     folder, plain = write_quantized(tmp_path, family, *CASES[case], **changes)
@@ -88,7 +88,7 @@ def test_logits_are_those_of_the_weights_they_stand_for(
     ],
     ids=["fp8", "mxfp4"],
 )
-def test_logits_are_those_of_transformers(
+def test_logits_equal_those_of_transformers(
     tmp_path: Path,
     family: str,
     section: dict[str, Any],
