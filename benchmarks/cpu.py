@@ -1,4 +1,4 @@
-"""Compares engines on a CPU: each in its own process, alternately, medians of several rounds.
+"""Compares engines on a CPU, in separate processes, by the medians of alternating rounds.
 
 python benchmarks/cpu.py                       # the table of benchmarks/README.md, one hour
 python benchmarks/cpu.py --workloads W1 --engines batchinfer generate --rounds 2

@@ -278,7 +278,7 @@ def test_a_room_imports_what_it_may(module: str, path: Path) -> None:
         assert all(not n.startswith("batchinfer.") for n in imported(path))
         return
     assert name in BY_NAME, (
-        f"{path} is in no room of ROOMS: put it into a folder that is, or add it"
+        f"{path} is in no room of ROOMS: move it into the folder of a room, or add a room"
     )
     for whole in imported(path):
         top = whole.partition(".")[0]
@@ -296,7 +296,7 @@ def test_the_table_has_no_rooms_that_are_gone() -> None:
     for room in ROOMS:
         for name in room.may_import:
             known_rooms = [r.name for r in ROOMS if r.name == name or r.name.startswith(f"{name}.")]
-            assert known_rooms, f"{room.name} may import {name}, which is no room"
+            assert known_rooms, f"{room.name} may import {name}, which is not a room"
             assert LEVEL[known_rooms[0]] < LEVEL[room.name], f"{name} is not above {room.name}"
 
 

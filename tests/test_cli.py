@@ -169,7 +169,7 @@ def test_run_does_not_import_unused_packages(tmp_path: Path) -> None:
     script = Path(__file__).parent.parent / "benchmarks" / "start.py"
     command = [sys.executable, "-X", "importtime", script, "--child", tmp_path / "out"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert float(done.stdout) > 0, "the age of the process"
+    assert float(done.stdout) > 0, "stdout has the age of the process"
     imported = {line.split()[-1].partition(".")[0] for line in done.stderr.splitlines() if line}
     assert {"torch", "transformers"} <= imported
     assert not imported & set(UNUSED)

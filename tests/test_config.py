@@ -29,7 +29,9 @@ def test_options_named_like_keys_reach_the_job(
     options: type, config: type, keys: tuple[str, ...]
 ) -> None:
     both = set(field_names(options)) & set(field_names(config))
-    assert set(keys) == both - {"deterministic"}, "bench runs without that one, then with it"
+    assert set(keys) == both - {"deterministic"}, (
+        "bench runs without engine.deterministic, then with it"
+    )
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,7 @@ def test_chat_renders_the_chat_template(llm: LLM, model: Path) -> None:
     text = "<|im_start|>user\nHi <|im_end|><|im_end|>\n<|im_start|>assistant\n"
     assert output.prompt == text
     end = AutoTokenizer.from_pretrained(model).eos_token_id
-    assert output.prompt_token_ids.count(end) == 1, "what a user writes is never a control token"
+    assert output.prompt_token_ids.count(end) == 1, "a user's text never becomes a control token"
     assert llm.chat([conversation] * 2, GREEDY, use_tqdm=False)[1].prompt == text
 
 

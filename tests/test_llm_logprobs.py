@@ -44,7 +44,9 @@ def test_logprob_token_ids_replace_the_most_likely(llm: LLM, model: Path, flat: 
     assert sample.logprobs is not None
     assert len(sample.logprobs) == 6
     for found, token, expected in zip(sample.logprobs, sample.token_ids, own, strict=False):
-        assert [*found] == [*dict.fromkeys([token, *named])], "the token itself, then in order"
+        assert [*found] == [*dict.fromkeys([token, *named])], (
+            "the drawn token comes first, then the named ids"
+        )
         for token_id, entry in found.items():
             assert entry.logprob == pytest.approx(float(expected[token_id]), abs=1e-4)
             assert entry.rank == (1 if token_id == token else None)

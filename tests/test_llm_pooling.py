@@ -239,7 +239,9 @@ def test_hf_overrides_make_a_reranker(tmp_path: Path, model: Path) -> None:
     (output,) = llm.score("<|im_start|>who?\n", "he did<|im_end|>", use_tqdm=False)
     expected = probability(folder, "<|im_start|>who?\nhe did<|im_end|>", ids)
     assert output.outputs.score == pytest.approx(expected, abs=1e-5)
-    assert len(llm.generate("x", use_tqdm=False)) == 1, "a model with a head still writes"
+    assert len(llm.generate("x", use_tqdm=False)) == 1, (
+        "a model with an output head still generates"
+    )
 
 
 @pytest.mark.parametrize(

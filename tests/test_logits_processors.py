@@ -34,7 +34,7 @@ def pick_next(output_token_ids: list[int], logits: Tensor) -> Tensor:
 def test_a_logits_processor_chooses_the_tokens(llm: LLM) -> None:
     (sample,) = run(llm, pick_next, logprobs=2)
     assert sample.token_ids == [10, 11, 12, 13, 14]
-    assert sample.cumulative_logprob == 0.0, "of what it returned"
+    assert sample.cumulative_logprob == 0.0, "log-probability of the returned logits"
     for temperature in (0.7, 1.5):
         samples = run(llm, pick_next, temperature=temperature, n=3, repetition_penalty=1.3)
         assert {tuple(one.token_ids) for one in samples} == {(10, 11, 12, 13, 14)}
@@ -90,4 +90,4 @@ def test_invalid_logits_processors_are_refused(
 ) -> None:
     with pytest.raises(error, match=message):
         run(llm, processor)
-    assert run(llm, pick_next)[0].token_ids[0] == 10, "the engine goes on"
+    assert run(llm, pick_next)[0].token_ids[0] == 10, "the engine still works"

@@ -82,11 +82,11 @@ def test_retry_errors_after_each_fix(tmp_path: Path, model: Path) -> None:
     }
     for row, mended in mend.items():
         mended()
-        assert bench.run() in (4, 7), "that is another job"
+        assert bench.run() in (4, 7), "a changed job is refused"
         del left[row]
         assert bench.run("--retry-errors") == (3 if left else 0)
         assert bench.failed() == left
-        assert bench.computed() == 1, "the row alone that was mended"
+        assert bench.computed() == 1, "only the fixed row is computed"
     assert bench.do("verify", "out") == 0
     assert bench.run() == 0
 

@@ -27,7 +27,7 @@ class Part:
 
     @property
     def num_rows(self) -> int:
-        """Number of rows of the finished part."""
+        """Number of rows that the part has once it is finished."""
         return len(self.rows) if self.selected is None else self.selected
 
     @property

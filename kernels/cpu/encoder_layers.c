@@ -16,9 +16,9 @@
 #include "small_gemm.h"
 
 #define TASK_ROWS 256      /* most rows of a task, whose activations nearly fill an L2 cache */
-#define LEAST_ROWS 64      /* least rows of a task: a step ends with small tasks, so that threads finish together */
+#define LEAST_ROWS 64      /* fewest rows of a task; small tasks at the end of a step let threads finish together */
 #define QUERIES 48         /* queries whose scores are computed at once */
-#define CHUNK 64           /* elements to activate at once */
+#define CHUNK 64           /* elements that one call of an activation computes */
 #define CACHE_PERIOD 4096  /* equals gemm._CACHE_PERIOD */
 #define MANY_ROWS 8        /* equals gemm._MANY_ROWS */
 #define WORTH_A_THREAD 16384 /* elements; with fewer, waking a thread costs more than it saves */

@@ -35,7 +35,7 @@ static inline float inverse_length(const float *x, int64_t width) {
     return 1.0f / sqrtf(sum_of_squares(x, width) + 1e-6f);
 }
 
-/* Replaces the gate of a head's decay by the decay, and multiplies keys by decays of their own. */
+/* Replaces the gate of a head's decay by the decay, and multiplies keys by their decays, if each has one. */
 static inline void decay_head(const gated_delta_args *a, int64_t t, int64_t head) {
     const int64_t width = a->decay_width, at = t * a->num_heads + head;
     const float rate = a->decay_rate[head], *bias = a->dt_bias + head * width;

@@ -22,9 +22,9 @@
 #include "int8_dot.h"
 #include "gemm_rows.h"
 
-#define STEP 8     /* k that are multiplied at a time: two quads */
+#define STEP 8     /* columns k multiplied at a time: two quads */
 #define MIDDLE 128 /* middle of the range of 8-bit codes */
-#define PAIRS_DEPTH (4 * ADDED_PAIRS) /* k summed as 16-bit pairs; 0: pairs are not used */
+#define PAIRS_DEPTH (4 * ADDED_PAIRS) /* columns k summed as 16-bit pairs; 0: pairs are not used */
 
 enum { INT4_CODES, LUT4_CODES, INT8_CODES }; /* LUT4: 4-bit indices into a table */
 

@@ -37,7 +37,7 @@ typedef struct {
 
 #define CHANNEL_BLOCK 64 /* channels of a task of the convolution */
 #define MAX_CONV_WIDTH 16
-#define WORTH_A_TEAM 4096 /* elements; below it, waking a thread costs more than it saves */
+#define WORTH_A_TEAM 4096 /* elements; with fewer, waking a thread costs more than it saves */
 
 typedef struct {
     int64_t first, count; /* the sequence's tokens among the packed tokens */

@@ -146,7 +146,7 @@ def test_long_line_becomes_several_objects() -> None:
     descriptor = os.open(os.devnull, os.O_WRONLY)
     captured = CapturedStream(descriptor, "stderr", JsonLog(lines.append))
     os.write(descriptor, b"x" * (3 * MOST_OF_LINE))
-    assert lines, "before its end"
+    assert lines, "objects are written before the line ends"
     captured.sync()
     os.close(descriptor)
     assert len(lines) == 3

@@ -102,7 +102,7 @@ def _check_only(line: str) -> None:
         missing = [word for word in words if word.startswith("--") and f'"{word}"' not in script]
         assert not missing, f"{line}: {missing}"
     else:
-        assert words[0] == "batchinfer", f"nothing runs or checks: {line}"
+        assert words[0] == "batchinfer", f"no test runs or checks: {line}"
         _check_options(line)
 
 
@@ -163,7 +163,7 @@ def test_commands_of_the_readme_run(folder: Path, run: Run) -> None:
             shown += [word for word in block.text.split() if word.startswith("out/")]
     assert shown
     for path in shown:
-        assert (folder / path).exists(), f"{README.name} shows {path}"
+        assert (folder / path).exists(), f"{README.name} shows {path}, which does not exist"
 
 
 @pytest.mark.long

@@ -93,13 +93,15 @@ class FakeRunner:
             for kept, values in zip(self._kept, self.host[host_slot], strict=True):
                 kept[slot] = values
         copied = step.block_copies.ravel().tolist()
-        assert not set(copied[::2]) & set(copied[1::2]), "a block is copied from and to"
+        assert not set(copied[::2]) & set(copied[1::2]), (
+            "a block is both source and destination of a copy"
+        )
         for source, destination in step.block_copies:
             for kept in self._kept:
                 kept[destination] = kept[source]
             self.states[destination] = self.states[source]
         places = np.concatenate([step.slot_mapping, step.other_slots.ravel()])
-        assert len(set(places.tolist())) == len(places), "two tokens, one slot"
+        assert len(set(places.tolist())) == len(places), "two tokens have the same slot"
         for slot in places // self.block_size:
             self.states[slot] = b""
         for slots in (step.slot_mapping, *step.other_slots):
@@ -141,15 +143,17 @@ class FakeRunner:
         Windows shorten contexts but not states.
         """
         slots = step.state_tables
-        assert len(set(slots.ravel().tolist())) == slots.size, "two sequences, one state"
+        assert len(set(slots.ravel().tolist())) == slots.size, "two sequences have the same state"
         whole = []
         for at, context in enumerate(contexts):
             start, stop = step.query_starts[at : at + 2]
             computed = int(step.context_lens[at] - (stop - start))
             before = {self.states[slot] for slot in slots[at]} if computed else {b""}
-            assert [len(state) for state in before] == [4 * computed], "a state of another length"
+            assert [len(state) for state in before] == [4 * computed], (
+                "the state has another length"
+            )
             whole.append(before.pop() + step.token_ids[start:stop].astype(np.int32).tobytes())
-            assert whole[-1].endswith(context), "another context's state"
+            assert whole[-1].endswith(context), "the state belongs to another context"
             for slot in slots[at]:
                 self.states[slot] = whole[-1]
                 self.kv_positions[slot] = EMPTY
@@ -205,12 +209,14 @@ class FakeRunner:
             slots = step.tables_of(group)[at, : -(-length // self.block_size)]
             seen = slice(max(computed - window + 1, 0) if window else 0, length)
             positions = self.kv_positions[slots].ravel()[seen]
-            assert positions.tolist() == list(range(length))[seen], "a table tells another story"
+            assert positions.tolist() == list(range(length))[seen], (
+                "the block table has other positions"
+            )
             adapters = self.kv_adapters[slots].ravel()[seen]
-            assert (adapters == adapters_of(step)[at]).all(), "another adapter computed it"
+            assert (adapters == adapters_of(step)[at]).all(), "another adapter computed the tokens"
             read = self.kv[slots].ravel()[seen]
             known = tokens[seen] != EMPTY
-            assert (tokens[seen] == read)[known].all(), "groups hold different tokens"
+            assert (tokens[seen] == read)[known].all(), "layer groups hold different tokens"
             tokens[seen] = read
         return tokens[0 if 0 in self.windows else -max(self.windows) :].tobytes()
 

@@ -195,7 +195,9 @@ def _check_entry(pool: BlockPool, block: Block, counts: Counter[Block]) -> None:
     for slot in block.window_slots:
         assert (slot in pool.cached) == (slot.readers == 0 and slot.slot >= 0)
     holds = max(block.slot, block.host_slot, *(slot.slot for slot in block.window_slots)) >= 0
-    assert holds or block.ref_count or block.children, "an entry leads to nothing"
+    assert holds or block.ref_count or block.children, (
+        "an index entry has no slots, references or children"
+    )
 
 
 def _check_order(order: EvictionOrder[Block] | EvictionOrder[Block | WindowSlot]) -> None:
@@ -222,7 +224,7 @@ def _check_index(index: PrefixIndex, in_flight: set[Block]) -> None:
         children = node.children
         if children is None:
             continue
-        assert children.blocks, "an empty node is kept"
+        assert children.blocks, "a node without children was not removed"
         by_state: tuple[list[bytes], list[bytes]] = ([], [])
         for key, block in children.blocks.items():
             assert block.key == key

@@ -32,7 +32,7 @@ class Failed:
         self._says_so = says_so
 
     def result(self) -> StepResult:
-        assert self._says_so, "a step after one that failed is read"
+        assert self._says_so, "a step after a failed step is read"
         self._runner.has_failed = False
         raise OutOfMemory("no memory left")
 

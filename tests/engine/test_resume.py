@@ -76,7 +76,9 @@ class Outputs:
             before = known.num_tokens
             known.add(one)
             added = sum(len(sample.token_ids) for _, sample in one.samples)
-            assert known.num_tokens == before + added, "an increment is lost, or told twice"
+            assert known.num_tokens == before + added, (
+                "an increment is missing or was reported twice"
+            )
 
     def of(self, request: Request) -> Request:
         """Return the request with the output that is known."""
@@ -269,7 +271,7 @@ def test_a_run_reports_given_tokens_with_its_first_new_token() -> None:
     engine.add_request(replace(request, partial_output=partial))
     tracker = OutputTracker()
     engine.step()
-    assert not tracker.take(engine.states, []), "its tokens are being computed again"
+    assert not tracker.take(engine.states, []), "known tokens are being computed again"
     engine.step()
     (told,) = tracker.take(engine.states, [])
     assert [(start, len(sample.token_ids)) for start, sample in told.samples] == [(0, 3)]

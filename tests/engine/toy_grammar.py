@@ -59,7 +59,7 @@ class ToyState:
         return "too much work" if at is not None and len(self.tokens) >= at else None
 
     def take(self, token_id: int) -> list[int]:
-        assert token_id in self.grammar.allowed(self.tokens), "not a token that the mask allowed"
+        assert token_id in self.grammar.allowed(self.tokens), "the mask did not allow this token"
         self.tokens.append(token_id)
         forced: list[int] = []
         while self.error is None and len(following := self.grammar.allowed(self.tokens)) == 1:

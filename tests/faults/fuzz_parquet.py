@@ -105,7 +105,7 @@ def _read(path: Path) -> str:
     try:
         source = open_source(str(path))
         if source.num_rows > 10 * NUM_ROWS:
-            raise ViolationError(f"{source.num_rows} rows are taken for there")
+            raise ViolationError(f"{source.num_rows} rows are reported")
         for first_row, batch in source.scan(source.schema.names, [range(source.num_rows)]):
             if first_row != len(rows):
                 raise ViolationError(f"row {first_row} after {len(rows)} rows")

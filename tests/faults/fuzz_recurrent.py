@@ -69,7 +69,7 @@ def case(number: int, seed: int, folder: Path) -> str:
             for (row, _), output in tokens.items()
         ]
         if sum(worse) > _MOST_WORSE[dtype] * OUTPUT_TOKENS * len(worse):
-            raise ViolationError(f"{where}: tokens that transformers would not take: {worse}")
+            raise ViolationError(f"{where}: tokens that transformers would not choose: {worse}")
     return f"{family}: equal"
 
 

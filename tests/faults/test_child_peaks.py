@@ -8,7 +8,9 @@ import pytest
 
 from tests.faults.child_peaks import ChildPeaks
 
-pytestmark = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="Linux tells peaks")
+pytestmark = pytest.mark.skipif(
+    not Path("/proc/self/status").exists(), reason="reads peaks from /proc"
+)
 
 FAT_BYTES = 2**27
 WAIT = "import sys; print(flush=True); sys.stdin.read()"

@@ -108,6 +108,8 @@ def check_float8(dtype: torch.dtype, rows: int, shape: tuple[int, int], block: i
     expected, onto = previous.clone(), previous.clone()
     gemm.gemm(x, plain, bias, out=expected, adds=True)
     packed = gemm.pack_float8(weight, dtype)
-    assert packed.numel() <= 1.3 * codes.numel() + 64 * 200, "codes, scales and padding of panels"
+    assert packed.numel() <= 1.3 * codes.numel() + 64 * 200, (
+        "only codes, scales and padding of panels"
+    )
     gemm.gemm(x, packed, bias, out=onto, adds=True)
     assert torch.equal(onto, expected)

@@ -84,7 +84,9 @@ def test_a_chat_prompt_is_completed_where_the_template_ends(chatml: Tokenizer) -
     whole = "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\nworld"
     (ids,) = chatml.encode_batch([whole], add_special_tokens=False, parse_special_tokens=True)
     assert np.concatenate([prompt.token_ids, prompt.completions[0]]).tolist() == ids.tolist()
-    assert prompt.completions[0][0] == prompt.completions[1][0], "the newline is the completions'"
+    assert prompt.completions[0][0] == prompt.completions[1][0], (
+        "the newline belongs to the completions"
+    )
 
 
 def test_control_tokens_in_completions_stay_text(chatml: Tokenizer) -> None:
@@ -155,7 +157,7 @@ def test_token_ids_are_taken_as_they_are(chatml: Tokenizer) -> None:
     assert texts.has_control_text
     mixed = one(builder(chatml), prompt="hello ", choices=[[8], [9, 10]])
     (hello,) = chatml.encode_batch(["hello "], add_special_tokens=True, parse_special_tokens=True)
-    assert mixed.token_ids.tolist() == hello.tolist(), "there is no text to give the space to"
+    assert mixed.token_ids.tolist() == hello.tolist(), "there is no text to move the space to"
 
 
 @pytest.mark.parametrize(

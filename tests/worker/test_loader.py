@@ -54,7 +54,7 @@ def test_loads_as_saved(llama: Path) -> None:
     assert loaded.layout(16).num_kv_heads == 2
 
 
-@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="Linux says what is mapped")
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="reads mapped files from /proc")
 def test_the_weights_file_does_not_stay_in_memory(llama: Path) -> None:
     loaded = load(llama)
     assert str(llama / "model.safetensors") not in Path("/proc/self/maps").read_text()

@@ -55,7 +55,7 @@ def test_tensors_of_the_failed_attempt_are_freed() -> None:
 
     with pytest.raises(OutOfMemory) as told, raise_out_of_memory():
         compute()
-    assert kept[0]() is None, f"{told.value} keeps them"
+    assert kept[0]() is None, f"{told.value} keeps the tensors"
 
 
 def test_tensors_of_an_earlier_error_are_freed() -> None:
@@ -75,4 +75,4 @@ def test_tensors_of_an_earlier_error_are_freed() -> None:
 
     with pytest.raises(OutOfMemory) as told, raise_out_of_memory():
         compute()
-    assert kept[0]() is None, f"{told.value} keeps them"
+    assert kept[0]() is None, f"{told.value} keeps the tensors"

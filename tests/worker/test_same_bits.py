@@ -30,8 +30,8 @@ from tests.worker.batch_dependent import BATCH_DEPENDENT
 
 CPU = torch.device("cpu")
 OWN = KernelRequirements("own", deterministic=True)
-# All widths are multiples of 32, like those of real models. In modules that are not fused, torch
-# computes exp differently for the last elements of a tensor that fill no pair of vectors.
+# All widths are multiples of 32, like those of real models: in modules that are not fused, torch
+# computes exp differently for elements after the last whole pair of vectors.
 WIDE = {"hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 8}
 ODD = {"hidden_size": 104, "intermediate_size": 300, "num_attention_heads": 4}
 

@@ -201,7 +201,7 @@ class BlockPool:
             return block
         entry = self.index.insert(parent, block, key)
         if entry is not block and holds_more(block, entry):
-            self.states.drop_of([entry])  # a block without all slots is in no window of theirs
+            self.states.drop_of([entry])  # no snapshot needs a block that lacks slots
             self.index.replace(entry, block)
             self.update_priority(block)
             self._free_unneeded(entry)

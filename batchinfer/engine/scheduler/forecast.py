@@ -117,7 +117,7 @@ class PoolForecast:
         elsewhere = np.maximum(shared_blocks, table.num_evicted(table.num_computed[rows]))
         owned = int((table.num_blocks[rows] - elsewhere - table.tail_shared[rows]).sum())
         self._per_state = pool.states.slots_per_state
-        owned += pool.states.num_used  # each row will have a state of its own
+        owned += pool.states.num_used  # each row will have its own state
         self._not_owned = max(pool.num_used - owned, 0)
         """Number of used blocks that do not belong to a single sequence."""
         unsure = 1.0 if len(rows) == 0 else 1.0 - table.length_known[rows].mean()

@@ -1,4 +1,4 @@
-"""Requests log-probabilities of prompt tokens in a step, and passes them to their prompts."""
+"""Requests log-probabilities of prompt tokens in a step, and stores them with their prompts."""
 
 from __future__ import annotations
 

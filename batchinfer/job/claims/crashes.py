@@ -113,8 +113,8 @@ class CrashHistory:
             if not ran:
                 continue
             has_run = True
-            # All tokens that a group of one row stored are that row's, and a row cannot store new
-            # tokens forever.
+            # In a group of one row, stored tokens show that this row made progress. This ends,
+            # because a row cannot store new tokens forever.
             has_tokens = kept_tokens if len(group) == 1 else keeps_going
             if has_tokens or not finished.isdisjoint(group):
                 after = replace(after, died_alone=_without(after.died_alone, group))

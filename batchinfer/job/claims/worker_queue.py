@@ -37,7 +37,7 @@ class ClaimedParts(PartQueue):
         claims: the claims of this worker.
         plan: the plan of the parts that the worker may claim.
         generated: the output's generated columns.
-        num_workers: least number of workers to expect; more may be alive.
+        num_workers: minimum number of workers to expect; more may be alive.
         window_rows: most rows to claim at a time.
     """
 

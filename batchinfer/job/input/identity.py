@@ -65,7 +65,7 @@ def have_common_files(planned: Sequence[InputFile], found: Sequence[InputFile]) 
 
 
 def file_differences(planned: Sequence[InputFile], found: Sequence[InputFile]) -> Iterator[str]:
-    """Describe the differences between planned and present files, one file a line."""
+    """Describe the differences between planned and present files, one file per line."""
     if same_files(planned, found):
         return
     content = _content_of(planned)

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 _PARTS_EACH = 6
-"""Least number of parts for each worker, so that no worker waits long for the others at the end."""
+"""Smallest number of parts per worker, so that no worker waits long for the others at the end."""
 
 
 def plan_job(

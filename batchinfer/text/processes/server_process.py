@@ -195,7 +195,7 @@ class ServerProcess:
             self._process.wait(_END_S)
 
     def _failed(self, error: Exception) -> Exception:
-        """End a server that is dead or misbehaves; return an error that explains why."""
+        """End a dead or misbehaving server; return an error with the reason."""
         if self._closed_for is not None:
             return self._closed_for
         self.has_failed = True

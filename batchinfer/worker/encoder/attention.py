@@ -35,7 +35,7 @@ _packed: ContextVar[tuple[Runs, bool]] = ContextVar("packed_sequences")
 
 @contextmanager
 def packed_sequences(runs: Runs, *, causal: bool = False) -> Iterator[None]:
-    """Set the sequences of the packed row for attention layers that are called inside.
+    """Set the packed row's sequences for attention layers that run inside the ``with`` block.
 
     Args:
         causal: tokens do not attend to later tokens.

@@ -59,8 +59,10 @@ def causal_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
 
 
 def changed_logits(config: PreTrainedConfig) -> str | None:
-    """Return the config key by which a wrapper changes its logits, if its causal class was made
-    here, because such a class does not change logits; else None."""
+    """Return the config key that makes a wrapper change its logits, or None.
+
+    Only causal classes made here are affected, because they do not apply such changes.
+    """
     if not getattr(causal_class(config), "has_added_head", False):
         return None
     values: dict[str, Any] = config.get_text_config().to_dict()

@@ -32,7 +32,7 @@ def pool_with_snapshot(num_slots: int, followers: int) -> tuple[BlockPool, State
 def test_snapshot_that_a_step_copies_is_not_evicted_while_the_step_is_built() -> None:
     pool, snapshot = pool_with_snapshot(2 + 2 * PER_STATE, followers=2)
     own = pool.states.start_from(snapshot, pool.block_copies.within)
-    assert pool.num_available == 2, "the blocks, but not the source of the copy"
+    assert pool.num_available == 2, "the blocks are available, but not the source of the copy"
     copies = pool.take_copies().within
     assert copies == list(zip(snapshot.state.slots, own.slots, strict=True))
     assert pool.num_available == 2 + PER_STATE

@@ -53,7 +53,9 @@ def test_blocks_that_a_group_shares_are_moved_once() -> None:
     prompt = table(10, references=3, on_host=10)
     beams = [prompt + table(1) for _ in range(3)]
     assert preemption_policy.should_swap(beams, SIZE)
-    assert not preemption_policy.should_swap(beams[:2], SIZE), "another holds the prompt"
+    assert not preemption_policy.should_swap(beams[:2], SIZE), (
+        "another beam still uses the prompt's blocks"
+    )
 
 
 @pytest.mark.parametrize(("preemption", "swaps"), [("swap", True), ("recompute", False)])

@@ -54,7 +54,7 @@ def test_simulated_samples_end_after_the_given_length() -> None:
     assert lengths == [[5, 5], [9]]
     assert completions[0].outputs[0].finish_reason == "stop"
     tokens = {tuple(output.token_ids[:4]) for row in (0, 1) for output in completions[row].outputs}
-    assert len(tokens) == 3, "no two samples go on alike"
+    assert len(tokens) == 3, "all samples continue differently"
     assert sum(step.step_ms for step in steps) == pytest.approx(runner.seconds * 1e3)
     assert 0 < runner.bound_s < runner.seconds
     assert runner.samples_drawn == 19

@@ -34,7 +34,7 @@ def test_a_weight_takes_the_bytes_of_its_format(case: str, is_of_text: bool) -> 
     assert matrix_bytes(config, "int4", 2) == _KEPT.get(case, _ROUNDED)
     assert matrix_bytes(config, "int4", 2, experts=True) == _KEPT.get(case, _ROUNDED)
     assert matrix_bytes(config, "int8", 2, experts=True) == (_KEPT | _KEPT_INT8).get(case, 1), (
-        "4 bits where they were saved, though 8 were asked for"
+        "saved 4-bit weights keep 4 bits with int8"
     )
     assert matrix_bytes(config, "fp8", 2, experts=True) == 2
     kept = matrix_bytes(config, "fp8", 2, on_cpu=True, experts=True)

@@ -144,7 +144,7 @@ def test_a_failing_grammar_fails_only_its_row(make_engine: MakeEngine) -> None:
     assert completions[1].error_code == "invalid_structured_output"
     assert completions[1].error_message == "too much work"
     assert completions[1].stats.cached_tokens > 0
-    assert completions[1].stats.recomputed_tokens == 0, "it is not the blocks' fault"
+    assert completions[1].stats.recomputed_tokens == 0, "blocks are not the cause"
     check({0: completions[0], 2: completions[2]}, {0: good})
 
 

@@ -101,7 +101,7 @@ def test_a_text_that_is_too_large_is_an_error(monkeypatch: pytest.MonkeyPatch) -
         rows = python_rows(batch)
         found = [getattr(row["a"], "code", row["a"]) for row in rows]
         assert found == ["row_too_large", b"x" * 8, None, b"", "row_too_large"]
-        assert rows[0]["b"] == [b"x" * 9], "lists are as they are"
+        assert rows[0]["b"] == [b"x" * 9], "lists are unchanged"
 
 
 def test_the_limit_of_a_text_is_the_same_for_python_and_arrow() -> None:

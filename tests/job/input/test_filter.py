@@ -208,7 +208,7 @@ def test_filter_on_json_lines(tmp_path: Path, suffix: str) -> None:
     path.write_bytes(gzip.compress(data) if suffix else data)
     assert selected(path, "a >= 1") == [0, 3]
     assert selected(path, "t = 'x'") == [0, 4]
-    assert selected(path, "a is null") == [1, 2, 4], "a line that holds no row has no value"
+    assert selected(path, "a is null") == [1, 2, 4], "an invalid line has null in all columns"
 
 
 def test_filter_on_openai_batch_files(tmp_path: Path) -> None:

@@ -297,4 +297,6 @@ def test_a_few_bad_lines_are_rows_of_their_own(tmp_path: Path) -> None:
         path.write_bytes(b'{"x": "\xe9"}\n' * bad + b'{"x": "e"}\n' * good)
         assert codes(path) == [*["invalid_utf8"] * bad, *[None] * good]
     path.write_bytes(b'{"x": "\xe9"}\n' * 30 + '{"x": "é"}\n'.encode())
-    assert codes(path) == [*["invalid_utf8"] * 30, None], "one in UTF-8 says what all should be"
+    assert codes(path) == [*["invalid_utf8"] * 30, None], (
+        "a single valid line shows that the file is UTF-8"
+    )

@@ -52,7 +52,7 @@ def test_a_delta_table_is_read_at_its_latest_and_at_an_earlier_version(tmp_path:
         ("b", None, date(2026, 1, 1), None),
         ("c", "en", date(2026, 1, 2), 1.5),
     ]
-    assert kept(found, "prompt")[2] == "c", "what was added comes last"
+    assert kept(found, "prompt")[2] == "c", "added rows come last"
     before = open_source(path, version=0)
     assert (before.version, sorted(kept(before, "prompt"))) == (0, ["a", "b"])
     assert "n" not in before.schema.names

@@ -157,7 +157,7 @@ def test_unfinished_files_of_another_plan_are_deleted(
     for path in left:
         path.touch()
     begin(out)
-    assert all(path.exists() for path in left), "the same plan keeps them"
+    assert all(path.exists() for path in left), "the same plan keeps the files"
     begin(out, replace(MANIFEST, **changes))
     assert not any(path.exists() for path in left)
 

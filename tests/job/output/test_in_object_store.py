@@ -179,7 +179,9 @@ def test_killed_run_in_a_store_is_resumed(spec: JobSpec, tmp_path: Path, address
         for row in pq.read_table(BytesIO(data))["row_id"].to_pylist()
     ]
     assert 0 < len(kept) < NUM_ROWS
-    assert any("/in_flight/run-00001" in name for name in found), "the log of rows in flight"
+    assert any("/in_flight/run-00001" in name for name in found), (
+        "a log of rows in flight is stored"
+    )
     assert json.loads(found["_batchinfer/lock.json"])["token"]
     second = TellingBuild()
     assert run(spec, second) is ExitCode.OK
@@ -359,7 +361,7 @@ def test_failing_store_ends_the_run_and_keeps_rows(
         with pytest.raises(StorageError, match=rf"cannot write {OUT}/.*{status}") as caught:
             run(spec, build)
     assert len(str(caught.value).splitlines()) <= 2
-    assert len(set(asked)) <= 3, "the failed file, and at the end the lock and a log"
+    assert len(set(asked)) <= 3, "requests for the failed file, the lock and a log"
     point_to(address, monkeypatch)
     monkeypatch.setattr(object_lock, "LAPSE_S", -60.0)  # the run could not release its lock
     again = TellingBuild()

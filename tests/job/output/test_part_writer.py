@@ -130,7 +130,7 @@ def test_held_rows_are_flushed_every_few_seconds(five: Fixture) -> None:
     assert five.segment_rows() == [4]
     five.sink.add(finished(3))
     five.sink.flush_if_due()
-    assert five.segment_rows() == [4], "the next flush is due some seconds later"
+    assert five.segment_rows() == [4], "the next flush is a few seconds later"
 
 
 def test_many_held_rows_are_flushed_at_once(five: Fixture, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,7 +75,7 @@ def test_partition_by_writes_hive_folders(tmp_path: Path) -> None:
         tmp_path / "out" / "partitioned" / "lang=de" / "day=2026-01-01" / "part-00000.parquet",
         partitioning=None,
     )
-    assert one["row_id"].to_pylist() == [0, 5], "in input order"
+    assert one["row_id"].to_pylist() == [0, 5], "rows are in input order"
     assert not {"lang", "day"} & set(one.schema.names)
     assert b"batchinfer.fingerprint" in one.schema.metadata
     assert sorted((tmp_path / "out" / "data").iterdir())

@@ -374,6 +374,6 @@ def test_different_kernels_in_one_job_are_reported(
     assert run_job(spec, build=Multiplying("own AVX2", what=what)) is ExitCode.OK
     printed = " ".join(capsys.readouterr().err.split())
     assert f"own AMX and own AVX2 {says} in different runs of this job" in printed
-    assert printed.count(says) == 2, "at the start and at the end of the run"
+    assert printed.count(says) == 2, "printed at the start and at the end of the run"
     summary = json.loads((tmp_path / "out" / "summary.json").read_bytes())
     assert summary["kernels"] == {what: "own AMX and own AVX2"}

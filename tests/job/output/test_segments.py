@@ -189,7 +189,7 @@ def test_writer_reads_and_deletes_only_its_own_segments(out: OutputDir) -> None:
     assert [found.tolist() for found in (one.recover()[0],)] == [[0]]
     assert one.recover()[1] == {}, "it has not read the other writer's segment"
     one.drop(PARTS[0])
-    assert len(files(out)) == 2, "both have rows of the other writer"
+    assert len(files(out)) == 2, "both segments have rows of the other writer"
     two = of_writer(out, "s0001of2", PARTS[1:], range(1, 3))
     found, damaged = two.recover()
     assert (found.tolist(), list(damaged)) == ([8], [harmed.name])

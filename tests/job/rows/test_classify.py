@@ -93,7 +93,7 @@ def test_pairs_are_joined_like_the_tokenizer_does(tmp_path: Path, text_model: Pa
         expected = float(logits(model, QUERIES[at], DOCUMENTS[at]).sigmoid())
         assert rows[at]["score"] == pytest.approx(expected, abs=1e-4)
     tokens = len(QUERIES[1]) + len(DOCUMENTS[1]) + 2
-    assert rows[1]["num_prompt_tokens"] == tokens, "a byte each, and two <s>"
+    assert rows[1]["num_prompt_tokens"] == tokens, "a token per byte, and two <s>"
 
 
 def test_long_pairs_are_truncated_like_in_transformers(tmp_path: Path, text_model: Path) -> None:

@@ -191,7 +191,7 @@ def test_named_prompts_are_prepended_to_texts(tmp_path: Path, model: Path) -> No
         plan = plan_job(spec)
         assert plan["prompt_tokens"] == len(text) + more, "the row's <|im_end|> stays text"
     plan = plan_job(job(tmp_path, tmp_path / "model", [text], written))
-    assert plan["prompt_tokens"] == len(text) + 2, "a template says all"
+    assert plan["prompt_tokens"] == len(text) + 2, "prompt.template replaces the default prompt"
     spec = job(tmp_path, tmp_path / "model", ["good", "x" * 40], "embed: {dtype: float32}\n")
     assert run_job(spec, quiet=True) is ExitCode.OK
     good, bad = rows_of(tmp_path)

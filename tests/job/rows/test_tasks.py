@@ -81,7 +81,7 @@ def test_an_interrupted_job_resumes(
     with pytest.raises(KeyboardInterrupt):
         run_job(spec, overwrite=True, quiet=True)
     assert run_job(spec, quiet=True) is ExitCode.OK
-    assert len(seen) == len(unbroken) + 1, "what was finished was not computed again"
+    assert len(seen) == len(unbroken) + 1, "finished rows were not computed again"
     assert [row["row_id"] for row in rows_of(tmp_path)] == list(range(8))
     for before, after in zip(unbroken, rows_of(tmp_path), strict=True):
         assert str(after) == str(before)

@@ -108,7 +108,7 @@ def test_reused_prefixes_are_those_of_later_rows_in_the_window() -> None:
     (first, second) = plan(rows, parts, 4)
     assert [(r.row_id, r.reused_prefix_len) for r in first] == [(0, 3), (3, 2), (2, 0), (1, 0)]
     assert [(r.row_id, r.reused_prefix_len) for r in second] == [(4, 0)], (
-        "nothing of the window before"
+        "rows share no prefixes with the previous window"
     )
     (first, second) = plan(rows, parts, 4, by_prefix=False)
     assert [(r.row_id, r.reused_prefix_len) for r in first] == [(0, 3), (1, 0), (2, 2), (3, 0)]
@@ -144,7 +144,7 @@ def test_an_idle_engine_gets_a_head_start(by_prefix: bool) -> None:
     if by_prefix:
         assert after == [(1024, 64), (2048, 128), (4096, 256), (8192, 512), (8192, 8192)]
         rest = [tokens(r) for r in seen[512:]]
-        assert rest == sorted(rest), "what the head start shares with the rest comes first"
+        assert rest == sorted(rest), "rows that share prefixes with the head start come first"
     else:
         assert after == [(1024, 1024), (2048, 2048), (4096, 4096), (8192, 8192)]
         assert [r.row_id for r in seen] == list(range(8192))

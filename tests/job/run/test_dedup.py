@@ -220,4 +220,4 @@ def test_followers_count_as_in_flight(tmp_path: Path, end: str) -> None:
         assert [row["generated_text"] for row in rows[:3]] == ["poison"] * 3
     else:
         assert {row["error"]["code"] for row in rows[:3]} == {"crashed_engine"}
-        assert deaths <= 12, "it would be 14 if followers were not in flight"
+        assert deaths <= 12, "14 if followers did not count as in flight"

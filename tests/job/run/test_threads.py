@@ -28,7 +28,7 @@ def test_prefetcher_depth() -> None:
     with Prefetcher(numbers(), depth=2) as ahead:
         for taken in range(50):
             assert ahead.take(60) == taken
-            assert len(made) <= taken + 1 + 2, "one item replaces the one taken"
+            assert len(made) <= taken + 1 + 2, "one item is made for each item taken"
 
 
 def test_prefetcher_raises_after_earlier_items() -> None:

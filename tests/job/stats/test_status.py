@@ -62,7 +62,7 @@ def test_status_of_a_running_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert 0 < last.pool_use < 1
     told = "\n".join(last.lines())
     assert "about" in told
-    assert "in the latest of" not in told, "there is one run"
+    assert "in the latest of" not in told, "there is only one run"
 
 
 def test_status_of_a_stopped_job(tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def test_status_is_running_while_the_model_loads(tmp_path: Path) -> None:
     assert run_job(spec, build=build, quiet=True) is ExitCode.OK
     assert [found.state for found in seen] == ["running", "running"]
     assert seen[0].rows_done == 0
-    assert seen[1].eta_s is seen[1].pool_use is None, "what is known is of the run before"
+    assert seen[1].eta_s is seen[1].pool_use is None, "the live file of the previous run is ignored"
 
 
 def test_status_is_running_after_a_clock_change(

@@ -103,7 +103,7 @@ def test_status_and_statistics_of_shards(tmp_path: Path) -> None:
     found = read_status(out, 0.0)
     assert (found.state, found.rows_done, found.parts_done) == ("stopped", 20, 2)
     with own_lock(out, Writer(Shard(1, 2))).locked():
-        assert read_status(out, 0.0).state == "running", "also while its model loads"
+        assert read_status(out, 0.0).state == "running", "a worker that loads its model is running"
         path = out.runs / "run-00002-s0001of2.json"
         stored = json.loads((out.runs / "run-00001-s0000of2.json").read_bytes())
         living = {"run_id": path.stem, "ended": False, "rows": 3, "saved_at": 1e6}

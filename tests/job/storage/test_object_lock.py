@@ -101,7 +101,7 @@ def test_store_lock_lapses_without_heartbeat(state: StorePath) -> None:
     with pytest.raises(LockedError, match=r"another run has taken over .*number 1"):
         first.lock.confirm()
     first.lock.release()
-    assert content(state)["token"], "which is not the first's to let go"
+    assert content(state)["token"], "the first holder must not release the second's lock"
 
 
 def test_store_lock_is_kept_by_heartbeats(
@@ -115,7 +115,7 @@ def test_store_lock_is_kept_by_heartbeats(
     assert content(state)["beat"] == 1
     assert Objects(state).head(state / HOLDER) != before
     run.lock.check()
-    assert content(state)["beat"] == 1, "the store need not be asked all the time"
+    assert content(state)["beat"] == 1, "recent heartbeats are not repeated"
 
 
 def test_store_lock_sends_heartbeats_while_held(
@@ -270,7 +270,7 @@ def test_store_lock_of_a_dead_local_process_is_free(
     assert first.lock.holder_lives() is False
     with monkeypatch.context() as patch:
         patch.setattr(object_lock, "_pid_namespace", lambda: "another container's")
-        assert first.lock.holder_lives(), "its processes cannot be seen from here"
+        assert first.lock.holder_lives(), "processes of another machine are unknown"
     Run(state).lock.acquire()
     assert content(state)["fence"] == 8
 

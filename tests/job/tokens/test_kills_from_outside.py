@@ -87,7 +87,7 @@ def test_rows_of_externally_killed_runs_are_not_given_up(tmp_path: Path, build: 
     spec = long_job(tmp_path, num_rows=2)
     build.most_steps = 14
     kills = kills_until_done(lambda: run_job(spec, build=build, quiet=True), 100)
-    assert kills >= 2 + 1 + 2, "two, halves, two: as many as a row that kills needs"
+    assert kills >= 2 + 1 + 2, "two deaths together, one in halves, two alone would condemn a row"
     assert errors_of(tmp_path) == {}
 
 
@@ -107,5 +107,5 @@ def test_row_that_kills_after_some_tokens_is_given_up(
     spec = long_job(tmp_path, num_rows)
     build.poison = (0, num_tokens)
     kills = kills_until_done(lambda: run_job(spec, build=build, quiet=True), 100)
-    assert kills <= 2 + 2 + 2 + 1, "two, halves, two; and one that was the nearer to the token"
+    assert kills <= 2 + 2 + 2 + 1, "two deaths together, two in halves, two alone, one more"
     assert errors_of(tmp_path) == {0: "crashed_engine"}

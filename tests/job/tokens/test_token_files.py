@@ -78,7 +78,7 @@ def test_restarted_row_has_no_old_tokens(out: OutputDir) -> None:
     write(files, increment(3, [(0, [8])], chain=1))
     assert tokens_of(out, 3) == [[8]]
     write(TokenFiles(out, PLAN, {}, "run-00002"), increment(3, [(0, [9])], chain=1))
-    assert tokens_of(out, 3) == [[9]], "another run's chain"
+    assert tokens_of(out, 3) == [[9]], "the chain belongs to another run"
 
 
 @pytest.mark.parametrize("dies", [False, True])

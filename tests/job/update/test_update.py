@@ -191,7 +191,9 @@ def test_updates_without_rows_are_deleted(place: Place) -> None:
     (kept,) = place.out.files.entries(place.out.next)
     begin(3)
     begin(2)
-    assert kept in place.out.files.entries(place.out.next), "it has finished rows"
+    assert kept in place.out.files.entries(place.out.next), (
+        "a generation with finished rows is kept"
+    )
     assert len(place.out.files.entries(place.out.next)) == 2
 
 

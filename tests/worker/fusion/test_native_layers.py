@@ -29,7 +29,7 @@ from tests.models import VOCAB_SIZE, tiny_model
 from tests.worker.step_maker import StepMaker
 
 pytestmark = pytest.mark.skipif(
-    not decoder_layer.supports(torch.float32), reason="not on this processor"
+    not decoder_layer.supports(torch.float32), reason="not supported on this processor"
 )
 
 LENGTHS = (40, 25)
@@ -171,7 +171,7 @@ def test_layers_that_the_model_counts_stay_apart(error: type[Exception]) -> None
 def test_layers_with_and_without_a_window_are_joined(dtype: torch.dtype) -> None:
     """``tests/test_sliding_windows.py`` tests models with two layer groups."""
     if not decoder_layer.supports(dtype):
-        pytest.skip("not on this processor")
+        pytest.skip("not supported on this processor")
     types = ["full_attention", "sliding_attention", "sliding_attention"]
     changes: dict[str, Any] = {"layer_types": types, "use_sliding_window": True}
     changes["sliding_window"] = 16

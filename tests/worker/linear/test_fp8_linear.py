@@ -95,7 +95,7 @@ def test_logits_equal_those_of_rounded_weights_and_rows(
     count = 4 * SIZES["num_hidden_layers"]
     assert launched["_fp8_linear_kernel"] == count
     assert launched["_quantize_groups_kernel"] == (count if rows_too else 0)
-    assert launched["linear"] == 1, "the output head"
+    assert launched["linear"] == 1, "only the output head"
     wanted = logits_of_rounded(family, rows_too=rows_too)
     # A value halfway between two float8 values can round either way.
     assert (got - wanted).norm() <= (2e-2 if rows_too else 1e-5) * wanted.norm()

@@ -174,7 +174,7 @@ def test_adapters_are_added_to_layers_of_few_bits(tmp_path: Path) -> None:
     model = ModelConfig(str(folder), dtype="float32", quantization="int8", adapters=adapters)
     loaded = load_model(model, device=CPU)
     with torch.inference_mode():
-        # Peft has merged the adapter into the weights.
+        # peft has merged the adapter into the weights.
         wanted = base(input_ids=torch.tensor([IDS])).logits[0]
     ours, without = logits_of(loaded.model, loaded, adapter=1), logits_of(loaded.model, loaded)
     assert (ours - wanted).norm() <= 0.1 * wanted.norm()
@@ -192,7 +192,7 @@ def test_kept_codes_are_packed_without_rounding(
         codes = rounded(linear, name, method)
         keep_codes(linear, lambda codes=codes: codes)
     assert fuse(model, loaded.layout(16), loaded.max_model_len)
-    assert not pack_prequantized(model, torch.float16), "they stay as they are"
+    assert not pack_prequantized(model, torch.float16), "weights of another dtype are not packed"
     for _, _, linear in linears(model):
         linear.weight.data.zero_()
     assert pack_prequantized(model, torch.float32).keys() == {method, "int8"}

@@ -133,7 +133,7 @@ def test_mixed_rows_equal_separate_runs_of_peft(
     for completion in completions:
         assert_greedy(model.alone, completion)
     texts = [tuple(one.outputs[0].token_ids.tolist()) for one in completions]
-    assert len(set(texts)) > len(rows) // 3 + 2, "adapters change what prompts come to"
+    assert len(set(texts)) > len(rows) // 3 + 2, "adapters change the outputs"
 
 
 def logits_of(loaded: LoadedModel, adapters: list[int] | None, lengths: list[int]) -> list[Any]:

@@ -135,7 +135,7 @@ def test_bytes_of_kept_codes_are_counted(checkpoint: Callable[[str], Path]) -> N
         loaded = load_model(ModelConfig(str(folder), quantization=method), device=CPU)
         rest = loaded.facts["weight_bytes"] - 4 * (embeddings + norms)
         frequencies = rest - wanted
-        assert 0 <= frequencies < 400, "and the rotary frequencies"
+        assert 0 <= frequencies < 400, "only the rotary frequencies remain"
         assert model_bytes(loaded.model) == loaded.facts["weight_bytes"]
         cost = ModelCost.from_config(config, "float32", quantization=method)
         assert cost.weight_bytes == pytest.approx(loaded.facts["weight_bytes"], rel=0.1)
@@ -157,7 +157,7 @@ def test_adapters_are_added_to_quantized_layers(
         device=CPU,
     )
     with torch.inference_mode():
-        # Peft has merged the adapter into the weights.
+        # peft has merged the adapter into the weights.
         wanted = base(input_ids=torch.tensor([IDS])).logits[0]
     assert_alike(logits_of(loaded, adapter=1), wanted, 0.2)
     assert (logits_of(loaded) - wanted).norm() > 0.5 * wanted.norm()

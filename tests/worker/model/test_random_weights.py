@@ -38,7 +38,9 @@ def test_random_weights_need_no_weight_files_and_keep_the_random_state(tmp_path:
     )
     for ours, theirs in zip(one.model.parameters(), other.model.parameters(), strict=True):
         assert torch.equal(ours, theirs)
-    assert torch.equal(torch.random.get_rng_state(), state), "the program's own numbers are its own"
+    assert torch.equal(torch.random.get_rng_state(), state), (
+        "the program's random state is unchanged"
+    )
 
 
 def test_a_multimodal_model_gets_random_weights_for_its_language_model(tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ def test_a_decoder_that_fills_memory_is_refused(model: Path, tmp_path: Path) -> 
         ("sys.exit(3)", "fails: a table is broken"),
     ],
 )
-@pytest.mark.skipif(sys.platform != "linux", reason="numbers of signals")
+@pytest.mark.skipif(sys.platform != "linux", reason="uses Linux's signal numbers")
 def test_the_message_says_how_the_loading_process_died(
     model: Path, monkeypatch: pytest.MonkeyPatch, code: str, message: str
 ) -> None:

@@ -86,7 +86,7 @@ def test_each_sample_has_its_mode() -> None:
         np.testing.assert_allclose(result.top_logprobs[at], own.topk(50).values, atol=1e-4)
         np.testing.assert_allclose(result.named_logprobs[at], own[[3, 1002]], atol=1e-4)
         assert result.ranks[at] == 1 + int((own > own[token]).sum())
-    assert np.isneginf(result.top_logprobs[2]).any(), "some were filtered out"
+    assert np.isneginf(result.top_logprobs[2]).any(), "some tokens were filtered out"
 
 
 def test_processed_values_of_greedy_samples_have_biases_and_no_temperature() -> None:

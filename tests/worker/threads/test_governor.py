@@ -206,7 +206,7 @@ def test_all_threads_come_back_after_the_delay_was_unknown(seconds: float) -> No
 
 def test_one_thread_never_reads_the_delay() -> None:
     def never() -> float:
-        raise AssertionError("a directory of all threads is read")
+        raise AssertionError("the directory of all threads was read")
 
     governor = ThreadGovernor(1, delay=never)
     for _ in range(100):
