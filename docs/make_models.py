@@ -35,6 +35,7 @@ MODELS = {
     "ernie4_5_vl_moe": "Ernie 4.5 VL",
     "exaone4": "EXAONE 4",
     "falcon_h1": "Falcon-H1",
+    "falcon_mamba": "Falcon-Mamba",
     "gemma2": "Gemma 2",
     "gemma3": "Gemma 3, 4B and larger",
     "gemma3_text": "Gemma 3, 1B and 270M",
@@ -64,6 +65,8 @@ MODELS = {
     "llama4": "Llama 4",
     "llava": "LLaVA",
     "longcat_flash": "LongCat Flash",
+    "mamba": "Mamba",
+    "mamba2": "Mamba-2, Codestral Mamba",
     "mimo_v2_flash": "MiMo V2 Flash",
     "minimax_m2": "MiniMax M2",
     "ministral3": "Ministral 3's language model",
@@ -103,11 +106,6 @@ _NOTES = {
     "kimi_linear": _LATENT,
     "glm4_moe_lite": _LATENT,
 }
-
-_TYPICAL: dict[str, dict[str, Any]] = {
-    "granitemoehybrid": {"layer_types": (["linear_attention"] * 7 + ["full_attention"]) * 4},
-}
-"""Changes of default configs that are not like those of published models."""
 
 _HEAD = """\
 # Which models run
@@ -188,7 +186,7 @@ def encoder_tasks(family: str) -> str:
 @cache
 def answer(family: str) -> str:
     """Return whether a family runs with its default config, or why it is refused."""
-    config = CONFIG_MAPPING[family](**_TYPICAL.get(family, {}))
+    config = CONFIG_MAPPING[family]()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "config.json"
         path.write_text(json.dumps(_saved(config)))

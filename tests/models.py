@@ -136,11 +136,13 @@ _MAMBA2: dict[str, Any] = {
     "mamba_d_conv": 4,
     "mamba_expand": 2,
 }
+_MAMBA1: dict[str, Any] = {"state_size": 8, "time_step_rank": 4}
 _MAMBA2_LAYERS = ["linear_attention", "linear_attention", "full_attention", "linear_attention"]
 _SHORT_CONV_LAYERS = ["conv", "conv", "full_attention", "conv"]
 _RECURRENT_FAMILIES: dict[str, dict[str, Any]] = {
     "bamba": {**_MAMBA2, "attn_layer_indices": [2]},
     "falcon_h1": {**_MAMBA2, "mamba_d_ssm": 64, "mamba_rms_norm": True, "ssm_in_multiplier": 0.7},
+    "falcon_mamba": _MAMBA1,
     "granitemoehybrid": {
         **_MAMBA2,
         "layer_types": _MAMBA2_LAYERS,
@@ -180,6 +182,13 @@ _RECURRENT_FAMILIES: dict[str, dict[str, Any]] = {
             *("conv", "sliding_attention", "full_attention", "conv", "sliding_attention")
         ],
         "sliding_window": 9,
+    },
+    "mamba": _MAMBA1,
+    "mamba2": {
+        "num_heads": 4,
+        "head_dim": 16,
+        "n_groups": 2,
+        "state_size": 8,
     },
     "nemotron_h": {
         "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"],

@@ -132,7 +132,7 @@ def assert_greedy(model: Any, completions: dict[int, Completion], longer: int = 
         for output in completion.outputs:
             assert len(output.token_ids) == OUTPUT_TOKENS
             ids = torch.tensor([[*prompts(longer)[row], *output.token_ids.tolist()]])
-            logits = model(ids).logits[0, -OUTPUT_TOKENS - 1 : -1]
+            logits = model(ids, use_cache=False).logits[0, -OUTPUT_TOKENS - 1 : -1]
             taken = logits[torch.arange(OUTPUT_TOKENS), ids[0, -OUTPUT_TOKENS:]]
             assert (logits.max(dim=1).values - taken).max() < TIE, f"row {row} left the greedy path"
             logprobs = logits.log_softmax(dim=1)[

@@ -51,6 +51,7 @@ class EngineContext:
     adapters: Mapping[str, int] = field(default_factory=dict)
     """Numbers of the model's adapters by name, for ``Request.adapter``."""
     block_size: int = 0
+    """Tokens per block; 0 without KV."""
     num_blocks: int = 0
     bytes_per_block: int = 0
     shares_prefixes: bool = False
@@ -71,7 +72,7 @@ def pool_fields(model: ModelDescription, layout: KVLayout, memory: MemoryPlan) -
         "vocab_size": model.vocab_size,
         "eos_token_ids": model.eos_token_ids,
         "adapters": model.adapters,
-        "block_size": layout.block_size,
+        "block_size": layout.tokens_per_block,
         "num_blocks": memory.num_blocks,
         "bytes_per_block": layout.bytes_per_block,
         "shares_prefixes": True,

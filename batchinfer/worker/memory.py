@@ -208,7 +208,7 @@ def fit_memory(
         pool_bytes = parse_size(engine.kv_cache_memory, "engine.kv_cache_memory")
         num_blocks = pool_bytes // layout.bytes_per_block
     pool_bytes = num_blocks * layout.bytes_per_block
-    least = layout.slots_per_state + 1
+    least = layout.slots_per_state + bool(layout.windows)
     is_sized = engine.num_kv_blocks is None and engine.kv_cache_memory is not None
     if num_blocks < least and is_sized:
         state = " and a sequence's recurrent state" if layout.state is not None else ""

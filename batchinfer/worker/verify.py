@@ -207,7 +207,8 @@ def probe_step(
     slots_of_states = np.arange(num_sequences * layout.slots_per_state, dtype=np.int32)
     slots_of_blocks = np.arange(num_sequences * num_blocks, dtype=np.int32) + len(slots_of_states)
     table = slots_of_blocks.reshape(num_sequences, -1)
-    slots = table[:, indices // block_size].astype(np.int64) * block_size + indices % block_size
+    firsts = len(slots_of_states) + np.arange(num_sequences) * num_blocks
+    slots = firsts[:, None] * block_size + indices
     no_sampling: dict[str, Any] = {entry.name: np.empty(0) for entry in fields(SamplingBatch)}
     return Step(
         token_ids=np.tile(token_ids[start:], num_sequences).astype(np.int32),

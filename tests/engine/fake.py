@@ -101,10 +101,13 @@ class FakeRunner:
                 kept[destination] = kept[source]
             self.states[destination] = self.states[source]
         places = np.concatenate([step.slot_mapping, step.other_slots.ravel()])
+        if not self.windows:
+            assert (places < 0).all(), "a slot for tokens that no layer attends to"
+            places = places[:0]
         assert len(set(places.tolist())) == len(places), "two tokens have the same slot"
         for slot in places // self.block_size:
             self.states[slot] = b""
-        for slots in (step.slot_mapping, *step.other_slots):
+        for slots in (step.slot_mapping, *step.other_slots)[: len(self.windows)]:
             self.kv.ravel()[slots] = step.token_ids
             self.kv_positions.ravel()[slots] = step.positions
             self.kv_adapters.ravel()[slots] = np.repeat(
@@ -218,6 +221,8 @@ class FakeRunner:
             known = tokens[seen] != EMPTY
             assert (tokens[seen] == read)[known].all(), "layer groups hold different tokens"
             tokens[seen] = read
+        if not self.windows:
+            return b""
         return tokens[0 if 0 in self.windows else -max(self.windows) :].tobytes()
 
 

@@ -53,7 +53,7 @@ def check_table(table: SequenceTable) -> None:
 
 def _check_slots(table: SequenceTable, sequence: Sequence) -> None:
     """Assert that a row has slots for its blocks in all layer groups, except for evicted blocks."""
-    blocks, has_own = sequence.blocks, table.windows[0] == 0
+    blocks, has_own = sequence.blocks, table.windows[:1] == (0,)
     num_evicted = (*[0] * has_own, *sequence.num_evicted)
     assert len(num_evicted) == len(table.windows)
     for group, gone in enumerate(num_evicted):
@@ -195,6 +195,7 @@ def _check_entry(pool: BlockPool, block: Block, counts: Counter[Block]) -> None:
     for slot in block.window_slots:
         assert (slot in pool.cached) == (slot.readers == 0 and slot.slot >= 0)
     holds = max(block.slot, block.host_slot, *(slot.slot for slot in block.window_slots)) >= 0
+    holds |= not pool.windows and block.num_kept > 0
     assert holds or block.ref_count or block.children, (
         "an index entry has no slots, references or children"
     )

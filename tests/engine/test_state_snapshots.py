@@ -129,7 +129,19 @@ def test_prompts_of_a_tree_are_computed_once(make_engine: MakeEngine, block_size
     assert not engine.scheduler.pool.states.snapshots, "a snapshot outlived its last follower"
 
 
-@pytest.mark.parametrize("windows", [(0, 9), (0, 2, 30), (9,)])
+@pytest.mark.parametrize(("n", "num_states"), [(1, 5), (1, 32), (4, 24)])
+def test_prompts_are_computed_once_in_a_pool_full_of_states(
+    make_engine: MakeEngine, n: int, num_states: int
+) -> None:
+    prompts = tree((4, 4, 8), (137, 61, 43, 19))
+    distinct = 137 + 4 * 61 + 16 * 43 + 128 * 19
+    engine, _ = make_engine(num_states, 4, max_tokens=1024, slots_per_state=1, windows=())
+    _, steps = run_all(engine, requests_of(prompts, max_tokens=3, n=n))
+    assert sum(step.prefill_tokens for step in steps) == distinct
+    assert max(step.kv_blocks_used for step in steps) >= 0.8 * num_states
+
+
+@pytest.mark.parametrize("windows", [(), (0, 9), (0, 2, 30), (9,)])
 def test_prompts_of_a_tree_are_computed_once_with_windows(
     make_engine: MakeEngine, windows: tuple[int, ...]
 ) -> None:

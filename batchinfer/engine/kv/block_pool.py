@@ -10,6 +10,10 @@ prefix was freed, a lookup finds only a shorter prefix (``prefix_hit.py``). Bloc
 computed again replace the incomplete blocks in the index. Blocks of a model with windows are not
 swapped to the host yet.
 
+A model without attention has no layer group, so its blocks have no slots: they are only entries of
+the prefix index, which lead to snapshots of recurrent state. Only states take slots. A block leaves
+the index once no sequence uses it and no snapshot is left below it.
+
 Blocks with reference counts and copy-on-write follow PagedAttention (Kwon et al. 2023,
 https://arxiv.org/abs/2309.06180).
 """
@@ -41,6 +45,7 @@ class BlockPool:
         enable_prefix_caching: if false, nothing is indexed.
         num_host_blocks: host slots.
         windows: sliding window of each layer group; 0 = full attention, which comes first.
+            Empty if no layer attends.
         slots_per_state: slots of a sequence's recurrent state.
     """
 
@@ -61,14 +66,16 @@ class BlockPool:
         self._num_own_shared = 0
         self.slots_per_block = len(windows)
         self.windows = windows
-        self.has_own = windows[0] == 0
+        self.has_own = windows[:1] == (0,)
         self._caching = enable_prefix_caching
         self.free = list(range(num_blocks - 1, -1, -1))
         self.cached: EvictionOrder[Block | WindowSlot] = EvictionOrder()
         self.window_slots = WindowSlots(
             windows, block_size, self.free, self.cached, self._take_slot
         )
-        self.states = StateSlots(slots_per_state, self.free, self._take_slot, self.update_priority)
+        self.states = StateSlots(
+            slots_per_state, self.free, self._take_slot, self.update_priority, self._prune
+        )
         self.host = HostPool(num_host_blocks)
         self.block_copies = BlockCopies()
         """Copies that run before the step being built."""
@@ -173,10 +180,9 @@ class BlockPool:
                     self.cached.add(block)
                 else:
                     self.free.append(block.slot)
-            if block.window_slots:
-                for window_slot in live_slots(block, at, num_evicted):
-                    self.window_slots.release(window_slot)
-                self._prune(block)
+            for window_slot in live_slots(block, at, num_evicted):
+                self.window_slots.release(window_slot)
+            self._prune(block)
 
     def update_priority(self, block: Block) -> None:
         """Update a block's place in the eviction orders after its future use changed."""
@@ -253,7 +259,7 @@ class BlockPool:
             self._free_unneeded(removed)
             if removed.host_slot >= 0:
                 self.host.drop(removed)
-        if block.window_slots and parent is not None:
+        if parent is not None:
             self._prune(parent)
 
     def evict_all(self) -> None:
@@ -276,11 +282,13 @@ class BlockPool:
 
     def _prune(self, block: Block) -> None:
         """Remove a block from the index if it has no slots and no descendants. Then do the same for
-        its parent, and so on."""
+        its parent, and so on. In a model without layer groups, a block stays while it leads to a
+        snapshot."""
         while (
             block.indexed
             and block.ref_count == 0
             and block.children is None
+            and (block.num_kept == 0 or self.slots_per_block > 0)
             and max(block.slot, block.host_slot) < 0
             and all(window_slot.slot < 0 for window_slot in block.window_slots)
         ):

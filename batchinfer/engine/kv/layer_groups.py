@@ -72,7 +72,7 @@ def most_slots(windows: tuple[int, ...], block_size: int, num_tokens: int, num_n
 def layer_groups(
     config: Mapping[str, Any], stored: Sequence[int], max_model_len: int
 ) -> tuple[LayerGroup, ...]:
-    """Return a model's layer groups, full attention first.
+    """Return a model's layer groups, full attention first; none if no layer stores KV.
 
     Windows of ``max_model_len`` tokens or more count as full attention.
 
@@ -85,6 +85,8 @@ def layer_groups(
     windows = list(map(max, layer_windows(config, len(stored)), chunks))
     windows = [window if window < max_model_len else 0 for window in windows]
     storing = [layer for layer, size in enumerate(stored) if size]
+    if not storing:
+        return ()
     kinds = {
         window: [layer for layer in storing if windows[layer] == window]
         for window in sorted({windows[layer] for layer in storing})

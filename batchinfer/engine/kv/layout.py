@@ -13,8 +13,13 @@ from batchinfer.engine.kv.layer_groups import (
     most_slots,
 )
 from batchinfer.engine.kv.model_config import Config, text_config
-from batchinfer.engine.kv.recurrent_families import is_recurrent, layers_without_kv
-from batchinfer.engine.kv.state_layout import StateLayout, min_slot_bytes, state_layout
+from batchinfer.engine.kv.recurrent_families import layers_without_kv
+from batchinfer.engine.kv.state_layout import (
+    StateLayout,
+    layer_state_bytes,
+    min_slot_bytes,
+    state_layout,
+)
 from batchinfer.engine.kv.unsupported_models import refuse_unsupported
 
 DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -33,7 +38,8 @@ class KVLayout:
 
     A pool slot holds one block of every layer in a layer group, laid out as
     ``[layer, key or value, kv_head, token, width]``. Keys and values may have different widths, and
-    so may layers. A group with fewer layers leaves part of its slots unused.
+    so may layers. A group with fewer layers leaves part of its slots unused. If no layer attends,
+    slots hold recurrent state only.
     """
 
     num_layers: int
@@ -93,49 +99,28 @@ class KVLayout:
         """
         text = text_config(config)
         refuse_unsupported(config)
-        num_heads = _number(text, _NUM_HEADS)
-        latent = latent and has_latent(text)
-        if latent:
-            num_kv_heads, value_width = 1, _number(text, ("kv_lora_rank",))
-            key_width = value_width + _number(text, ("qk_rope_head_dim",))
-        elif "kv_lora_rank" in text:
-            num_kv_heads = num_heads
-            key_width = _number(text, ("qk_nope_head_dim",)) + _number(text, ("qk_rope_head_dim",))
-            value_width = _number(text, ("v_head_dim",))
-        else:
-            num_kv_heads = _num_kv_heads(text, num_heads)
-            head_width = text.get("head_dim") or text.get("attention_head_dim")
-            key_width = head_width or _number(text, _HIDDEN_SIZE) // num_heads
-            value_width = text.get("v_head_dim") or key_width
-        num_layers = _num_layers(text)
-        common = KVShape(num_kv_heads, key_width, value_width, latent)
+        num_layers, without_kv = _num_layers(text), layers_without_kv(text)
+        attends = len(without_kv) < num_layers
+        latent = latent and attends and has_latent(text)
+        common = _common_shape(text, latent=latent) if attends else KVShape(0, 0, 0)
         layout = cls(
             num_layers=num_layers,
-            num_kv_heads=num_kv_heads,
-            key_width=key_width,
-            value_width=value_width,
+            num_kv_heads=common.num_kv_heads,
+            key_width=common.key_width,
+            value_width=common.value_width,
             block_size=block_size,
             element_bytes=DTYPE_BYTES[dtype],
             fp8=kv_cache_dtype != "auto",
             shapes=kv_shapes(text, num_layers, common),
             owners=kv_owners(text, num_layers),
             latent=latent,
+            min_slot_bytes=min_slot_bytes(text) if attends else layer_state_bytes(text),
+            without_kv=without_kv,
             chunks=_chunks(text, num_layers, block_size, max_model_len),
         )
-        if is_recurrent(text):
-            if len(layers_without_kv(text)) == num_layers:
-                raise ValueError(
-                    "all layers in layer_types are recurrent; models without a layer of "
-                    "full_attention cannot be run"
-                )
-            layout = replace(
-                layout, without_kv=layers_without_kv(text), min_slot_bytes=min_slot_bytes(text)
-            )
         if max_model_len is not None:
             groups = layer_groups(text, layout.stored_elements, max_model_len)
             layout = replace(layout, groups=groups)
-        if not is_recurrent(text):
-            return layout
         return replace(layout, state=state_layout(text, layout.bytes_per_block))
 
     @property
@@ -150,8 +135,14 @@ class KVLayout:
 
     @property
     def windows(self) -> tuple[int, ...]:
-        """Window of each layer group; 0 = full attention, which comes first."""
-        return tuple(group.window for group in self.groups) or (0,)
+        """Window of each layer group; 0 = full attention, which comes first. Empty: no layer
+        attends."""
+        return tuple(group.window for group in self.groups) or (0,) * bool(self.attention_layers)
+
+    @property
+    def tokens_per_block(self) -> int:
+        """Tokens whose KV a pool slot holds; 0 if slots hold recurrent state only."""
+        return self.block_size if self.windows else 0
 
     @property
     def is_uniform(self) -> bool:
@@ -217,8 +208,9 @@ class KVLayout:
 
     @property
     def parts_per_slot(self) -> int:
-        """Number of equal parts of a slot: its layers, or 1 if layers differ in KV shape."""
-        return self.layers_per_slot if self.is_uniform else 1
+        """Number of equal parts of a slot: its layers, or 1 if layers differ in KV shape or none
+        attends."""
+        return max(self.layers_per_slot, 1) if self.is_uniform else 1
 
     @property
     def bytes_per_token(self) -> int:
@@ -231,8 +223,9 @@ class KVLayout:
         return self.elements_per_block * (1 if self.fp8 else self.element_bytes)
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Return the number of blocks for ``num_tokens`` tokens of one sequence."""
-        return -(-num_tokens // self.block_size)
+        """Return the number of blocks for ``num_tokens`` tokens of one sequence; 0 if no layer
+        attends."""
+        return -(-num_tokens // self.block_size) if self.windows else 0
 
     def slots_for(self, num_tokens: int, num_new: int = 1) -> int:
         """Return the most pool slots of a sequence, including its recurrent state, until it has
@@ -256,6 +249,20 @@ def _chunks(
             f"engine.block_size, or set model.max_model_len: {chunk}"
         )
     return tuple(chunks)
+
+
+def _common_shape(text: Config, *, latent: bool) -> KVShape:
+    """Return the KV shape of layers without an entry of their own in the config."""
+    num_heads = _number(text, _NUM_HEADS)
+    if latent:
+        rank = _number(text, ("kv_lora_rank",))
+        return KVShape(1, rank + _number(text, ("qk_rope_head_dim",)), rank, values_in_keys=True)
+    if "kv_lora_rank" in text:
+        key_width = _number(text, ("qk_nope_head_dim",)) + _number(text, ("qk_rope_head_dim",))
+        return KVShape(num_heads, key_width, _number(text, ("v_head_dim",)))
+    head_width = text.get("head_dim") or text.get("attention_head_dim")
+    key_width = head_width or _number(text, _HIDDEN_SIZE) // num_heads
+    return KVShape(_num_kv_heads(text, num_heads), key_width, text.get("v_head_dim") or key_width)
 
 
 def _num_kv_heads(config: Config, num_heads: int) -> int:

@@ -31,15 +31,14 @@ class PrefixHit:
     @property
     def num_idle(self) -> int:
         """Number of cached slots that become used when the hit is acquired."""
-        if not self.num_evicted:
-            idle = sum(block.ref_count == 0 for block in self.blocks)
-        else:
-            idle = sum(block.ref_count == 0 <= block.slot for block in self.blocks)
-            idle += sum(
-                block.window_slots[at].readers == 0
-                for at, evicted in enumerate(self.num_evicted)
-                for block in self.blocks[evicted:]
-            )
+        idle = sum(
+            block.ref_count == 0 <= max(block.slot, block.host_slot) for block in self.blocks
+        )
+        idle += sum(
+            block.window_slots[at].readers == 0
+            for at, evicted in enumerate(self.num_evicted)
+            for block in self.blocks[evicted:]
+        )
         if self.tail is None or self.owns_tail:
             return idle
         idle += self.tail.ref_count == 0 and self.tail.slot >= 0

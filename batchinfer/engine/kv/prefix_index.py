@@ -332,9 +332,10 @@ class PrefixIndex:
         block.parent.children.settle(block)
 
     def remove(self, block: Block) -> list[Block]:
-        """Remove ``block`` and its descendants from the index; returns them."""
+        """Remove ``block``, if it is indexed, and its descendants from the index; returns them."""
         removed = list(self.subtree(block))
-        self._unlink(block)
+        if block.indexed:
+            self._unlink(block)
         for below in removed:
             below.parent, below.key, below.children = None, b"", None
         return removed

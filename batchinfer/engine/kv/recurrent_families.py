@@ -72,7 +72,7 @@ def _layer_types(text: Config) -> list[str]:
     num_layers = text.get("num_hidden_layers") or 0
     if text["model_type"] == "falcon_h1":
         return ["hybrid"] * num_layers
-    if text["model_type"] in ("falcon_mamba", "mamba"):
+    if text["model_type"] in ("falcon_mamba", "mamba", "mamba2"):
         return ["mamba"] * num_layers
     if text["model_type"] == "jamba":
         period, offset = _number(text, "attn_layer_period"), text["attn_layer_offset"]
@@ -121,15 +121,18 @@ def _kimi_delta(text: Config) -> RecurrentShape:
     )
 
 
-def _mamba1(expand: str, state: str, conv: str, rank: str) -> Callable[[Config], RecurrentShape]:
+def _mamba1(
+    expand: str, state: str, conv: str, rank: str, channels_key: str = ""
+) -> Callable[[Config], RecurrentShape]:
     """Mamba-1 (Gu and Dao 2023, https://arxiv.org/abs/2312.00752), by the config's keys.
 
-    The layer has one head. A column of its matrix is the state of a channel.
+    The layer has one head. A column of its matrix is the state of a channel. ``channels_key`` may
+    replace ``expand``.
     """
 
     def shape(text: Config) -> RecurrentShape:
         hidden, state_size = _number(text, "hidden_size"), _number(text, state)
-        channels = int(text[expand] * hidden)
+        channels = int(text.get(channels_key) or text[expand] * hidden)
         step_rank = -(-hidden // 16) if text[rank] == "auto" else _number(text, rank)
         within = channels * 2 * (step_rank + state_size)  # products between channels
         return RecurrentShape(
@@ -194,7 +197,7 @@ def _number(text: Config, key: str, least: int = 1) -> int:
 _MAMBA2 = _mamba2(
     "mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state", "mamba_d_conv"
 )
-_MAMBA1 = _mamba1("expand", "state_size", "conv_kernel", "time_step_rank")
+_MAMBA1 = _mamba1("expand", "state_size", "conv_kernel", "time_step_rank", "intermediate_size")
 _SHAPES: dict[str, Callable[[Config], RecurrentShape]] = {
     "bamba": _MAMBA2,
     "falcon_h1": _MAMBA2,
@@ -206,6 +209,7 @@ _SHAPES: dict[str, Callable[[Config], RecurrentShape]] = {
     "lfm2_moe": _short_conv,
     "lfm3": _short_conv,
     "mamba": _MAMBA1,
+    "mamba2": _mamba2("num_heads", "head_dim", "n_groups", "state_size", "conv_kernel"),
     "nemotron_h": _mamba2(
         "mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel"
     ),

@@ -102,6 +102,18 @@ def min_slot_bytes(text: Mapping[str, Any]) -> int:
     return STATE_BYTES * max(min(part.piece_elements for part in parts) for parts in ways)
 
 
+def layer_state_bytes(text: Mapping[str, Any]) -> int:
+    """Return the bytes of the larger part of a recurrent layer's state: its matrices, or the inputs
+    of its convolution.
+
+    Slots of this size waste less than one slot of a state, and a state takes about as many slots as
+    the model has layers.
+    """
+    shape = recurrent_shape(text)
+    matrices = shape.key_width * shape.num_values
+    return STATE_BYTES * max(matrices, (shape.conv_width - 1) * shape.num_channels)
+
+
 def _matrix_cuts(shape: RecurrentShape) -> list[StatePart]:
     """Return the ways to cut a layer's matrices into pieces of whole CPU vectors."""
     columns = [n for n in _divisors(shape.value_width) if n % _LANES == 0] or [shape.value_width]

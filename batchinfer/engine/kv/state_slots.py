@@ -26,6 +26,7 @@ class StateSlots:
         take_slot: takes a free slot, evicting if necessary.
         update_priority: called with a block when its subtree in the index gets its first snapshot
             or loses its last.
+        prune: called with the block of a dropped snapshot, which nothing may need any more.
     """
 
     def __init__(
@@ -34,11 +35,13 @@ class StateSlots:
         free: list[int],
         take_slot: Callable[[], int],
         update_priority: Callable[[Block], None],
+        prune: Callable[[Block], None],
     ) -> None:
         self.slots_per_state = slots_per_state
         self._free = free
         self._take_slot = take_slot
         self._update_priority = update_priority
+        self._prune = prune
         self._num_states = 0
         self.snapshots: OrderedDict[StateSnapshot, None] = OrderedDict()
         """All snapshots, least recently used first."""
@@ -184,6 +187,7 @@ class StateSlots:
         self._num_idle -= snapshot.state.ref_count == 1
         snapshot.state.snapshot = None
         self.release(snapshot.state)
+        self._prune(block)
 
     def drop_of(self, blocks: Iterable[Block]) -> None:
         """Drop the snapshots in blocks that leave the index."""

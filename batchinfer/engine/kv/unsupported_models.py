@@ -10,9 +10,6 @@ from batchinfer.engine.kv.recurrent_families import is_recurrent
 _RECURRENT_FAMILIES = frozenset(
     [
         "bailing_hybrid",
-        "falcon_mamba",
-        "mamba",
-        "mamba2",
         "minimax",
         "recurrent_gemma",
         "rwkv",

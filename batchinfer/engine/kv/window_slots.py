@@ -18,6 +18,7 @@ class WindowSlots:
 
     Args:
         windows: window of each layer group; 0 = full attention, which comes first.
+            Empty if no layer attends.
         block_size: tokens per block.
         free: the pool's free slots.
         cached: the pool's unused slots that a lookup can find.
@@ -33,7 +34,7 @@ class WindowSlots:
         take_slot: Callable[[], int],
     ) -> None:
         self._all_windows = windows
-        self.windows = windows[1:] if windows[0] == 0 else windows
+        self.windows = windows[1:] if windows[:1] == (0,) else windows
         """Window of each window slot of a block; 0 = full attention."""
         self.num_shared = 0
         """Number of window slots that more than one sequence uses."""

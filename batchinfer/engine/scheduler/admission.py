@@ -19,7 +19,7 @@ from batchinfer.engine.scheduler.forecast import PoolForecast
 from batchinfer.engine.scheduler.kv_manager import KVManager, more_followers
 from batchinfer.engine.scheduler.preemption import ReuseHints
 from batchinfer.engine.scheduler.schedule import ScheduledRows
-from batchinfer.engine.scheduler.sequence_table import SequenceTable, next_branch
+from batchinfer.engine.scheduler.sequence_table import SequenceTable, branches_after
 from batchinfer.engine.sequence import Sequence
 
 _LOOK_AHEAD = 256
@@ -61,6 +61,7 @@ class Admission:
                 break
             full_hit, defers = self._find_prefix(sequence)
             if defers:
+                forecast.expect_follower()
                 at += 1
                 continue
             hit = self._fitting(sequence, full_hit, budget, forecast)
@@ -142,7 +143,12 @@ class Admission:
         fitting = self._fit(sequence, hit, budget, required=alone)
         if fitting is None:
             return None
-        fits = forecast.admit_group(sequence, fitting.num_shared)
+        num_snapshots = len(branches_after(sequence, fitting.num_tokens))
+        num_snapshots += num_pending_forks(sequence) > 0  # for samples that cannot start at once
+        if fitting.snapshot is not None:  # the last follower takes it over
+            more = more_followers(sequence, fitting.num_tokens)
+            num_snapshots -= self._pool.states.is_last_use(fitting.snapshot, more)
+        fits = forecast.admit_group(sequence, fitting.num_shared, num_snapshots)
         return fitting if fits or alone else None
 
     def _fit(
@@ -173,7 +179,7 @@ class Admission:
         """Return the number of tokens that a sequence computes in its first step."""
         end = num_tokens_to_compute(sequence)
         if self._pool.states.slots_per_state:
-            end = min(end, next_branch(sequence, hit.num_tokens))
+            end = min([end, *branches_after(sequence, hit.num_tokens)])
         return min(budget, end - hit.num_tokens)
 
     def _start(

@@ -25,6 +25,8 @@ _SHRINK = 4.0
 """Weight of the job's overall stop rate against the rate at one length, in sequences."""
 _WATERMARK = 0.01
 """Share of the pool that admission does not fill if no output length is certain."""
+_MOST_SNAPSHOTS = 0.5
+"""Largest share of the pool that is reserved for snapshots of recurrent state."""
 _GOLDEN = 0.6180339887498949
 
 
@@ -105,12 +107,16 @@ class PoolForecast:
     waste. The blocks at that peak are then counted exactly, because sequences of equal length fill
     their last blocks at the same time. For a model with windows, the forecast counts slots, one per
     layer group. It assumes the maximum for a sequence that will become longer than a window.
+
+    Snapshots of recurrent state, kept and planned, count as used. A row in their place would save
+    less time than their prompts take if they are computed once more for each follower.
     """
 
     def __init__(self, pool: BlockPool, table: SequenceTable, lengths: OutputLengths) -> None:
         self._table = table
         self._lengths = lengths
         self._full = sum(window == 0 for window in table.windows)
+        self._one_slot_per_block = table.windows == (0,)
         self._most_in_windows = [most_in_window(w, table.block_size) for w in table.windows if w]
         rows = table.rows()
         shared_blocks = table.num_shared_blocks[rows]
@@ -118,9 +124,14 @@ class PoolForecast:
         owned = int((table.num_blocks[rows] - elsewhere - table.tail_shared[rows]).sum())
         self._per_state = pool.states.slots_per_state
         owned += pool.states.num_used  # each row will have its own state
+        self._num_followers = 0
+        planned = table.num_branches[rows] + (table.pending_forks[rows] > 0)
+        self._num_snapshots = len(pool.states.snapshots) + int(planned.sum())
         self._not_owned = max(pool.num_used - owned, 0)
         """Number of used blocks that do not belong to a single sequence."""
         unsure = 1.0 if len(rows) == 0 else 1.0 - table.length_known[rows].mean()
+        if not table.windows:
+            unsure = 0.0  # states do not grow
         self._capacity = pool.num_blocks * (1.0 - _WATERMARK * unsure)
         forks = table.pending_forks[rows]
         remaining, tokens = lengths.remaining(table, rows), table.num_tokens[rows]
@@ -144,16 +155,26 @@ class PoolForecast:
         """
         return self._admit(sequence.num_tokens, self._remaining(sequence), shared_blocks)
 
-    def admit_group(self, sequence: Sequence, shared_blocks: int) -> bool:
-        """Add a waiting sequence and its group if they fit; return true if they do."""
-        before = self._ends, self._tokens, self._shared_blocks
+    def admit_group(self, sequence: Sequence, shared_blocks: int, num_snapshots: int = 0) -> bool:
+        """Add a waiting sequence and its group if they fit; return true if they do.
+
+        Args:
+            num_snapshots: number of snapshots that the sequence will keep, less those that it takes
+                over.
+        """
+        before = self._ends, self._tokens, self._shared_blocks, self._num_snapshots
+        self._num_snapshots += num_snapshots
         shared = sequence.request.num_prompt_tokens // self._table.block_size
         blocks = [shared_blocks, *[shared] * (sequence.request.group_size - 1)]
         remaining = self._remaining(sequence)
         if all(self._admit(sequence.num_tokens, remaining, count) for count in blocks):
             return True
-        self._ends, self._tokens, self._shared_blocks = before
+        self._ends, self._tokens, self._shared_blocks, self._num_snapshots = before
         return False
+
+    def expect_follower(self) -> None:
+        """Reserve a recurrent state for a row that waits a step for a snapshot."""
+        self._num_followers += 1
 
     def expect_samples(self, leader: Sequence) -> None:
         """Add samples that will fork from a row just admitted, until one does not fit."""
@@ -170,7 +191,9 @@ class PoolForecast:
         ends = np.insert(self._ends, at, remaining)
         known = np.insert(self._tokens, at, tokens)
         shared = np.insert(self._shared_blocks, at, shared_blocks)
-        if self._not_owned + self._peak(ends, known, shared) > self._capacity:
+        kept = min(self._num_snapshots * self._per_state, _MOST_SNAPSHOTS * self._capacity)
+        kept += self._num_followers * self._per_state
+        if self._not_owned + kept + self._peak(ends, known, shared) > self._capacity:
             return False
         self._ends, self._tokens, self._shared_blocks = ends, known, shared
         return True
@@ -190,7 +213,7 @@ class PoolForecast:
         size = self._table.block_size
         half = (tokens + (size - 1) / 2) / size - shared_blocks + self._per_state
         growth: Float = np.arange(len(ends), 0, -1, dtype=np.float64)
-        if self._most_in_windows:
+        if not self._one_slot_per_block:
             growing, constant = self._growing(ends, tokens, shared_blocks)
             constant += self._per_state * (1 - growing)  # a state counts once, not per group
             half, growth = half * growing + constant, np.cumsum(growing[::-1])[::-1]
@@ -198,7 +221,7 @@ class PoolForecast:
         top = int(held.argmax())
         exact = np.ceil((tokens[top:] + ends[top] - 1) / size) - shared_blocks[top:]
         exact += self._per_state
-        if self._most_in_windows:
+        if not self._one_slot_per_block:
             exact = exact * growing[top:] + constant[top:]
         return float(exact.sum())
 

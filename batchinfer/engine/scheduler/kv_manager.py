@@ -228,11 +228,14 @@ class KVManager:
         """Index the prompt blocks that this step fills by computing the tokens before ``end``."""
         size, pool = self._pool.block_size, self._pool
         while sequence.index_parent is not None and sequence.num_indexed < min(end, prompt) // size:
-            at = sequence.num_indexed
+            at, blocks = sequence.num_indexed, sequence.blocks
             key = sequence.key(at * size, (at + 1) * size)
-            sequence.index_parent = pool.insert_block(
-                sequence.index_parent, sequence.blocks[at], key
-            )
+            entry = pool.insert_block(sequence.index_parent, blocks[at], key)
+            if entry is not None and entry is not blocks[at] and not pool.slots_per_block:
+                pool.acquire(entry)  # blocks without slots are equal, and a used one stays indexed
+                pool.release([blocks[at]])
+                blocks[at] = entry
+            sequence.index_parent = entry
             sequence.num_indexed += 1
         parent = sequence.index_parent
         if parent is None:

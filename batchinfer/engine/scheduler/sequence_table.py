@@ -33,6 +33,7 @@ class SequenceTable:
         max_model_len: most tokens of a sequence, prompt and output together.
         block_size: tokens per block.
         windows: window of each layer group; 0 = full attention, which comes first.
+            Empty if no layer attends.
         slots_per_state: slots of a sequence's recurrent state.
     """
 
@@ -50,7 +51,7 @@ class SequenceTable:
         self.block_size = block_size
         self.windows = windows
         self._has_windows = any(windows)
-        self._none_evicted = np.zeros((1, 1), dtype=np.int32)
+        self._none_evicted = np.zeros((len(windows), 1), dtype=np.int32)
         self.sequences: npt.NDArray[np.object_] = np.full(rows, None, dtype=object)
         """The ``Sequence`` in each row, or None."""
         self.active = np.zeros(rows, dtype=np.bool_)
@@ -77,10 +78,11 @@ class SequenceTable:
         self.tail_shared = np.zeros(rows, dtype=np.bool_)
         """True if the last block may be shared, so that a write must check it."""
         self.block_table = np.zeros((rows, 16), dtype=np.int32)
-        """[rows, longest] slots in the first layer group; undefined outside the window."""
-        self.other_tables = np.zeros((len(windows) - 1, rows, 16), dtype=np.int32)
+        """[rows, longest] slots in the first layer group; undefined outside the window, and without
+        a layer group."""
+        self.other_tables = np.zeros((max(len(windows) - 1, 0), rows, 16), dtype=np.int32)
         """[G - 1, rows, longest] slots in the other layer groups."""
-        self._serials = np.zeros((rows if windows[0] else 0, 16), dtype=np.int64)
+        self._serials = np.zeros((rows if any(windows[:1]) else 0, 16), dtype=np.int64)
         """[rows, longest] serial numbers of blocks, if every layer group has a window."""
         self.state_table = np.zeros((rows, slots_per_state), dtype=np.int32)
         """[rows, slots of a state] slots of recurrent states."""
@@ -88,6 +90,8 @@ class SequenceTable:
         """True if the recurrent state may be shared, so that a step that writes it must check."""
         self.next_branch = np.full(rows, NO_BRANCH, dtype=np.int32)
         """Next branch point of the prompt, where a step must end; ``NO_BRANCH`` after the last."""
+        self.num_branches = np.zeros(rows, dtype=np.int32)
+        """Number of branch points from the next one on."""
         self.version = 0
         """Incremented by every change of a block table except growth at the end."""
         self.sampling = SamplingColumns.zeros(rows)
@@ -122,7 +126,7 @@ class SequenceTable:
     @property
     def block_ids(self) -> npt.NDArray[np.integer]:
         """[rows, longest] unique ids of blocks."""
-        return self._serials if self.windows[0] else self.block_table
+        return self._serials if any(self.windows[:1]) else self.block_table
 
     @property
     def num_running(self) -> int:
@@ -213,8 +217,9 @@ class SequenceTable:
 
     def find_next_branch(self, row: int | np.intp) -> None:
         """Set a row's next branch point after its computed tokens."""
-        computed = int(self.num_computed[row])
-        self.next_branch[row] = next_branch(self.sequence(row), computed)
+        points = branches_after(self.sequence(row), int(self.num_computed[row]))
+        self.next_branch[row] = min(points, default=NO_BRANCH)
+        self.num_branches[row] = len(points)
 
     def set_state(self, sequence: Sequence, state: RecurrentState, *, is_shared: bool) -> None:
         """Give a running sequence a recurrent state after its computed tokens."""
@@ -232,7 +237,7 @@ class SequenceTable:
             self.other_tables[:, row, : len(blocks)] = 0
         self.version += 1
         self.active[row] = False
-        self.next_branch[row] = NO_BRANCH
+        self.next_branch[row], self.num_branches[row] = NO_BRANCH, 0
         self.pending_forks[row] = 0
         self.sequences[row] = None
         self._free_rows.append(row)
@@ -319,12 +324,11 @@ class SequenceTable:
         )
 
 
-def next_branch(sequence: Sequence, num_computed: int) -> int:
-    """Return the first branch point of a sequence's prompt after its computed tokens.
+def branches_after(sequence: Sequence, num_computed: int) -> list[int]:
+    """Return the branch points of a sequence's prompt after its computed tokens.
 
     Branch points after the first token whose logits are needed are skipped: later rows with these
     tokens need the logits too, so they compute these tokens themselves.
     """
     request = sequence.request
-    points = (at for at, _ in request.branch_points if num_computed < at <= request.logits_from)
-    return next(points, NO_BRANCH)
+    return [at for at, _ in request.branch_points if num_computed < at <= request.logits_from]

@@ -10,6 +10,8 @@ from typing import Any
 from batchinfer.engine.kv.layout import KVLayout
 from batchinfer.engine.kv.model_config import Config, text_config
 
+_WITHOUT_MLP = frozenset({"falcon_mamba", "mamba", "mamba2"})
+"""Values of ``model_type`` without MLPs: their layers are recurrent only."""
 _UNGATED_MLP = frozenset(
     [
         *("falcon", "gpt2", "gpt_bigcode", "gpt_neox", "nemotron", "opt", "phi", "starcoder2"),
@@ -102,13 +104,15 @@ class ModelCost:
         heads = _first(text, "num_attention_heads", "n_head", "num_heads", "n_heads")
         experts = _first(text, "num_experts", "num_local_experts", "n_routed_experts")
         inner = _first(text, "intermediate_size", "n_inner") or 4 * hidden
+        if text.get("model_type") in _WITHOUT_MLP:
+            inner = 0
         if experts:
             inner = _first(text, "moe_intermediate_size") or inner
         attending, state = layout.attention_layers, layout.state
         shapes = [layout.shape(layer) for layer in attending]
         width = _mean(shape.key_width + shape.value_width for shape in shapes)
         queries = heads * _mean(shape.key_width for shape in shapes)
-        keys = sum(layout.stored_elements) / len(attending)
+        keys = sum(layout.stored_elements) / max(len(attending), 1)
         attention_share = len(attending) / layout.num_layers
         recurrent_share = len(state.layers) / layout.num_layers if state else 0.0
         attention = _latent_parameters(text, hidden, heads) or hidden * (heads * width + keys)
@@ -276,8 +280,9 @@ def _integer_parts(saved: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def _mean(numbers: Iterable[float]) -> float:
+    """Return the mean of numbers; 0 without numbers."""
     numbers = list(numbers)
-    return sum(numbers) / len(numbers)
+    return sum(numbers) / max(len(numbers), 1)
 
 
 def _latent_parameters(config: Config, hidden: int, heads: int) -> int:

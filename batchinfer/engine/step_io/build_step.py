@@ -67,7 +67,7 @@ def _step(
     size = table.block_size
     at_row, at_block = np.repeat(rows, num_new), positions // size
     context_lens = (computed + num_new).astype(np.int32)
-    longest = -(-int(context_lens.max()) // size)
+    longest = -(-int(context_lens.max()) // size) if table.windows else 0
     other_groups: dict[str, Any] = {}
     if len(table.windows) > 1:
         other_groups["other_tables"] = table.other_tables[:, rows, :longest]

@@ -31,6 +31,8 @@ class PrefixTree:
     def of_step(self, rows: Rows) -> SharedPrefixes | None:
         """Return the prefixes that table rows ``rows`` [S] share; None if no prefix is shared."""
         table, size = self._table, self._table.block_size
+        if not table.windows:  # no layer attends
+            return None
         if self._version != table.version or not np.array_equal(rows, self._rows):
             self._version, self._rows = table.version, rows
             self._order, self._shared_blocks = order_by_blocks(

@@ -95,7 +95,7 @@ class StepGraphs:
             largest,
             layout.blocks_for(max_model_len),
             cache.pool.device,
-            len(layout.windows),
+            max(len(layout.windows), 1),
             num_adapters,
             layout.slots_per_state,
         )

@@ -44,7 +44,8 @@ class StepInputs:
     Args:
         largest: a size at least as large as every other size.
         max_blocks: most blocks of a sequence.
-        num_groups: number of layer groups. Each has its own slots and tables.
+        num_groups: number of layer groups. Each has its own slots and tables. If no layer attends,
+            there is one group, whose tables have no columns.
         num_adapters: number of the model's adapters; if not 0, every step lists the tokens of each
             adapter.
         slots_per_state: slots of a sequence's recurrent state.

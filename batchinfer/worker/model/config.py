@@ -95,9 +95,13 @@ def _check_filled(config: PreTrainedConfig) -> None:
     """Check the config's values, including its family's defaults."""
     values = config.to_dict()
     check_values(values)
-    layout = KVLayout.from_config(values, block_size=1, dtype="float32")
+    layout = _layout(values)
     heads = text_config(values).get("num_attention_heads", layout.num_kv_heads)
     check_derived(heads, layout, max_positions(values))
+
+
+def _layout(values: Mapping[str, Any]) -> KVLayout:
+    return KVLayout.from_config(values, block_size=1, dtype="float32")
 
 
 def _reason(error: Exception) -> str:
@@ -131,6 +135,7 @@ def _check_class(folder: Path, config: PreTrainedConfig, runner: Runner) -> None
             f"is {whole_class.__name__}"
         )
     replaceable = hasattr(sys.modules[model_class.__module__], "ALL_ATTENTION_FUNCTIONS")
+    replaceable |= not _layout(config.to_dict()).attention_layers
     if not replaceable or "logits_to_keep" not in inspect.signature(model_class.forward).parameters:
         raise ModelError(
             f"{family} cannot be run: transformers {transformers.__version__} does "

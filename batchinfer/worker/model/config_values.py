@@ -78,6 +78,16 @@ def check_derived(num_heads: int, layout: KVLayout, num_positions: int | None) -
     Raises:
         BadValueError: names the key.
     """
+    if layout.attention_layers:
+        _check_heads(num_heads, layout)
+    if num_positions is not None and num_positions > MAX_POSITIONS:
+        raise BadValueError(
+            f"rope_parameters.factor results in {num_positions} positions; at most "
+            f"{MAX_POSITIONS:,} are supported"
+        )
+
+
+def _check_heads(num_heads: int, layout: KVLayout) -> None:
     if min(layout.num_kv_heads, layout.key_width, layout.value_width) < 1:
         raise BadValueError(
             f"hidden_size, num_attention_heads and num_key_value_heads result in "
@@ -87,11 +97,6 @@ def check_derived(num_heads: int, layout: KVLayout, num_positions: int | None) -
         raise BadValueError(
             f"num_attention_heads is {num_heads}; it must be a multiple of num_key_value_heads, "
             f"which is {layout.num_kv_heads}"
-        )
-    if num_positions is not None and num_positions > MAX_POSITIONS:
-        raise BadValueError(
-            f"rope_parameters.factor results in {num_positions} positions; at most "
-            f"{MAX_POSITIONS:,} are supported"
         )
 
 

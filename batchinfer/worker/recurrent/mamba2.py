@@ -16,6 +16,7 @@ LAYERS = (
     "BambaMixer",
     "FalconH1Mixer",
     "GraniteMoeHybridMambaLayer",
+    "Mamba2Mixer",
     "NemotronHMamba2Mixer",
     "Zamba2MambaMixer",
 )

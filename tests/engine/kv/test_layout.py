@@ -124,8 +124,6 @@ def test_names_of_families(config: dict[str, Any], expected: tuple[int, int, int
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"is_encoder_decoder": True}, "encoder-decoder"),
-        ({"model_type": "mamba2"}, "recurrent"),
         ({"model_type": "rwkv"}, "recurrent"),
         ({"layer_types": ["linear_attention", "full_attention"]}, "linear_attention"),
         ({"model_type": "longcat_flash"}, "attends twice"),

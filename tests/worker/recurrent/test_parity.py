@@ -58,6 +58,28 @@ def test_greedy_tokens_equal_transformers(family: str, setup: Setup, checkpoint)
         assert sum(step.prefill_tokens for step in steps) <= distinct + 9
 
 
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("bamba", {"attn_layer_indices": []}),
+        ("granitemoehybrid", {"layer_types": ["linear_attention"] * 4}),
+        ("kimi_linear", {"layer_types": ["linear_attention"] * 4}),
+        ("lfm2", {"layer_types": ["conv"] * 4}),
+        ("nemotron_h", {"layers_block_type": ["mlp", "linear_attention"] * 2}),
+        ("qwen3_next", {"layer_types": ["linear_attention"] * 4}),
+    ],
+)
+def test_hybrid_families_without_a_layer_that_attends(
+    family: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    loaded = load_model(ModelConfig(str(make_checkpoint(family, tmp_path, **changes))), device=CPU)
+    assert loaded.layout(16).windows == ()
+    completions, steps = run(loaded, Setup(num_states=4, max_tokens=7))
+    assert_greedy(tiny_model(family, **changes), completions)
+    assert max(step.kv_blocks_used for step in steps) == 4 * loaded.layout(16).slots_per_state
+    assert {step.kv_waste for step in steps} == {0.0}
+
+
 @pytest.mark.parametrize("family", RECURRENT_FAMILIES)
 def test_samples_do_not_depend_on_schedule(family: str, checkpoint) -> None:
     plain, _ = run(checkpoint(family), Setup(n=4, temperature=1.0))
