@@ -8,8 +8,9 @@ the 16 columns of the second operand. The cache is never converted.
 
 Tensor cores of an H100 keep about 14 bits of a float8 sum, so each tile is summed separately, and
 tiles are added in float32. Two float8 terms represent weights down to 2^-18 of the largest weight,
-so weights are relative to the largest weight of their own tile. `m` of `README.md` is here the
-maximum of the last tile, or 2^-64 of the largest maximum before it, whichever is larger.
+so weights are relative to the largest weight of their own tile. The maximum `m`
+that `README.md` defines is here that of the last tile, or 2^-64 of the largest maximum before it,
+whichever is larger.
 
 Blocks store values transposed, because float8 GEMMs need tokens, the dimension that they sum over,
 to be contiguous in both operands. Values are never NaN (`without_nan`), so a weight of 0 is enough

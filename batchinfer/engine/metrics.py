@@ -187,7 +187,7 @@ class MetricsCollector:
         """Return the sections ``tokens``, ``throughput`` and ``kv`` for the steps so far."""
         totals = self._totals
         rows = np.array(self._steps[: totals.num_steps], np.float64).reshape(-1, len(STEP_COLUMNS))
-        # Sums then add values in the same order as sums over files.
+        # Contiguous columns are summed in the same order as columns read from files.
         columns = np.ascontiguousarray(rows.T)
         pool = PoolTotals()
         pool.add(

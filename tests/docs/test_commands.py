@@ -48,7 +48,7 @@ Run = Callable[[str], None]
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Make a folder like a clone the current folder."""
+    """Change to a folder that looks like a clone of the repository."""
     for name in ("jobs", "configs", "docs", "benchmarks", "Makefile"):
         os.symlink(ROOT / name, tmp_path / name)
     monkeypatch.chdir(tmp_path)

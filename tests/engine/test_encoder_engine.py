@@ -15,7 +15,7 @@ from batchinfer.errors import DeviceError
 
 
 class Sums:
-    """Gives each text the sum of its tokens; has memory for ``memory`` tokens."""
+    """A fake model whose result for a text is the sum of its tokens; it fits ``memory`` tokens."""
 
     def __init__(self, memory: int = 10**9) -> None:
         self.steps: list[list[int]] = []

@@ -1,8 +1,8 @@
 """A Hypothesis state machine: jobs over files that lose unsynced data when the power fails.
 
-The machine runs a job, fails the power after any change of the file system, and resumes the job.
-It also retries rows with errors and updates finished jobs. Each run must keep all rows that were
-promised to be on disk, and the finished output must be right.
+It runs a job, cuts the power after any change to the file system, and resumes the job. It also
+retries rows with errors and updates finished jobs. Each run must keep all rows that were promised
+to be on disk, and the finished output must be right.
 """
 
 from __future__ import annotations

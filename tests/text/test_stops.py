@@ -128,7 +128,7 @@ def test_skipped_special_tokens_do_not_match_stop_strings(chatml: Tokenizer) -> 
 def naive(
     tokenizer: Tokenizer, ids: list[int], stop: list[str], include: bool, min_tokens: int
 ) -> tuple[int, StopMatch | None]:
-    """Return the same, by searching the whole text after every token."""
+    """Return what ``feed`` returns, by searching the whole text after every token."""
     ignored = 0
     for count in range(1, len(ids) + 1):
         text = tokenizer.decode(ids[:count], skip_special_tokens=True)

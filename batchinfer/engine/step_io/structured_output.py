@@ -87,7 +87,7 @@ def add_forced_tokens(
         sequence, token, forced = sequences[at], tokens[at], list[int]()
         state = _state(sequence)
         if continues[at] and token in sequence.request.eos_token_ids:
-            # Stops even before min_tokens, because no other token was allowed.
+            # The sample stops even before min_tokens, because no other token was allowed.
             stop_result.stops[at] = token
         elif continues[at] and at not in stop_result.stops:
             forced = state.take(token)

@@ -61,7 +61,7 @@ def _parts_with_errors(
 ) -> list[tuple[Part, PartRecord]]:
     failed = []
     for part in plan.parts():
-        with suppress(DataError):  # damaged parts are made again in any case
+        with suppress(DataError):  # damaged parts are written again in any case
             record = out.finished(part, trust)
             if record is not None and record.error_codes:
                 failed.append((part, record))

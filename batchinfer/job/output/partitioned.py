@@ -1,7 +1,7 @@
 """Copies the finished output to folders by the values of columns (``output.partition_by``).
 
 ``_batchinfer/partitioned.json`` records the columns, and the size and hash of each file. The record
-is written after the files. Missing or damaged files are made again.
+is written after the files. Missing or damaged files are written again.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ class ResumePlan:
     todo: Sequence[Part]
     """The unfinished parts of ``parts``."""
     damaged: Mapping[str, str] = field(default_factory=dict)
-    """The problem of each part that was once finished and is made again, by the part's name."""
+    """The problem of each part that was once finished and is written again, by the part's name."""
     starts_over: bool = False
     """True if the present output is deleted first."""
     takes_over: Sequence[OutputDir] = ()

@@ -76,7 +76,7 @@ class Prompts(Protocol):
         ...
 
     def start(self, rows: Sequence[Mapping[str, object]]) -> Callable[[], list[Prompt | RowError]]:
-        """Start to make prompts; return a function that waits for a prompt or error per row."""
+        """Start to make prompts; return a function that waits for each row's prompt or error."""
         ...
 
 

@@ -156,9 +156,9 @@ class RunReporter:
             self.display.say("resumed", line, rows_finished=finished, rows_total=total)
 
     def damage(self, damaged: Mapping[str, str]) -> None:
-        """Name the damaged files, which are made again, with their problems."""
+        """Name the damaged files, which are written again, with their problems."""
         for name, problem in list(damaged.items())[:_MAX_DAMAGE_LINES]:
-            line = f"{name} is made again: {problem}"
+            line = f"{name} is written again: {problem}"
             self.display.say("damaged_file", line, "warning", file=name, problem=problem)
         if len(damaged) > _MAX_DAMAGE_LINES:
             more = len(damaged) - _MAX_DAMAGE_LINES

@@ -69,7 +69,7 @@ def check_latents(config: Config, device_type: str, adapted: Iterable[str]) -> N
 
     Raises:
         ModelError: the model has no latents, the device has no kernels for its rank, or an adapter
-            changes the projection, to which adapters cannot be applied.
+            changes the projection from the latent, which is not supported.
     """
     reason, rank = None, text_config(config).get("kv_lora_rank", 0)
     if not has_latent(text_config(config)):

@@ -71,7 +71,10 @@ def describe_encoder(model: ModelConfig, *, weights_too: bool = False) -> Encode
     values = pretrained.to_dict()
     for key in ("adapters", "quantization"):
         if getattr(model, key):
-            raise ModelError(f"not yet: model.{key} with an encoder model; remove the key")
+            raise ModelError(
+                f"not yet: model.{key} with an encoder model is not supported by this version",
+                hint="remove the key",
+            )
     if is_recurrent(text_config(values)):
         raise ModelError(
             f"{folder}/config.json: models of the family {pretrained.model_type!r} "

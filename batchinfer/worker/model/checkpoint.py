@@ -76,7 +76,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     """Return the values of the folder's config.json.
 
     Raises:
-        ModelError: the file is missing or not JSON, or the model needs code of its own, or the
+        ModelError: the file is missing or not JSON, or the model needs its own code, or the
             folder holds an adapter.
     """
     if (folder / "adapter_config.json").exists():

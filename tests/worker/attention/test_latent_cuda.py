@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 def test_a_prefill_a_chunk_and_decodes_that_share_match_eager(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(KVCache, "is_native", False)  # use the pool's layout of CUDA devices
+    monkeypatch.setattr(KVCache, "is_native", False)  # lay out the pool as on CUDA devices
     model, eager = (tiny_model("youtu", kv_lora_rank=32, num_hidden_layers=2) for _ in range(2))
     register()
     model.set_attn_implementation(ATTENTION_NAME)  # type: ignore[operator]

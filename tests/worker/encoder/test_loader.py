@@ -1,4 +1,4 @@
-"""Encoders on packed sequences compute the hidden states of transformers."""
+"""Encoders compute the same hidden states on packed sequences as in transformers."""
 
 from __future__ import annotations
 
