@@ -283,7 +283,7 @@ CHAT_TEMPLATE = (
 )
 
 
-def make_text_model(path: Path, **changes: Any) -> Path:
+def make_text_model(path: Path, family: str = "llama", **changes: Any) -> Path:
     """Write a tiny random Llama with byte tokenizer and chat template; EOS is ``<|im_end|>``."""
     specials = ["<s>", "<|im_start|>", "<|im_end|>"]
     alphabet = specials + sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -298,6 +298,6 @@ def make_text_model(path: Path, **changes: Any) -> Path:
         chat_template=CHAT_TEMPLATE,
     )
     ids = {"vocab_size": len(alphabet), "bos_token_id": 0, "eos_token_id": 2}
-    make_checkpoint("llama", path, **ids, **changes)
+    make_checkpoint(family, path, **ids, **changes)
     tokenizer.save_pretrained(path)
     return path

@@ -7,6 +7,8 @@ from typing import Any
 
 from tests.models import RECURRENT_FAMILIES
 
+_WITHOUT_ATTENTION = ("falcon_mamba", "mamba", "mamba2")
+"""Families of which no layer attends."""
 _MAMBA2_IN_HIDDEN = ("bamba", "granitemoehybrid", "zamba2")
 """Families whose Mamba-2 heads together must be a multiple of the hidden size wide."""
 
@@ -54,6 +56,15 @@ def _recurrence(family: str, hidden: int, random: Random) -> dict[str, Any]:
     heads = random.choice([1, 2, 3, 4])
     if family.startswith("lfm2"):
         return {"conv_L_cache": conv, "conv_bias": random.random() < 0.5}
+    if family in ("falcon_mamba", "mamba"):
+        return {
+            "conv_kernel": conv,
+            "state_size": width,
+            "time_step_rank": random.choice([1, 3, 8]),
+            "intermediate_size": random.choice([24, 33, 64]),
+            "use_bias": random.random() < 0.5,
+            "use_conv_bias": random.random() < 0.5,
+        }
     if family == "kimi_linear":
         return {"linear_num_heads": heads, "linear_head_dim": width, "linear_conv_kernel_dim": conv}
     if family in ("olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"):
@@ -67,11 +78,12 @@ def _recurrence(family: str, hidden: int, random: Random) -> dict[str, Any]:
         }
     groups, head_width = random.choice([1, 2]), random.choice([8, 16, 20, 24])
     heads = groups * random.choice([1, 2, 3])
-    if family in _MAMBA2_IN_HIDDEN:
+    if family in (*_MAMBA2_IN_HIDDEN, "mamba2"):
         groups, head_width = random.choice([1, 2]), random.choice([4, 8, 16])
         heads = 2 * hidden // head_width
     sizes = (heads, head_width, groups, width, conv)
     names = {
+        "mamba2": ("num_heads", "head_dim", "n_groups", "state_size", "conv_kernel"),
         "nemotron_h": (
             *("mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel"),
         ),
@@ -91,13 +103,16 @@ def _recurrence(family: str, hidden: int, random: Random) -> dict[str, Any]:
 
 
 def _layers(family: str, random: Random) -> dict[str, Any]:
-    """Return kinds of layers in a random order, with each kind at least once."""
+    """Return kinds of layers in a random order, with each kind at least once, or with recurrent
+    layers only."""
     number = random.choice([2, 3, 4, 5])
     changes: dict[str, Any] = {"num_hidden_layers": number}
-    if family == "falcon_h1":
+    if family in ("falcon_h1", *_WITHOUT_ATTENTION):
         return changes
     recurrent = "conv" if family.startswith("lfm2") else "linear_attention"
     attending = "hybrid" if family == "zamba2" else "full_attention"
+    if family != "zamba2" and random.random() < 0.2:
+        attending = recurrent
     others = random.choices([recurrent, recurrent, attending], k=number - 2)
     kinds = [recurrent, attending, *others]
     if family == "nemotron_h":
@@ -105,7 +120,7 @@ def _layers(family: str, random: Random) -> dict[str, Any]:
         changes["num_hidden_layers"] = len(kinds)
     random.shuffle(kinds)
     if family == "bamba":
-        indices = [at for at, kind in enumerate(kinds) if kind == attending]
+        indices = [at for at, kind in enumerate(kinds) if kind == "full_attention"]
         return changes | {"attn_layer_indices": indices}
     return changes | {
         "layers_block_type" if family in ("nemotron_h", "zamba2") else "layer_types": kinds

@@ -27,6 +27,16 @@ def first_line(error: BaseException) -> str:
     return printable((str(error).splitlines() or [type(error).__name__])[0])
 
 
+def pool_blocks(count: int, block_size: int) -> str:
+    """Return the size of a KV pool.
+
+    Args:
+        count: number of blocks.
+        block_size: tokens per block; 0 if blocks hold recurrent state only.
+    """
+    return f"{count:,} blocks of " + (f"{block_size} tokens" if block_size else "recurrent state")
+
+
 def format_value(value: object) -> str:
     """Format a value as in a job file, cut to 60 characters."""
     return printable(json.dumps(value, ensure_ascii=False, default=str), 60)

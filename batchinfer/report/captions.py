@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from batchinfer.console.format import counted, duration, size, whole_percent
+from batchinfer.console.format import counted, duration, pool_blocks, size, whole_percent
 from batchinfer.job.run_ids import run_number
 from batchinfer.report.lanes import Piece
 from batchinfer.report.report_data import Price, ReportData
@@ -171,8 +171,8 @@ def pool(data: ReportData) -> str:
     if not blocks:
         return "no KV pool, because the model reads whole texts"
     return (
-        f"a pool of {size(blocks * block_bytes)}{_on_one_worker(data)}: {blocks:,} blocks of "
-        f"{data.kv['block_size']} tokens, {size(block_bytes)} each"
+        f"a pool of {size(blocks * block_bytes)}{_on_one_worker(data)}: "
+        f"{pool_blocks(blocks, data.kv['block_size'])}, {size(block_bytes)} each"
     )
 
 

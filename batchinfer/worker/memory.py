@@ -173,7 +173,8 @@ def fit_memory(
     The pool has ``num_kv_blocks`` blocks or ``kv_cache_memory`` bytes, if one of them is set.
     Otherwise a CUDA device's pool takes ``gpu_memory_utilization`` of its memory less weights,
     activations, logits and graphs. A CPU's pool is as large as ``max_num_seqs`` sequences of
-    ``max_model_len`` tokens can use, and at most a quarter of the free memory.
+    ``max_model_len`` tokens can use, and at most a quarter of the free memory. If no layer attends,
+    it is twice as large: every sequence fills its state, and the rest holds snapshots.
 
     Raises:
         DeviceError: the pool does not fit, or does not hold one block and a recurrent state. The
@@ -200,6 +201,7 @@ def fit_memory(
         room, key = free, "engine.kv_cache_memory"
         num_new = min(engine.max_num_batched_tokens, max_model_len)
         usable = engine.max_num_seqs * layout.slots_for(max_model_len, num_new)
+        usable *= 1 if layout.windows else 2
         default = min(usable, int(free * _CPU_SHARE_OF_FREE) // layout.bytes_per_block)
     num_blocks = default
     if engine.num_kv_blocks is not None:
@@ -211,11 +213,11 @@ def fit_memory(
     least = layout.slots_per_state + bool(layout.windows)
     is_sized = engine.num_kv_blocks is None and engine.kv_cache_memory is not None
     if num_blocks < least and is_sized:
-        state = " and a sequence's recurrent state" if layout.state is not None else ""
+        parts = [f"a block of {engine.block_size} tokens"] if layout.windows else []
+        parts += ["a sequence's recurrent state"] if layout.state is not None else []
         raise DeviceError(
             f"engine.kv_cache_memory is {engine.kv_cache_memory}; set it to at least "
-            f"{_size(least * layout.bytes_per_block)}, the size of a block of "
-            f"{engine.block_size} tokens{state}"
+            f"{_size(least * layout.bytes_per_block)}, the size of {' and '.join(parts)}"
         )
     if num_blocks < 1 or pool_bytes > room:
         raise DeviceError(

@@ -134,16 +134,24 @@ def test_a_pool_that_is_too_large_names_numbers_and_key(
     assert raised.value.exit_code == ExitCode.DEVICE
 
 
+@pytest.mark.parametrize(
+    ("family", "message"),
+    [
+        ("mamba", r"to at least .*, the size of a sequence's recurrent state"),
+        ("qwen3_5_text", r"a block of 16 tokens and a sequence's recurrent state"),
+    ],
+)
 def test_a_pool_of_less_than_a_recurrent_state_says_what_one_takes(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, family: str, message: str
 ) -> None:
-    text = tiny_config("qwen3_5_text").to_dict()
+    text = tiny_config(family).to_dict()
     layout = KVLayout.from_config(text, block_size=16, dtype="float32")
     monkeypatch.setitem(globals(), "LAYOUT", layout)
-    least = (layout.slots_per_state + 1) * layout.bytes_per_block
-    with pytest.raises(DeviceError, match=r"to at least .* and a sequence's recurrent state"):
+    num_slots = layout.slots_per_state + len(layout.windows)
+    least = num_slots * layout.bytes_per_block
+    with pytest.raises(DeviceError, match=message):
         plan(kv_cache_memory=f"{least - 1}B")
-    assert plan(kv_cache_memory=f"{least}B").num_blocks == layout.slots_per_state + 1
+    assert plan(kv_cache_memory=f"{least}B").num_blocks == num_slots
 
 
 def test_logits_are_planned_at_their_own_width_with_a_bounded_workspace() -> None:

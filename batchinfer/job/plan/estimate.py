@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from batchinfer.console.format import duration, printable, size
+from batchinfer.console.format import duration, pool_blocks, printable, size
 from batchinfer.console.table import SummaryLine
 from batchinfer.engine.metrics import prefix_sharing
 from batchinfer.job.job import Job
@@ -155,7 +155,7 @@ def plan_facts(plan: dict[str, Any], currency: str = "USD") -> Iterator[SummaryL
     )
     yield SummaryLine(
         "pool",
-        f"{plan['num_blocks']:,} blocks of {plan['block_size']} tokens",
+        pool_blocks(plan["num_blocks"], plan["block_size"]),
         f", at most {plan['peak_used_blocks']:,} used; {plan['rows_in_flight']:,} "
         f"rows in flight, {plan['preemptions']:,} preemptions, "
         f"{plan['swapped_blocks']:,} blocks swapped in",
@@ -163,10 +163,11 @@ def plan_facts(plan: dict[str, Any], currency: str = "USD") -> Iterator[SummaryL
     if plan["blocks_per_state"]:
         state_bytes = plan["blocks_per_state"] * plan["bytes_per_block"]
         share = plan["rows_in_flight"] * plan["blocks_per_state"] / plan["num_blocks"]
+        rest = "keys and values" if plan["block_size"] else "the states of shared prefixes"
         yield SummaryLine(
             "state",
             f"{plan['blocks_per_state']:,} blocks ({size(state_bytes)}) for each row in flight",
-            f", at most {min(share, 1):.0%} of the pool; the rest holds keys and values",
+            f", at most {min(share, 1):.0%} of the pool; the rest holds {rest}",
         )
     yield SummaryLine(
         "waste",

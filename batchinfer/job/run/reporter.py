@@ -10,7 +10,7 @@ from pathlib import PurePath
 from typing import Any
 
 from batchinfer.console.display import Display
-from batchinfer.console.format import counted, counted_rows, duration, printable
+from batchinfer.console.format import counted, counted_rows, duration, pool_blocks, printable
 from batchinfer.console.phases import phase
 from batchinfer.console.table import SummaryLine, render_table
 from batchinfer.console.terminal import print_line
@@ -82,7 +82,7 @@ def summary_facts(
         mean, peak = kv["mean_utilization"], kv["peak_utilization"]
         yield SummaryLine(
             "pool",
-            f"{kv['num_blocks']:,} blocks of {kv['block_size']} tokens",
+            pool_blocks(kv["num_blocks"], kv["block_size"]),
             f"{each}; {mean:.1%} used on average, at most {peak:.1%}",
         )
         yield SummaryLine(
