@@ -1,6 +1,7 @@
 """Creates virtual environments for other engines when they are first needed.
 
-torch is installed first and pinned, because packages may otherwise replace it by gigabytes of CUDA.
+torch is installed first and pinned, because other packages may otherwise replace it
+with a build that brings gigabytes of CUDA libraries.
 """
 
 from __future__ import annotations

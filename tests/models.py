@@ -241,7 +241,7 @@ RECURRENT_FAMILIES = tuple(_RECURRENT_FAMILIES)
 """Families with recurrent layers."""
 
 FAMILIES = tuple(_FAMILIES)
-"""Other families of which a tiny checkpoint can be made."""
+"""Other families for which ``tiny_model`` can make a checkpoint."""
 
 
 _ALL_FAMILIES = _FAMILIES | _LATENT_FAMILIES | _DECODER_FAMILIES | _RECURRENT_FAMILIES

@@ -98,7 +98,7 @@ def test_table_rows_are_reserved_for_future_beams(make_engine: MakeEngine) -> No
 
 
 def test_a_search_with_more_beams_than_max_num_seqs_runs_alone(make_engine: MakeEngine) -> None:
-    """No other row or search runs beside them, even if it has room."""
+    """No other row or search runs at the same time, even if there is room for it."""
     requests = [make_request(row, [row] * 3, max_tokens=9) for row in range(1, 6)]
     requests[2:2] = [
         beams(row, [7] * 5, 4, max_tokens=8, ignore_eos=True, stop_token_ids=[2]) for row in (8, 9)

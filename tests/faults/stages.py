@@ -178,7 +178,7 @@ def kills_in_a_store(folder: Path, count: int, options: Namespace) -> Iterator[R
 
 def retries(folder: Path, count: int, options: Namespace) -> Iterator[Row]:
     codes = retry_on_a_repaired_model(folder, count)
-    # The content of weights counts, so the repaired model is another model for a plain run.
+    # Content hashes of weights count, so a run with the repaired model is another job.
     expected = [ExitCode.TOO_MANY_ROW_ERRORS] * (count + 1) + [ExitCode.LOCKED, ExitCode.OK]
     yield (
         f"a broken model run {count} times and retried; then repaired, run, and retried",

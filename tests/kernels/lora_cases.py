@@ -21,7 +21,7 @@ class LoraCase(Case):
     width: int
     out_width: int
     missing: int = 0
-    """Number of adapters, the last ones, for which the layer has no factors."""
+    """The layer has no factors for this number of adapters, counted from the last."""
 
 
 LORA_CASES = (

@@ -49,7 +49,7 @@ class Rows:
 def build_sample(
     logits: torch.Tensor, kinds: list[dict[str, float]], device: str = "cpu"
 ) -> dict[str, Any]:
-    """Return the arguments of `sample`: one distribution per kind, which use the rows in turn.
+    """Return the arguments of `sample`: one distribution per kind, assigned to the rows in turn.
 
     Samples are in reverse order. Outputs hold invalid values.
     """

@@ -34,7 +34,7 @@ class StepMaker:
         self.free = [int(block) for block in order]
 
     def sequence(self, token_ids: list[int]) -> HandSequence:
-        """Return a new sequence of which nothing is computed."""
+        """Return a new sequence without computed tokens."""
         state_slots = [self.free.pop() for _ in range(self.slots_per_state)]
         return HandSequence(list(token_ids), [], state_slots=state_slots)
 

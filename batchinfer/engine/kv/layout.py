@@ -37,9 +37,9 @@ class KVLayout:
     """Shape and size of a model's KV.
 
     A pool slot holds one block of every layer in a layer group, laid out as
-    ``[layer, key or value, kv_head, token, width]``. Keys and values may have different widths, and
-    so may layers. A group with fewer layers leaves part of its slots unused. If no layer attends,
-    slots hold recurrent state only.
+    ``[layer, key or value, kv_head, token, width]``. Widths may differ between keys and
+    values, and between layers. A group with fewer layers leaves part of its slots unused. If no
+    layer attends, slots hold recurrent state only.
     """
 
     num_layers: int

@@ -332,7 +332,7 @@ class PrefixIndex:
         block.parent.children.settle(block)
 
     def remove(self, block: Block) -> list[Block]:
-        """Remove ``block``, if it is indexed, and its descendants from the index; returns them."""
+        """Remove ``block``, if it is indexed, and its descendants from the index; return them."""
         removed = list(self.subtree(block))
         if block.indexed:
             self._unlink(block)

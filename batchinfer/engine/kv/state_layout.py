@@ -106,8 +106,8 @@ def layer_state_bytes(text: Mapping[str, Any]) -> int:
     """Return the bytes of the larger part of a recurrent layer's state: its matrices, or the inputs
     of its convolution.
 
-    Slots of this size waste less than one slot of a state, and a state takes about as many slots as
-    the model has layers.
+    With slots of this size, a state wastes less than one slot, and takes about as many slots as the
+    model has layers.
     """
     shape = recurrent_shape(text)
     matrices = shape.key_width * shape.num_values

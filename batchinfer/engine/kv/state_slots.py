@@ -26,7 +26,7 @@ class StateSlots:
         take_slot: takes a free slot, evicting if necessary.
         update_priority: called with a block when its subtree in the index gets its first snapshot
             or loses its last.
-        prune: called with the block of a dropped snapshot, which nothing may need any more.
+        prune: called with the block of a dropped snapshot; the block may no longer be needed.
     """
 
     def __init__(

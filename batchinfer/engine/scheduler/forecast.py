@@ -108,8 +108,8 @@ class PoolForecast:
     their last blocks at the same time. For a model with windows, the forecast counts slots, one per
     layer group. It assumes the maximum for a sequence that will become longer than a window.
 
-    Snapshots of recurrent state, kept and planned, count as used. A row in their place would save
-    less time than their prompts take if they are computed once more for each follower.
+    Snapshots of recurrent state count as used, whether kept or planned. Without them, each
+    follower would compute its prompt again, which takes more time than another running row saves.
     """
 
     def __init__(self, pool: BlockPool, table: SequenceTable, lengths: OutputLengths) -> None:
@@ -159,8 +159,8 @@ class PoolForecast:
         """Add a waiting sequence and its group if they fit; return true if they do.
 
         Args:
-            num_snapshots: number of snapshots that the sequence will keep, less those that it takes
-                over.
+            num_snapshots: number of snapshots that the sequence will keep, minus those that it
+                takes over.
         """
         before = self._ends, self._tokens, self._shared_blocks, self._num_snapshots
         self._num_snapshots += num_snapshots
@@ -173,7 +173,7 @@ class PoolForecast:
         return False
 
     def expect_follower(self) -> None:
-        """Reserve a recurrent state for a row that waits a step for a snapshot."""
+        """Reserve a recurrent state for a row that waits one step for a snapshot."""
         self._num_followers += 1
 
     def expect_samples(self, leader: Sequence) -> None:

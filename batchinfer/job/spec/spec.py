@@ -133,7 +133,7 @@ class ModelSpec(Section):
 
 
 class InputSpec(Section):
-    """The dataset, and the rows of it to run."""
+    """The dataset, and which of its rows to run."""
 
     path: str | tuple[str, ...]
     """File, list of files, glob or directory: local, s3://, gs:// or hf://datasets/. Globs and

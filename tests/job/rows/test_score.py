@@ -191,8 +191,8 @@ def test_the_prompt_is_computed_once_for_its_completions(tmp_path: Path, model: 
     assert run_job(spec, quiet=True) is ExitCode.OK
     summary = summary_of(tmp_path)
     tokens = summary["tokens"]
-    # Computed are all tokens of a completion but the last, and for each completion the prompt's
-    # last token, because its logits are needed.
+    # A completion's last token is not computed. The prompt's last token is computed for each
+    # completion, because its logits are needed.
     assert tokens["prompt"] == 4 * (101 + 3)
     assert tokens["prompt_computed"] == 101 + 3 * 1 + 4 * 3
     assert (tokens["output"], tokens["recomputed"]) == (0, 0)

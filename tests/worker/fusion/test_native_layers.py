@@ -38,7 +38,7 @@ PARTS = (
     *(("attend", "attention"), ("gemm", "o"), ("rms_norm", "mlp_norm")),
     *(("gemm", "gate_up"), ("silu_mul", "silu"), ("gemm", "down")),
 )
-"""C functions, each with the arguments of a layer that it takes, in order."""
+"""Pairs of a C function and a group of a layer's arguments, in the order of the calls."""
 JOINED = pytest.mark.parametrize("joined", [False, True], ids=["apart", "joined"])
 
 
