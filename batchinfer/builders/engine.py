@@ -147,7 +147,8 @@ def build_engine(
     capture = partial(_graphs, loaded, cache, engine, memory, log)
     graphs = capture(len(loaded.adapters))
     attention = AttentionKernel.of(cache, loaded.kernels.kernel)
-    log(attention.line(pinned_kernels or {}))
+    if layout.attention_layers:
+        log(attention.line(pinned_kernels or {}))
     runner = ModelRunner(loaded.model, cache, Sampler(), graphs, loaded.kernels.kernel)
     adapters = AdapterLoader(
         loaded.model,

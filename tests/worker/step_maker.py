@@ -27,6 +27,8 @@ class StepMaker:
     block_size: int
     seed: int = 0
     slots_per_state: int = 0
+    attends: bool = True
+    """False for a model without attention, whose blocks have no slots."""
     free: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -67,6 +69,8 @@ class StepMaker:
         tables = np.zeros((len(parts), longest), np.int32)
         for row, (sequence, _) in enumerate(parts):
             tables[row, : len(sequence.block_table)] = sequence.block_table
+        if not self.attends:
+            tables, slots = tables[:, :0], [-1] * len(slots)
         return Step(
             token_ids=np.array(tokens, np.int32),
             previous_sample=np.full(len(tokens), -1, np.int32),

@@ -1,4 +1,4 @@
-"""Hybrid models compute transformers' logits with Triton kernels and CUDA graphs.
+"""Recurrent models compute transformers' logits with Triton kernels and CUDA graphs.
 
 On a CPU, Triton's interpreter runs the kernels in float32, and a replay computes again.
 """
@@ -39,6 +39,8 @@ NUM_SLOTS, MAX_SEQS, MAX_MODEL_LEN = 256, 4, 64
         pytest.param("lfm2", marks=pytest.mark.long),
         pytest.param("kimi_linear", marks=pytest.mark.long),
         pytest.param("jamba", marks=pytest.mark.long),
+        pytest.param("mamba2", marks=pytest.mark.long),
+        pytest.param("falcon_mamba", marks=pytest.mark.long),
     ],
 )
 def test_steps_and_graphs_give_transformers_logits(
@@ -69,7 +71,9 @@ def test_steps_and_graphs_give_transformers_logits(
         max_model_len=MAX_MODEL_LEN,
         **options,
     )
-    maker = StepMaker(NUM_SLOTS, 16, slots_per_state=layout.slots_per_state)
+    maker = StepMaker(
+        NUM_SLOTS, 16, slots_per_state=layout.slots_per_state, attends=bool(layout.windows)
+    )
     sequences = [maker.sequence(row) for row in rows]
     # Run a chunk of the first prompt, then its rest in a step with the other prompts.
     forward(model, cache, CudaAttention(cache), maker.step([(sequences[0], 5)]))
