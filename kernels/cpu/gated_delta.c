@@ -4,7 +4,7 @@
 
    The recurrence runs token by token, not in chunks: a piece of a head's matrix stays in the first
    cache while the tokens of its sequence stream past, so the plain recurrence is near the
-   processor's limit. And a row's bits depend neither on how it is cut into steps nor on other rows,
+   processor's limit. A row's bits depend neither on how it is cut into steps nor on other rows,
    because each token's arithmetic is the same wherever its sequence was interrupted.
 
    Four passes over the step, each split over the threads, with float32 between them: the

@@ -34,7 +34,7 @@ def test_branch_points_of_a_tree() -> None:
     ]
     assert planned(prompts, [0, 1, 2, 3, 4, 5]) == {
         0: ((20, 2), (29, 1)),
-        4: ((39, 1),),  # of equal prompts, all but the last token, whose logits are needed
+        4: ((39, 1),),  # equal prompts share all but the last token, whose logits are needed
     }
     assert planned(prompts, [3, 2, 1, 0, 5, 4]) == {3: ((20, 2),), 1: ((29, 1),), 5: ((39, 1),)}
 

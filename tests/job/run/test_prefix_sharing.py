@@ -85,7 +85,7 @@ def test_kv_waste_is_small(tmp_path: Path) -> None:
     used, live = (steps[name].to_numpy() for name in ("kv_blocks_used", "kv_tokens_live"))
     waste = 1 - live / (used * BLOCK_SIZE)
     assert waste == pytest.approx(steps["kv_waste"].to_numpy())
-    # Weighted by blocks, because the times of steps depend on the machine's load.
+    # The mean is weighted by blocks, because the times of steps depend on the machine's load.
     assert 0.005 < np.average(waste, weights=used) <= 0.01
     assert sum(output for _, output in lengths) == summary(tmp_path)["tokens"]["output"]
 
