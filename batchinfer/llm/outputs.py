@@ -134,7 +134,7 @@ class RequestOutput:
     error: RowError | None = None
     metrics: RequestMetrics | None = None
     lora_request: LoRARequest | None = None
-    """As the call gave it."""
+    """The argument of the call."""
     prompt_token_id_logprobs: Float32 | None = field(default=None, compare=False)
     """Log-probabilities [tokens, ids] of ``prompt_logprob_token_ids``, if given. Row i belongs to
     prompt token ``prompt_logprob_start + i + 1``; padding has -inf."""
@@ -174,7 +174,7 @@ class PromptRequest:
     params: SamplingParams
     adapter: int
     lora_request: LoRARequest | None
-    """As the call gave it."""
+    """The argument of the call."""
     tools: RowTools | None = None
     request_id: str = ""
     arrival_time: float = 0.0
