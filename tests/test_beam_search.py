@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -75,9 +75,15 @@ def run(
     """Run the prompts, each with its parameters, through an engine with the loaded model."""
     cache = KVCache(loaded.layout(setup.block_size), setup.num_blocks, CPU, torch.float32)
     cache.pool[:-1].fill_(torch.nan)  # contents from before must not be read
-    size, windows = setup.block_size, cache.layout.windows
-    pool = BlockPool(setup.num_blocks, size, enable_prefix_caching=True, windows=windows)
-    table = SequenceTable(64, loaded.max_model_len, size, windows)
+    size, windows, per_state = setup.block_size, cache.layout.windows, cache.layout.slots_per_state
+    pool = BlockPool(
+        setup.num_blocks,
+        size,
+        enable_prefix_caching=True,
+        windows=windows,
+        slots_per_state=per_state,
+    )
+    table = SequenceTable(64, loaded.max_model_len, size, windows, per_state)
     scheduler = Scheduler(pool, table, setup.max_tokens)
     if setup.misleading:
         scheduler.output_lengths.observe(np.full(2000, 2), np.ones(2000, dtype=np.bool_))
@@ -195,6 +201,22 @@ def test_beam_search_with_sliding_windows_and_sinks(family: str, checkpoint) -> 
     completions, _ = run(checkpoint(family), Setup(block_size=4), searches(4, 1.0, 6))
     for completion in completions.values():
         assert_found(family, completion)
+
+
+@pytest.mark.parametrize(
+    "family",
+    ["lfm2", *(pytest.param(each, marks=pytest.mark.long) for each in ("qwen3_5_text", "zamba2"))],
+)
+def test_beams_of_recurrent_layers_copy_states(family: str, checkpoint) -> None:
+    """A group that is preempted forks again from the state at its common prefix."""
+    model = checkpoint(family)
+    num_blocks = 8 * model.layout(4).slots_per_state + 24  # for two groups, until they grow
+    small = Setup(block_size=4, num_blocks=num_blocks, misleading=True)
+    for setup in (Setup(), replace(small, max_tokens=9), replace(small, runs_ahead=True)):
+        completions, steps = run(model, setup, searches(4, 1.0, 4))
+        for completion in completions.values():
+            assert_found(family, completion)
+        assert (sum(step.num_preempted for step in steps) > 0) == setup.misleading
 
 
 SETUPS = {

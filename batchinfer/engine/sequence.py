@@ -7,7 +7,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from batchinfer.engine.beam_search import BeamSearch
-from batchinfer.engine.kv.prefix_index import Block, RecurrentState, token_key
+from batchinfer.engine.kv.prefix_index import (
+    Block,
+    RecurrentState,
+    common_tokens,
+    token_key,
+)
 from batchinfer.engine.prompt_logprobs import PromptScores
 from batchinfer.engine.request import Request, RequestStats, SampleOutput, TokenIds, TokenLogprobs
 from batchinfer.engine.step import Float32
@@ -177,6 +182,12 @@ class Sequence:
     def awaits_group(self) -> bool:
         """True if other sequences of the group do not run yet. They will fork from it or join."""
         return any(other is not self and other.row < 0 for other in self.group)
+
+    def first_fork(self) -> int:
+        """Return the number of leading tokens that all sequences of a waiting group share."""
+        stop = self.num_tokens - self.awaits_group
+        key = self.key(0, stop)
+        return min(common_tokens(key, other.key(0, stop)) for other in self.group)
 
     def tokens(self, start: int, stop: int) -> TokenIds:
         """Return the token ids at positions ``start`` to ``stop``, int32."""

@@ -11,7 +11,6 @@ from batchinfer.engine.kv.block_pool import BlockPool
 from batchinfer.engine.kv.prefix_hit import PrefixHit, find_prefix_hit, no_hit
 from batchinfer.engine.kv.prefix_index import Block, PrefixMatch, common_tokens
 from batchinfer.engine.scheduler.beam_groups import (
-    first_fork,
     num_pending_forks,
     num_tokens_to_compute,
 )
@@ -19,7 +18,7 @@ from batchinfer.engine.scheduler.forecast import PoolForecast
 from batchinfer.engine.scheduler.kv_manager import KVManager, more_followers
 from batchinfer.engine.scheduler.preemption import ReuseHints
 from batchinfer.engine.scheduler.schedule import ScheduledRows
-from batchinfer.engine.scheduler.sequence_table import SequenceTable, branches_after
+from batchinfer.engine.scheduler.sequence_table import SequenceTable, branches_after, next_stop
 from batchinfer.engine.sequence import Sequence
 
 _LOOK_AHEAD = 256
@@ -87,10 +86,14 @@ class Admission:
         if sequence.state.skip_prefix_cache:
             return no_hit(self._pool), False
         size, pool = self._table.block_size, self._pool
-        key = sequence.key(0, _max_prefix_hit(sequence))
+        fork_at = self._fork_at(sequence)
+        most = _max_prefix_hit(sequence)
+        if fork_at is not None and pool.states.slots_per_state:
+            most = min(most, fork_at - 1)  # a state of later tokens would be of no use to the group
+        key = sequence.key(0, most)
         adapter = sequence.request.adapter
         match = pool.match(key, adapter)
-        hit = find_prefix_hit(pool, match, fork_at=self._fork_at(sequence))
+        hit = find_prefix_hit(pool, match, fork_at=fork_at)
         if pool.states.slots_per_state:
             return hit, self._reaches_snapshot(sequence, match, key) > hit.num_tokens
         if self._reuse_hints.is_private_tail(sequence, hit.tail):
@@ -129,11 +132,11 @@ class Admission:
         return longest
 
     def _fork_at(self, sequence: Sequence) -> int | None:
-        """Return the number of tokens after which the group forks; None without a group or
-        windows."""
-        if not self._pool.window_slots.windows or len(sequence.group) == 1:
-            return None
-        return first_fork(sequence)
+        """Return the number of tokens after which the group forks; None without a group, or if
+        blocks and nothing else hold what the sequences share."""
+        pool = self._pool
+        forks_anywhere = not pool.window_slots.windows and not pool.states.slots_per_state
+        return None if forks_anywhere or len(sequence.group) == 1 else sequence.first_fork()
 
     def _fitting(
         self, sequence: Sequence, hit: PrefixHit, budget: int, forecast: PoolForecast
@@ -144,7 +147,8 @@ class Admission:
         if fitting is None:
             return None
         num_snapshots = len(branches_after(sequence, fitting.num_tokens))
-        num_snapshots += num_pending_forks(sequence) > 0  # for samples that cannot start at once
+        if sequence.state.search is None:  # samples that cannot start at once need a snapshot
+            num_snapshots += num_pending_forks(sequence) > 0
         if fitting.snapshot is not None:  # the last follower takes it over
             more = more_followers(sequence, fitting.num_tokens)
             num_snapshots -= self._pool.states.is_last_use(fitting.snapshot, more)
@@ -179,7 +183,7 @@ class Admission:
         """Return the number of tokens that a sequence computes in its first step."""
         end = num_tokens_to_compute(sequence)
         if self._pool.states.slots_per_state:
-            end = min([end, *branches_after(sequence, hit.num_tokens)])
+            end = min(end, next_stop(sequence, hit.num_tokens))
         return min(budget, end - hit.num_tokens)
 
     def _start(

@@ -33,13 +33,6 @@ def num_pending_forks(sequence: Sequence) -> int:
     return 0 if sequence.output_ids else sequence.request.params.n - 1
 
 
-def first_fork(sequence: Sequence) -> int:
-    """Return the number of leading tokens that all sequences of a waiting group share."""
-    stop = num_tokens_to_compute(sequence)
-    key = sequence.key(0, stop)
-    return min(common_tokens(key, other.key(0, stop)) for other in sequence.group)
-
-
 class BeamGroups:
     """Keeps the sequences of a group together."""
 
@@ -64,12 +57,6 @@ class BeamGroups:
             blocks: most blocks of one beam. In the worst case, beams share only the prompt.
         """
         width, pool = request.group_size, self._pool
-        if pool.states.slots_per_state:
-            return (
-                "unsupported_content",
-                "beam search is not supported yet for models with recurrent layers; leave out "
-                "sampling.beam_width",
-            )
         if width > self._most:
             return (
                 "does_not_fit",
@@ -78,6 +65,7 @@ class BeamGroups:
             )
         shared = min(request.num_prompt_tokens // pool.block_size, blocks)
         blocks = (shared + width * (blocks - shared)) * pool.slots_per_block
+        blocks += width * pool.states.slots_per_state
         if blocks > pool.num_blocks:
             return (
                 "does_not_fit",
@@ -92,22 +80,23 @@ class BeamGroups:
 
         A beam shares its common prefix with the leader. A beam whose cached blocks hold more tokens
         resumes from its blocks instead, if they fit into the pool. Table rows were reserved for the
-        beams.
+        beams. Blocks can be shared up to any token, but a recurrent state is that of all computed
+        tokens. Leaders with a state therefore stop where the first beam forks.
         """
         table = self._table
         for row in np.flatnonzero((table.pending_forks > 0) & table.is_beam):
             leader = table.sequence(row)
             absent = [beam for beam in leader.group if beam.row < 0]
-            stop = num_tokens_to_compute(leader)
+            has_state = leader.recurrent_state is not None
+            stop = leader.first_fork() if has_state else num_tokens_to_compute(leader)
             if not absent or table.num_computed[row] < stop:
                 continue
             computed = leader.key(0, stop)
             for beam in absent:
                 key = beam.key(0, stop)
                 num_common = common_tokens(computed, key)
-                if beam.state.skip_prefix_cache or not self._resume_from_blocks(
-                    leader, beam, key, num_common
-                ):
+                can_resume = not (has_state or beam.state.skip_prefix_cache)
+                if not can_resume or not self._resume_from_blocks(leader, beam, key, num_common):
                     self._fork(leader, beam, num_common)
                 self._reuse_hints.remove(beam)
             table.pending_forks[row] = leader.request.group_size - len(leader.group)

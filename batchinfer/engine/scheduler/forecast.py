@@ -125,7 +125,8 @@ class PoolForecast:
         self._per_state = pool.states.slots_per_state
         owned += pool.states.num_used  # each row will have its own state
         self._num_followers = 0
-        planned = table.num_branches[rows] + (table.pending_forks[rows] > 0)
+        has_samples = (table.pending_forks[rows] > 0) & ~table.is_beam[rows]
+        planned = table.num_branches[rows] + has_samples
         self._num_snapshots = len(pool.states.snapshots) + int(planned.sum())
         self._not_owned = max(pool.num_used - owned, 0)
         """Number of used blocks that do not belong to a single sequence."""

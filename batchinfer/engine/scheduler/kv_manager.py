@@ -164,8 +164,9 @@ class KVManager:
         table = self._table
         for row in rows[table.num_computed[rows] == table.next_branch[rows]]:
             sequence, at = table.sequence(row), int(table.num_computed[row])
-            followers = dict(sequence.request.branch_points)[at]
-            self.keep_state(sequence, at, followers)
+            followers = dict(sequence.request.branch_points).get(at)
+            if followers is not None:  # else beams fork here
+                self.keep_state(sequence, at, followers)
             table.find_next_branch(row)
 
     def keep_state(self, sequence: Sequence, at: int, followers: int) -> None:

@@ -89,7 +89,8 @@ class SequenceTable:
         self.state_shared = np.zeros(rows, dtype=np.bool_)
         """True if the recurrent state may be shared, so that a step that writes it must check."""
         self.next_branch = np.full(rows, NO_BRANCH, dtype=np.int32)
-        """Next branch point of the prompt, where a step must end; ``NO_BRANCH`` after the last."""
+        """Next branch point of the prompt, or fork of waiting beams, where a step must end;
+        ``NO_BRANCH`` after the last."""
         self.num_branches = np.zeros(rows, dtype=np.int32)
         """Number of branch points from the next one on."""
         self.version = 0
@@ -216,10 +217,10 @@ class SequenceTable:
         self._set_sampling(row, sequence)
 
     def find_next_branch(self, row: int | np.intp) -> None:
-        """Set a row's next branch point after its computed tokens."""
-        points = branches_after(self.sequence(row), int(self.num_computed[row]))
-        self.next_branch[row] = min(points, default=NO_BRANCH)
-        self.num_branches[row] = len(points)
+        """Set a row's next branch point or fork after its computed tokens."""
+        sequence, computed = self.sequence(row), int(self.num_computed[row])
+        self.next_branch[row] = next_stop(sequence, computed)
+        self.num_branches[row] = len(branches_after(sequence, computed))
 
     def set_state(self, sequence: Sequence, state: RecurrentState, *, is_shared: bool) -> None:
         """Give a running sequence a recurrent state after its computed tokens."""
@@ -332,3 +333,12 @@ def branches_after(sequence: Sequence, num_computed: int) -> list[int]:
     """
     request = sequence.request
     return [at for at, _ in request.branch_points if num_computed < at <= request.logits_from]
+
+
+def next_stop(sequence: Sequence, num_computed: int) -> int:
+    """Return the first position after a sequence's computed tokens where its recurrent state is
+    needed: a branch point of its prompt, or the fork of the first beam that waits for it."""
+    stops = branches_after(sequence, num_computed)
+    if not stops and sequence.awaits_group:
+        stops = [at for at in [sequence.first_fork()] if at > num_computed]
+    return min(stops, default=NO_BRANCH)
