@@ -232,9 +232,10 @@ class Engine:
         blocks = pool.window_slots.most_slots(kv_tokens, min(kv_tokens, self._max_tokens))
         blocks += pool.states.slots_per_state
         if blocks > pool.num_blocks:
+            lower = " or lower sampling.max_tokens" if pool.windows else ""
             return (
                 "does_not_fit",
                 f"one sample may need {blocks} KV blocks, but the pool has {pool.num_blocks}; "
-                "raise engine.kv_cache_memory or lower sampling.max_tokens",
+                f"raise engine.kv_cache_memory{lower}",
             )
         return None

@@ -241,3 +241,12 @@ def test_completions_of_equal_prompts_start_from_one_state(make_engine: MakeEngi
     completions, _ = run_all(engine, requests)
     assert [completions[at].stats.cached_tokens for at in range(6)] == [0, 39, 39, 39, 39, 39]
     assert not engine.scheduler.pool.states.snapshots
+
+
+def test_row_is_refused_if_the_pool_is_smaller_than_a_state(make_engine: MakeEngine) -> None:
+    engine, _ = make_engine(4, slots_per_state=5, windows=())
+    completions, _ = run_all(engine, [make_request(0, [1, 2, 3], max_tokens=2)])
+    assert completions[0].error_code == "does_not_fit"
+    assert completions[0].error_message == (
+        "one sample may need 5 KV blocks, but the pool has 4; raise engine.kv_cache_memory"
+    )

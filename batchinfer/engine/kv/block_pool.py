@@ -180,9 +180,10 @@ class BlockPool:
                     self.cached.add(block)
                 else:
                     self.free.append(block.slot)
-            for window_slot in live_slots(block, at, num_evicted):
-                self.window_slots.release(window_slot)
-            self._prune(block)
+            if block.slot < 0 or block.window_slots:
+                for window_slot in live_slots(block, at, num_evicted):
+                    self.window_slots.release(window_slot)
+                self._prune(block)
 
     def update_priority(self, block: Block) -> None:
         """Update a block's place in the eviction orders after its future use changed."""
