@@ -268,7 +268,9 @@ def _mamba1(name: str, **shape: int) -> Case:
 
 
 def _run_layer(kernel: Callable[..., None], layer: Callable[..., Any], shape: Any) -> None:
-    layer([1, 3], slot_bytes=2**16, dtype=_DTYPE, **shape).run(kernel)
+    middle = layer([1, 3], slot_bytes=2**16, dtype=_DTYPE, **shape)
+    middle.in_chunks = True
+    middle.run(kernel)
 
 
 _DECODE, _CHUNK, _SHARED = "_decode_kernel", "_chunk_kernel", "_shared_kernel"
@@ -276,6 +278,8 @@ _SAMPLE, _BATCH_INVARIANT = "_sample_kernel", "_batch_invariant_kernel"
 _MERGE, _PLAN, _PLAN_CHUNKS = "_merge_kernel", "_plan_kernel", "_plan_chunks_kernel"
 _MLA_DECODE, _MLA_CHUNK = "_mla_decode_kernel", "_mla_chunk_kernel"
 _CONVOLUTION = "_conv_kernel", "_update_kernel"
+_MAMBA2_CHUNKS = "_sum_steps_kernel", "_multiply_chunks_kernel", "_chunk_mamba2_kernel"
+_DELTA = "_gated_delta_kernel", "_solve_chunks_kernel", "_chunk_gated_delta_kernel"
 _D128 = {"num_heads": 32, "num_kv_heads": 8, "key_width": 128}  # Llama-3.1-8B, Qwen3-8B
 _D64 = {"num_heads": 32, "num_kv_heads": 8, "key_width": 64}  # Llama-3.2-1B
 _D256 = {"num_heads": 16, "num_kv_heads": 8, "key_width": 256}  # Gemma 2 9B
@@ -377,16 +381,16 @@ CASES = (
     _sum_pieces(),
     # Qwen3.6-35B-A3B and Qwen3-Next; Nemotron 3 Nano, whose norms span 8 heads
     _gated_delta(
-        "gated_delta_128", *_CONVOLUTION, "_gated_delta_kernel", "_gated_norm_kernel",
+        "gated_delta_128", *_CONVOLUTION, *_DELTA, "_gated_norm_kernel",
         key_heads=16, value_heads=32, key_width=128, value_width=128,
     ),
     _mamba2(
-        "mamba2_128", *_CONVOLUTION, "_mamba2_kernel", "_gated_norm_kernel",
+        "mamba2_128", *_CONVOLUTION, "_mamba2_kernel", *_MAMBA2_CHUNKS, "_gated_norm_kernel",
         groups=8, heads=64, width=64, state_size=128,
     ),
     # Kimi Linear; Jamba
     _gated_delta(
-        "kimi_delta_128", "_gated_delta_kernel", "_gated_norm_kernel",
+        "kimi_delta_128", *_DELTA, "_gated_norm_kernel",
         key_heads=32, value_heads=32, key_width=128, value_width=128, by_row=True,
     ),
     _mamba1("mamba1_16", channels=8192, state_size=16),

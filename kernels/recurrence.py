@@ -2,8 +2,9 @@
 Attention, Mamba-2 and Mamba-1.
 
 A program keeps some columns of a head's matrix in registers while the tokens of a sequence pass, so
-a row's bits depend neither on how it is cut into steps nor on other rows. A chunked scan would
-compute long prompts faster, but its bits depend on where chunks begin.
+a row's bits depend neither on how it is cut into steps nor on other rows. With a work list, chunked
+scans compute the sequences that have several tokens in the step. Their bits depend on where chunks
+begin, which is the first token of the step and every 64 tokens after it.
 
 References: `gated_delta.py`, `mamba2.py` and `mamba1.py`, with the same arguments.
 """
@@ -12,6 +13,9 @@ import torch
 import triton
 import triton.language as tl
 
+from batchinfer.kernels.chunk_gated_delta import chunk_gated_delta
+from batchinfer.kernels.chunk_mamba2 import chunk_mamba2
+from batchinfer.kernels.chunk_scan import softplus
 from batchinfer.kernels.gated_delta import GatedDeltaWeights
 from batchinfer.kernels.gated_norm import gated_norm
 from batchinfer.kernels.launch import OPTIONS, check_launchable
@@ -34,13 +38,15 @@ def gated_delta(
     out: torch.Tensor,  # [T, Hv * Dv], contiguous
 ) -> None:
     """Run packed sequences through a Gated DeltaNet or KDA layer, and update their states."""
-    mixed = recurrent_conv(qkv, weights.conv, None, states=states)
+    mixed = recurrent_conv(qkv, weights.conv, None, states=states, dtype=qkv.dtype)
     num_heads, value_width = beta.shape[1], len(weights.norm)
     read = torch.empty(out.shape, dtype=torch.float32, device=out.device)
     constants = weights.decay_rate, weights.dt_bias
     check_launchable("gated_delta", mixed, decay, beta, read, *constants, states.slots)
     if len(qkv) == 0:
         return
+    if (work := states.scan_work) is not None:
+        chunk_gated_delta(mixed, decay, beta, weights=weights, states=states, work=work, out=read)
     grid, places = _grid(states, num_heads, value_width)
     _gated_delta_kernel[grid](
         *(mixed, decay, beta, read, *constants),
@@ -53,6 +59,7 @@ def gated_delta(
         VALUE_WIDTH=value_width,
         DECAY_WIDTH=weights.decay_width,
         BLOCK_ROWS=triton.next_power_of_2(weights.key_width),
+        MOST_TOKENS=1 if work is not None else 1 << 30,
         **places,
         **OPTIONS,
     )
@@ -75,7 +82,9 @@ def mamba2(
     out: torch.Tensor,  # [T, H * P], contiguous
 ) -> None:
     """Run packed sequences through a Mamba-2 layer and update their states in place."""
-    mixed = recurrent_conv(values, weights.conv, weights.conv_bias, states=states)
+    mixed = recurrent_conv(
+        *(values, weights.conv, weights.conv_bias), states=states, dtype=values.dtype
+    )
     num_heads = dt.shape[1]
     head_width = out.shape[1] // num_heads
     read = torch.empty(out.shape, dtype=torch.float32, device=out.device)
@@ -83,6 +92,8 @@ def mamba2(
     check_launchable("mamba2", mixed, dt, read, *constants, states.slots)
     if len(values) == 0:
         return
+    if (work := states.scan_work) is not None:
+        chunk_mamba2(mixed, dt, weights=weights, states=states, work=work, out=read)
     grid, places = _grid(states, num_heads, head_width)
     _mamba2_kernel[grid](
         *(mixed, dt, read, *constants),
@@ -94,6 +105,7 @@ def mamba2(
         STATE_SIZE=weights.state_size,
         HEAD_WIDTH=head_width,
         BLOCK_ROWS=triton.next_power_of_2(weights.state_size),
+        MOST_TOKENS=1 if work is not None else 1 << 30,
         **places,
         **OPTIONS,
     )
@@ -178,14 +190,6 @@ def _block_of(
 
 
 @triton.jit
-def _softplus(x):
-    """Return log(1 + e^x). It is linear above 20, as in torch."""
-    e = tl.exp(tl.minimum(x, 20.0))
-    logarithm = tl.where(e < 1e-3, e - 0.5 * e * e, tl.log(1.0 + e))
-    return tl.where(x > 20.0, x, logarithm)
-
-
-@triton.jit
 def _gated_delta_kernel(
     mixed_ptr,  # [T, queries, keys, values of all heads]
     decay_ptr,  # [T, NUM_HEADS * DECAY_WIDTH]
@@ -209,6 +213,7 @@ def _gated_delta_kernel(
     KEY_WIDTH: tl.constexpr,
     VALUE_WIDTH: tl.constexpr,
     DECAY_WIDTH: tl.constexpr,
+    MOST_TOKENS: tl.constexpr,
     COLUMNS: tl.constexpr,
     PER_SLOT: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
@@ -220,7 +225,7 @@ def _gated_delta_kernel(
     sequence = tl.program_id(0)
     start = tl.load(query_starts_ptr + sequence)
     end = tl.load(query_starts_ptr + sequence + 1)
-    if start == end:
+    if start == end or end - start > MOST_TOKENS:
         return
     block, mask, columns, column_mask = _block_of(
         slots_ptr,
@@ -252,15 +257,15 @@ def _gated_delta_kernel(
     betas = beta_ptr + token * beta_stride + head
     outs = read_ptr + token * num_values + columns
     for _ in range(start, end):
-        query = tl.load(queries, mask=row_mask, other=0.0)
-        key = tl.load(queries + num_keys, mask=row_mask, other=0.0)
-        value = tl.load(values, mask=column_mask, other=0.0)
+        query = tl.load(queries, mask=row_mask, other=0.0).to(tl.float32)
+        key = tl.load(queries + num_keys, mask=row_mask, other=0.0).to(tl.float32)
         query *= scale / tl.sqrt(tl.sum(query * query, axis=0) + 1e-6)
         key /= tl.sqrt(tl.sum(key * key, axis=0) + 1e-6)
-        step = _softplus(tl.load(decays, mask=row_mask, other=0.0).to(tl.float32) + bias)
+        step = softplus(tl.load(decays, mask=row_mask, other=0.0).to(tl.float32) + bias)
         strength = tl.sigmoid(tl.load(betas).to(tl.float32))
         matrix *= tl.exp(-rate * step)[:, None]
         recalled = tl.sum(matrix * key[:, None], axis=0)
+        value = tl.load(values, mask=column_mask, other=0.0).to(tl.float32)
         delta = (value - recalled) * (strength * max_beta)
         matrix += key[:, None] * delta[None, :]
         tl.store(outs, tl.sum(matrix * query[:, None], axis=0), mask=column_mask)
@@ -294,6 +299,7 @@ def _mamba2_kernel(
     NUM_GROUPS: tl.constexpr,
     STATE_SIZE: tl.constexpr,
     HEAD_WIDTH: tl.constexpr,
+    MOST_TOKENS: tl.constexpr,
     COLUMNS: tl.constexpr,
     PER_SLOT: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
@@ -305,7 +311,7 @@ def _mamba2_kernel(
     sequence = tl.program_id(0)
     start = tl.load(query_starts_ptr + sequence)
     end = tl.load(query_starts_ptr + sequence + 1)
-    if start == end:
+    if start == end or end - start > MOST_TOKENS:
         return
     block, mask, columns, column_mask = _block_of(
         slots_ptr,
@@ -335,10 +341,10 @@ def _mamba2_kernel(
     )
     steps, outs = dt_ptr + token * dt_stride + head, read_ptr + token * num_values + columns
     for _ in range(start, end):
-        write = tl.load(writes, mask=row_mask, other=0.0)
-        read = tl.load(writes + num_writes, mask=row_mask, other=0.0)
-        value = tl.load(values, mask=column_mask, other=0.0)
-        step = _softplus(tl.load(steps).to(tl.float32) + bias)
+        write = tl.load(writes, mask=row_mask, other=0.0).to(tl.float32)
+        read = tl.load(writes + num_writes, mask=row_mask, other=0.0).to(tl.float32)
+        value = tl.load(values, mask=column_mask, other=0.0).to(tl.float32)
+        step = softplus(tl.load(steps).to(tl.float32) + bias)
         step = tl.minimum(tl.maximum(step, min_dt), max_dt)
         matrix = matrix * tl.exp(-rate * step) + write[:, None] * (value * step)[None, :]
         tl.store(outs, tl.sum(matrix * read[:, None], axis=0) + skip * value, mask=column_mask)
@@ -415,7 +421,7 @@ def _mamba1_kernel(
         write = tl.load(writes + rows, mask=row_mask, other=0.0).to(tl.float32)
         read = tl.load(reads + rows, mask=row_mask, other=0.0).to(tl.float32)
         gate = tl.load(gates + columns, mask=column_mask, other=0.0).to(tl.float32)
-        step = _softplus(step)
+        step = softplus(step)
         matrix = matrix * tl.exp(-rate * step[None, :]) + write[:, None] * (value * step)[None, :]
         out = tl.sum(matrix * read[:, None], axis=0) + skip * value
         tl.store(outs + columns, out * gate * tl.sigmoid(gate), mask=column_mask)

@@ -25,12 +25,17 @@ def recurrent_conv(
     *,
     states: PagedStates,
     silu: bool = True,
+    dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """Return the convolution [T, C] float32, after SiLU unless `silu` is false, and update the
-    states. Rows of padding tokens, which belong to no sequence, are undefined."""
+    """Return the convolution [T, C], after SiLU unless `silu` is false, and update the states.
+    Rows of padding tokens, which belong to no sequence, are undefined.
+
+    Args:
+        dtype: dtype of the result.
+    """
     num_tokens, num_channels = inputs.shape
     conv_width, num_sequences = len(weight), len(states.context_lens)
-    out = torch.empty(num_tokens, num_channels, dtype=torch.float32, device=inputs.device)
+    out = torch.empty(num_tokens, num_channels, dtype=dtype, device=inputs.device)
     check_launchable("recurrent_conv", inputs, weight, bias, states.slots, states.tables, out)
     if num_tokens == 0:
         return out

@@ -4,9 +4,13 @@ them for the reference kernels."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch.nn import functional
+
+if TYPE_CHECKING:
+    from batchinfer.kernels.chunk_scan import ScanWork
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,8 @@ class PagedStates:
     """[S + 1] int32: first packed token of each sequence, then T."""
     context_lens: torch.Tensor
     """[S] int32: tokens of each sequence, including the step's."""
+    scan_work: ScanWork | None = None
+    """Sequences to compute in chunks on a CUDA device; None: compute token by token."""
 
     def sequences(self) -> list[tuple[list[int], slice, bool]]:
         """Return each sequence's slots, its packed tokens, and whether it starts from zeros."""

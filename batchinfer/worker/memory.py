@@ -38,6 +38,7 @@ _TABLE_COPIES = 2  # packed tables for the transfer, and tables unpacked to rows
 # and shape (`kernels/decode_plan.py`).
 _PIECE_TOKENS = 512
 _MAX_PIECES_BYTES = 256 * 2**20
+_SCAN_CHUNK, _FLOAT32_BYTES = 64, 4
 
 _CGROUP = Path("/sys/fs/cgroup")
 _CPU_SHARE_OF_FREE = 0.25
@@ -52,6 +53,20 @@ def activation_elements(config: Mapping[str, Any]) -> int:
     if isinstance(inner, list | tuple):  # one number for each layer (Gemma 3n)
         inner = max(inner)
     return _HIDDEN_COPIES * hidden + _INNER_COPIES * int(inner)
+
+
+def scan_bytes(layout: KVLayout) -> int:
+    """Return an upper bound of the bytes of one token's temporary results in a recurrent layer on
+    CUDA (`kernels/chunk_gated_delta.py`, `kernels/chunk_mamba2.py`)."""
+    if layout.state is None:
+        return 0
+    shape, size = layout.state.shape, layout.element_bytes
+    each_head = 2 * _SCAN_CHUNK * size + 4 * _FLOAT32_BYTES
+    if shape.has_row_decays:
+        each_head += shape.key_width * (3 * size + _FLOAT32_BYTES)
+    return (
+        shape.num_channels * size + shape.num_values * _FLOAT32_BYTES + shape.num_heads * each_head
+    )
 
 
 def pieces_bytes(
@@ -88,7 +103,8 @@ def graph_bytes(
     tables = _TABLE_COPIES * 4 * blocks
     graphs = _BYTES_PER_GRAPH * len(sizes)
     pieces = pieces_bytes(layout, config, max_num_seqs=max_num_seqs, max_model_len=max_model_len)
-    return elements * layout.element_bytes + tables + graphs + pieces
+    scans = sizes[0].tokens * scan_bytes(layout)
+    return elements * layout.element_bytes + tables + graphs + pieces + scans
 
 
 def max_graph_tokens(
@@ -193,6 +209,7 @@ def fit_memory(
         graph_tokens = max_graph_tokens(engine, layout, config, total)
         graphs = graph_bytes(layout, config, max_graph_tokens=graph_tokens, **sizes)
         activations += pieces_bytes(layout, config, **sizes)  # steps without a graph need them too
+        activations += engine.max_num_batched_tokens * scan_bytes(layout)
         room = int(total * engine.gpu_memory_utilization) - (total - free)
         room -= activations + logits + graphs
         key = "engine.gpu_memory_utilization"

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from dataclasses import fields, replace
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from batchinfer.engine.kv.state_layout import min_slot_bytes, state_layout
 from batchinfer.kernels.recurrent_state import PagedStates
 from batchinfer.worker.recurrent.paged_states import places_of
+
+if TYPE_CHECKING:
+    from batchinfer.kernels.chunk_scan import ScanWork
 
 Cuts = list[list[int]]
 """Ends of the steps of each sequence, after a first 0."""
@@ -52,6 +55,8 @@ class RecurrentLayer:
         self.inputs: list[torch.Tensor] = []
         self.weights: Any = None
         self.output_width = self.shape.num_values
+        self.in_chunks = False
+        """True to scan sequences that compute several tokens in chunks."""
 
     def draw(self, *shape: int) -> torch.Tensor:
         """Return random numbers in the model's dtype."""
@@ -79,12 +84,14 @@ class RecurrentLayer:
                 [torch.arange(starts[at] + a, starts[at] + b) for at, (a, b) in spans.items()]
             )
             counts = torch.tensor([0, *(b - a for a, b in spans.values())])
+            query_starts = counts.cumsum(0).int().to(device)
             states = PagedStates(
                 slots=slots,
                 places=places_of(self.layout, 1),
                 tables=self.tables[list(spans)].contiguous().to(device),
-                query_starts=counts.cumsum(0).int().to(device),
+                query_starts=query_starts,
                 context_lens=torch.tensor([b for _, b in spans.values()]).int().to(device),
+                scan_work=self._scan_work(query_starts),
             )
             step_out = torch.empty(len(rows), self.output_width, dtype=self.dtype, device=device)
             inputs = (part[rows].to(device) for part in self.inputs)
@@ -92,9 +99,19 @@ class RecurrentLayer:
             out[rows] = step_out.cpu()
         return out
 
-    def assert_equal(self, kernel: Any, reference: Any, device: str = "cpu") -> None:
-        """Compare a kernel with its reference."""
-        expected, actual = self.run(reference).float(), self.run(kernel, device=device).float()
+    def _scan_work(self, query_starts: torch.Tensor) -> ScanWork | None:
+        if not self.in_chunks:
+            return None
+        from batchinfer.kernels.chunk_scan import plan_scan
+
+        num_sequences = len(query_starts) - 1
+        return plan_scan(query_starts, num_tokens=int(query_starts[-1]), max_chunks=num_sequences)
+
+    def assert_equal(
+        self, kernel: Any, reference: Any, device: str = "cpu", cuts: Cuts | None = None
+    ) -> None:
+        """Compare a kernel, in steps that end at ``cuts``, with its reference."""
+        expected, actual = self.run(reference).float(), self.run(kernel, cuts, device).float()
         tolerance = 1e-4 if self.dtype == torch.float32 else 2e-2
         torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
 

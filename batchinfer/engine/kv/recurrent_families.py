@@ -25,6 +25,8 @@ class RecurrentShape:
     """Number of tokens that the convolution sees, including the current token."""
     num_projected: int
     """Outputs of the input projections plus inputs of the output projection."""
+    has_row_decays: bool = False
+    """True if each row of a matrix has its own decay."""
 
     @property
     def num_values(self) -> int:
@@ -118,6 +120,7 @@ def _kimi_delta(text: Config) -> RecurrentShape:
         num_channels=3 * values,
         conv_width=_number(text, "linear_conv_kernel_dim", least=2),
         num_projected=4 * values + 2 * width + num_heads + second,
+        has_row_decays=True,
     )
 
 

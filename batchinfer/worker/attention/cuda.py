@@ -74,6 +74,17 @@ class CudaAttention:
         self._bounds: dict[str, Any] = dict(bounds)
         self._work: dict[_Kind, _Work] = {}
         self._chunks: dict[_Kind, Any] = {}
+        self._scan_work: Any = None
+
+    def scan_work(self) -> Any:
+        """Return the step's chunks for recurrent layers; None if they compute token by token."""
+        from batchinfer.kernels.chunk_scan import plan_scan
+
+        if self._bounds["max_query_len"] <= 1:
+            return None
+        if self._scan_work is None:
+            self._scan_work = plan_scan(self._tensors["query_starts"], **self._chunk_bounds)
+        return self._scan_work
 
     def attend(self, layer: int, query: torch.Tensor, variant: AttentionVariant) -> torch.Tensor:
         from batchinfer.kernels.paged_attention import paged_attention
@@ -164,6 +175,9 @@ class CudaAttention:
 class BatchInvariantAttention(CudaAttention):
     """Sums in a fixed order, so that a row's bits do not depend on its batch. Decodes and chunks
     use the same program, and every sequence reads its own prefix."""
+
+    def scan_work(self) -> None:
+        """Return None: the bits of a chunked scan depend on where chunks begin."""
 
     def attend(self, layer: int, query: torch.Tensor, variant: AttentionVariant) -> torch.Tensor:
         from batchinfer.kernels.batch_invariant_attention import batch_invariant_attention

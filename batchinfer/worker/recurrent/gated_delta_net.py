@@ -135,7 +135,8 @@ def run_layer(inputs: LayerInputs, weights: GatedDeltaWeights, layer: int) -> to
         native=native.gated_delta,
         reference=reference.gated_delta,
     )
-    compute(*inputs, weights=weights, states=paged_states(layer), out=out)
+    states = paged_states(layer, has_scan=True)
+    compute(*inputs, weights=weights, states=states, out=out)
     return out
 
 

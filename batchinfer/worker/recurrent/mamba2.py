@@ -44,7 +44,8 @@ def forward(self: Any, hidden_states: torch.Tensor, **_: Any) -> torch.Tensor:
         native=native.mamba2,
         reference=reference.mamba2,
     )
-    compute(values, gate, dt, weights=weights, states=paged_states(self.layer_idx), out=out)
+    states = paged_states(self.layer_idx, has_scan=True)
+    compute(values, gate, dt, weights=weights, states=states, out=out)
     output: torch.Tensor = self.out_proj(out)
     return output[None]
 

@@ -11,6 +11,7 @@ from batchinfer.engine.kv.state_layout import StateLayout
 from batchinfer.kernels.cpu.recurrent_state import supports
 from batchinfer.kernels.recurrent_state import PagedStates, StatePlaces
 from batchinfer.worker.attention.attention import current_context
+from batchinfer.worker.attention.cuda import CudaAttention
 
 Kernel = Callable[..., None]
 
@@ -29,21 +30,26 @@ def choose_kernel(
     return native if supports(like.dtype, conv_width) else reference
 
 
-def paged_states(layer: int) -> PagedStates:
+def paged_states(layer: int, *, has_scan: bool = False) -> PagedStates:
     """Return the states of the current step's sequences.
 
     Args:
         layer: number of the layer in the model.
+        has_scan: True if the layer has a chunked scan on a CUDA device.
     """
     context = current_context()
     layout = context.cache.layout.state
     assert layout is not None
+    backend, scan_work = context.backend, None
+    if has_scan and isinstance(backend, CudaAttention):
+        scan_work = backend.scan_work()
     return PagedStates(
         slots=context.cache.states,
         places=places_of(layout, layout.layers.index(layer)),
         tables=context.tensors["state_tables"],
         query_starts=context.tensors["query_starts"],
         context_lens=context.tensors["context_lens"],
+        scan_work=scan_work,
     )
 
 

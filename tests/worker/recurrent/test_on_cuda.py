@@ -14,6 +14,7 @@ import torch
 from batchinfer.engine.kv.layout import KVLayout
 from batchinfer.worker.attention.attention import ATTENTION_NAME, register
 from batchinfer.worker.attention.cuda import CudaAttention
+from batchinfer.worker.cuda_graphs.graph_sizes import GraphSize
 from batchinfer.worker.cuda_graphs.step_graphs import StepGraphs
 from batchinfer.worker.forward import forward
 from batchinfer.worker.fusion.fuse import fuse
@@ -27,7 +28,7 @@ from tests.worker.step_maker import StepMaker
 # Padding rows hold arbitrary values, about which NumPy warns in the interpreter.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
-NUM_SLOTS, MAX_SEQS, MAX_MODEL_LEN = 256, 4, 64
+NUM_SLOTS, MAX_SEQS, MAX_GRAPH_TOKENS, MAX_MODEL_LEN = 256, 4, 8, 64
 
 
 @pytest.mark.parametrize("device", CPU_AND_CUDA)
@@ -67,7 +68,7 @@ def test_steps_and_graphs_give_transformers_logits(
         model,
         cache,
         max_num_seqs=MAX_SEQS,
-        max_graph_tokens=MAX_SEQS,
+        max_graph_tokens=MAX_GRAPH_TOKENS,
         max_model_len=MAX_MODEL_LEN,
         **options,
     )
@@ -75,10 +76,12 @@ def test_steps_and_graphs_give_transformers_logits(
         NUM_SLOTS, 16, slots_per_state=layout.slots_per_state, attends=bool(layout.windows)
     )
     sequences = [maker.sequence(row) for row in rows]
-    # Run a chunk of the first prompt, then its rest in a step with the other prompts.
+    # Run a chunk of the first prompt, then, with padding, its rest in a step with the others.
     forward(model, cache, CudaAttention(cache), maker.step([(sequences[0], 5)]))
     parts = [(sequences[0], 2), (sequences[1], 4), (sequences[2], 1)]
-    first = forward(model, cache, CudaAttention(cache), maker.step(parts))
+    mixed = GraphSize("mixed", MAX_GRAPH_TOKENS, MAX_SEQS)
+    graphs.capture(mixed)
+    first = graphs.logits(maker.step(parts), mixed)
     check(first, [logits[len(row) - 1] for logits, row in zip(expected, rows, strict=True)])
     sizes = [size for size in graphs.sizes if size.sequences > len(sequences)]
     graphs.capture(sizes[-1])  # with padding sequences
