@@ -168,7 +168,7 @@ def compare_with_transformers(width: int, penalty: float, checkpoint) -> None:
         assert_found("llama", completion)
 
 
-@pytest.mark.parametrize(("width", "penalty"), SOME)
+@pytest.mark.parametrize(("width", "penalty"), SOME[:1])
 def test_beams_equal_transformers(width: int, penalty: float, checkpoint) -> None:
     compare_with_transformers(width, penalty, checkpoint)
 

@@ -105,6 +105,7 @@ def check_kept(version: str, path: Path, folder: Path) -> None:
             assert kept[version, row.name] == row
 
 
+@pytest.mark.long
 def test_stored_table_equals_fresh_compilation(tmp_path: Path) -> None:
     if triton.__version__ not in {row.triton for row in read(COMPILED)}:
         pytest.skip(f"compiled.csv has no rows for Triton {triton.__version__}: --update")

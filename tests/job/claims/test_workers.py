@@ -157,6 +157,7 @@ def test_thawed_worker_publishes_nothing(spec: JobSpec, plain: dict[str, bytes])
     assert verify(output_at(spec.output.path)).problems == []
 
 
+@pytest.mark.long
 def test_crash_row_of_a_worker_is_given_up(spec: JobSpec) -> None:
     deaths = 0
     while (process := begun(spec, **{VARIABLE: "row-37:1"})).wait() == -signal.SIGKILL:

@@ -111,6 +111,7 @@ def test_windows_softcaps_and_other_families_are_replayed(family: str) -> None:
     bench.compare(every_token(bench, [(40, 1), (30, 7), (2, 1)]))
 
 
+@pytest.mark.long
 def test_layers_that_attend_within_chunks_are_replayed() -> None:
     bench = Bench("llama4_text", num_hidden_layers=3)
     bench.compare(bench.maker.step([(s, 1) for s in bench.prefilled([70, 3, 33, 32])]))
@@ -196,6 +197,7 @@ def test_scored_tokens_equal_those_of_a_plain_step(no_pinned_memory: None) -> No
     np.testing.assert_array_equal(got.top_token_ids, expected.top_token_ids)
 
 
+@pytest.mark.long
 def test_rows_with_adapters_equal_peft_in_any_batch(tmp_path: Path) -> None:
     base = {"num_hidden_layers": NUM_LAYERS}
     configs: list[dict[str, Any]] = [
@@ -269,6 +271,7 @@ def test_capturing_all_sizes_does_not_change_the_pool() -> None:
     assert lines[-1].startswith(f"CUDA graphs: {count} sizes captured in ")
 
 
+@pytest.mark.long
 def test_a_failed_capture_loses_only_its_size() -> None:
     failures = {
         ("mixed", 16): RuntimeError("operation not permitted when stream is capturing"),

@@ -30,6 +30,14 @@ SETUPS = {
 }
 
 
+ONE_OF_EACH_KIND = ("falcon_mamba", "kimi_linear", "lfm2", "mamba2", "nemotron_h", "qwen3_5_text")
+"""A family of each kind of recurrent layer. Tests of the other families are long."""
+EVERY_FAMILY = [
+    pytest.param(family, marks=[] if family in ONE_OF_EACH_KIND else pytest.mark.long)
+    for family in RECURRENT_FAMILIES
+]
+
+
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory):
     """Return a function that loads a family's tiny checkpoint, once."""
@@ -49,7 +57,7 @@ def eager(family: str) -> torch.nn.Module:
 
 
 @pytest.mark.parametrize("setup", SETUPS.values(), ids=SETUPS.keys())
-@pytest.mark.parametrize("family", RECURRENT_FAMILIES)
+@pytest.mark.parametrize("family", EVERY_FAMILY)
 def test_greedy_tokens_equal_transformers(family: str, setup: Setup, checkpoint) -> None:
     completions, steps = run(checkpoint(family), setup)
     assert_greedy(eager(family), completions)
@@ -80,7 +88,7 @@ def test_hybrid_families_without_a_layer_that_attends(
     assert {step.kv_waste for step in steps} == {0.0}
 
 
-@pytest.mark.parametrize("family", RECURRENT_FAMILIES)
+@pytest.mark.parametrize("family", EVERY_FAMILY)
 def test_samples_do_not_depend_on_schedule(family: str, checkpoint) -> None:
     plain, _ = run(checkpoint(family), Setup(n=4, temperature=1.0))
     for name in ("chunks_of_7", "rows_preempted", "no_prefix_caching"):
