@@ -7,12 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from batchinfer.engine.beam_search import BeamSearch
-from batchinfer.engine.kv.prefix_index import (
-    Block,
-    RecurrentState,
-    common_tokens,
-    token_key,
-)
+from batchinfer.engine.kv.prefix_index import Block, RecurrentState, common_tokens, token_key
 from batchinfer.engine.prompt_logprobs import PromptScores
 from batchinfer.engine.request import Request, RequestStats, SampleOutput, TokenIds, TokenLogprobs
 from batchinfer.engine.step import Float32

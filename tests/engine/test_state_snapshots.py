@@ -141,6 +141,19 @@ def test_prompts_are_computed_once_in_a_pool_full_of_states(
     assert max(step.kv_blocks_used for step in steps) >= 0.8 * num_states
 
 
+def test_waiting_samples_do_not_displace_a_prefix_that_many_rows_share(
+    make_engine: MakeEngine,
+) -> None:
+    """In a pool of 8 states, samples of a row wait. The states of their prompts have one follower
+    each, and the state of the shared prompt has up to 63."""
+    prompts = tree((1, 1, 64), (60, 0, 0, 7))
+    distinct = 60 + 64 * 7
+    engine, _ = make_engine(8, 4, max_tokens=1024, slots_per_state=1, windows=())
+    requests = requests_of(prompts, max_tokens=9, n=4, ignore_eos=True)
+    _, steps = run_all(engine, requests)
+    assert sum(step.prefill_tokens for step in steps) <= 3 * distinct
+
+
 @pytest.mark.parametrize("windows", [(), (0, 9), (0, 2, 30), (9,)])
 def test_prompts_of_a_tree_are_computed_once_with_windows(
     make_engine: MakeEngine, windows: tuple[int, ...]

@@ -200,14 +200,20 @@ class StateSlots:
             self.drop(snapshot)
 
     def evict(self) -> bool:
-        """Drop the least recently used snapshot whose state no sequence uses; return true if there
-        was one."""
-        return self._drop_first(each for each in self.snapshots if each.state.ref_count == 1)
+        """Drop a snapshot whose state no sequence uses; return true if there was one."""
+        return self._drop_least_wanted(self._idle())
 
-    def unshare(self) -> bool:
-        """Drop a snapshot whose state a sequence uses, so that the sequence does not have to copy
-        the state; return true if there was one."""
-        return self._drop_first(each for each in self.snapshots if each.state.ref_count > 1)
+    def give_up_snapshot(self) -> bool:
+        """Drop a snapshot; return true if there was one. This frees its state, or a sequence that
+        uses the state does not have to copy it."""
+        return self._drop_least_wanted(self.snapshots)
+
+    def num_less_wanted(self, followers: int) -> int:
+        """Return the number of evictable slots with snapshots of fewer than ``followers``."""
+        return self.slots_per_state * sum(each.followers < followers for each in self._idle())
+
+    def _idle(self) -> Iterator[StateSnapshot]:
+        return (each for each in self.snapshots if each.state.ref_count == 1)
 
     def _count(self, snapshot: StateSnapshot, change: int) -> None:
         """Count a snapshot in its block, the block's ancestors, and the slots in its windows: a row
@@ -235,8 +241,9 @@ class StateSlots:
             self._update_priority(node)
             node = node.parent
 
-    def _drop_first(self, snapshots: Iterator[StateSnapshot]) -> bool:
-        snapshot = next(snapshots, None)
+    def _drop_least_wanted(self, snapshots: Iterable[StateSnapshot]) -> bool:
+        """Drop the snapshot with the fewest followers, and of several the least recently used."""
+        snapshot = min(snapshots, key=lambda each: each.followers, default=None)
         if snapshot is not None:
             self.drop(snapshot)
         return snapshot is not None

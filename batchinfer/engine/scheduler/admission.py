@@ -89,7 +89,7 @@ class Admission:
         fork_at = self._fork_at(sequence)
         most = _max_prefix_hit(sequence)
         if fork_at is not None and pool.states.slots_per_state:
-            most = min(most, fork_at - 1)  # a state of later tokens would be of no use to the group
+            most = min(most, fork_at - 1)  # the group needs the state at its fork, not later
         key = sequence.key(0, most)
         adapter = sequence.request.adapter
         match = pool.match(key, adapter)
@@ -132,8 +132,8 @@ class Admission:
         return longest
 
     def _fork_at(self, sequence: Sequence) -> int | None:
-        """Return the number of tokens after which the group forks; None without a group, or if
-        blocks and nothing else hold what the sequences share."""
+        """Return the number of tokens after which the group forks; None without a group, or if the
+        group can fork at any token, because it shares only blocks of full attention."""
         pool = self._pool
         forks_anywhere = not pool.window_slots.windows and not pool.states.slots_per_state
         return None if forks_anywhere or len(sequence.group) == 1 else sequence.first_fork()

@@ -172,8 +172,8 @@ class KVManager:
     def keep_state(self, sequence: Sequence, at: int, followers: int) -> None:
         """Take a snapshot of a running sequence's recurrent state, for rows that start from it.
 
-        The sequence's blocks must be indexed, and the pool must have space for a copy; otherwise no
-        snapshot is taken.
+        The sequence's blocks must be indexed, and the pool must have space for a copy without
+        evicting snapshots for as many rows; otherwise no snapshot is taken.
 
         Args:
             sequence: the running sequence.
@@ -181,7 +181,9 @@ class KVManager:
             followers: number of rows that will start from the snapshot.
         """
         pool, size, state = self._pool, self._pool.block_size, sequence.recurrent_state
-        if state is None or pool.num_available < pool.states.slots_per_state:
+        available = pool.num_available - pool.states.num_cached
+        available += pool.states.num_less_wanted(followers)
+        if state is None or available < pool.states.slots_per_state:
             return
         parent = sequence.index_parent
         if parent is None or sequence.num_indexed != at // size:

@@ -229,9 +229,9 @@ class Scheduler:
             copies_state = self._kv_manager.copies_state(rows)
             slots = int(needed.sum()) * self.pool.slots_per_block
             slots += int(copies_state.sum()) * self.pool.states.slots_per_state
-            if slots <= self.pool.num_available:
+            if slots <= self.pool.num_available - self.pool.states.num_cached:
                 break
-            if self.pool.states.unshare():
+            if self.pool.states.give_up_snapshot():
                 continue
             if in_flight.any():
                 return None

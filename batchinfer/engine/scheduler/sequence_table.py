@@ -339,6 +339,6 @@ def next_stop(sequence: Sequence, num_computed: int) -> int:
     """Return the first position after a sequence's computed tokens where its recurrent state is
     needed: a branch point of its prompt, or the fork of the first beam that waits for it."""
     stops = branches_after(sequence, num_computed)
-    if not stops and sequence.awaits_group:
-        stops = [at for at in [sequence.first_fork()] if at > num_computed]
-    return min(stops, default=NO_BRANCH)
+    if sequence.awaits_group:
+        stops.append(sequence.first_fork())
+    return min((at for at in stops if at > num_computed), default=NO_BRANCH)
