@@ -27,13 +27,7 @@ import torch
 import triton
 import triton.language as tl
 
-from batchinfer.kernels.chunk_scan import (
-    CHUNK,
-    ScanWork,
-    column_block,
-    softplus,
-    state_pointers,
-)
+from batchinfer.kernels.chunk_scan import CHUNK, ScanWork, column_block, softplus, state_pointers
 from batchinfer.kernels.gated_delta import GatedDeltaWeights
 from batchinfer.kernels.launch import OPTIONS, compute_capability
 from batchinfer.kernels.recurrent_state import PagedStates

@@ -13,13 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from batchinfer.kernels.chunk_scan import (
-    CHUNK,
-    ScanWork,
-    column_block,
-    softplus,
-    state_pointers,
-)
+from batchinfer.kernels.chunk_scan import CHUNK, ScanWork, column_block, softplus, state_pointers
 from batchinfer.kernels.launch import OPTIONS
 from batchinfer.kernels.mamba2 import Mamba2Weights
 from batchinfer.kernels.recurrent_state import PagedStates

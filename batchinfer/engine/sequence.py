@@ -88,7 +88,8 @@ class RequestState:
     def _num_slots(self) -> int:
         first = self.samples[0] if self.samples else None
         if first is None or not first.blocks or not first.blocks[0].window_slots:
-            return len({block for sequence in self.samples for block in sequence.blocks})
+            blocks = {block for sequence in self.samples for block in sequence.blocks}
+            return sum(block.slot >= 0 for block in blocks)  # none without attention
         has_full = first.blocks[0].slot >= 0
         if len(self.samples) == 1:
             count = len(first.blocks)

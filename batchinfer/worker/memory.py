@@ -38,7 +38,8 @@ _TABLE_COPIES = 2  # packed tables for the transfer, and tables unpacked to rows
 # and shape (`kernels/decode_plan.py`).
 _PIECE_TOKENS = 512
 _MAX_PIECES_BYTES = 256 * 2**20
-_SCAN_CHUNK, _FLOAT32_BYTES = 64, 4
+SCAN_CHUNK = 64  # `kernels/chunk_scan.py`
+_FLOAT32_BYTES = 4
 
 _CGROUP = Path("/sys/fs/cgroup")
 _CPU_SHARE_OF_FREE = 0.25
@@ -61,7 +62,7 @@ def scan_bytes(layout: KVLayout) -> int:
     if layout.state is None:
         return 0
     shape, size = layout.state.shape, layout.element_bytes
-    each_head = 2 * _SCAN_CHUNK * size + 4 * _FLOAT32_BYTES
+    each_head = 2 * SCAN_CHUNK * size + 4 * _FLOAT32_BYTES
     if shape.has_row_decays:
         each_head += shape.key_width * (3 * size + _FLOAT32_BYTES)
     return (

@@ -193,13 +193,16 @@ def test_stop_tokens_of_the_user_end_beams(make_engine: MakeEngine) -> None:
         assert output.stop_reason == (None if last == EOS else last)
 
 
-def test_search_with_nan_logits_gets_an_error_and_others_do_not(make_engine: MakeEngine) -> None:
+@pytest.mark.parametrize("position", [0, 3])
+def test_search_with_nan_logits_gets_an_error_and_others_do_not(
+    make_engine: MakeEngine, position: int
+) -> None:
     engine, runner = make_engine(num_blocks=100)
     inner = runner.run
 
     def broken(step: Step) -> StepResult:
         result = inner(step)
-        nan = (step.sampling.stream == 1) & (step.sampling.position == 3)
+        nan = (step.sampling.stream == 1) & (step.sampling.position == position)
         return replace(result, nonfinite=nan)
 
     runner.run = broken  # type: ignore[method-assign]

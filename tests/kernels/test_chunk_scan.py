@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from batchinfer.kernels import gated_delta, mamba2, recurrence
-from batchinfer.kernels.chunk_scan import plan_scan
+from batchinfer.kernels.chunk_scan import CHUNK, plan_scan
+from batchinfer.worker import memory
 from tests.kernels.gpu_or_interpreter import on_both, on_both_devices
 from tests.kernels.recurrent_cases import gated_delta_layer, mamba2_layer
 from tests.kernels.recurrent_layer import RecurrentLayer
@@ -115,6 +116,10 @@ def test_steps_between_chunks_change_no_bits(kind: str, dtype: torch.dtype, devi
     make = {"gated_delta": small_gated_delta, "mamba2": small_mamba2}[kind]
     layer = make([130, 2], dtype)
     layer.assert_same_bits(getattr(recurrence, kind), [[0, 64, 130], [0, 2]], device)
+
+
+def test_memory_is_planned_for_chunks_of_this_length() -> None:
+    assert CHUNK == memory.SCAN_CHUNK
 
 
 @on_both_devices

@@ -339,6 +339,6 @@ def next_stop(sequence: Sequence, num_computed: int) -> int:
     """Return the first position after a sequence's computed tokens where its recurrent state is
     needed: a branch point of its prompt, or the fork of the first beam that waits for it."""
     stops = branches_after(sequence, num_computed)
-    if sequence.awaits_group:
+    if num_computed < sequence.num_tokens - 1 and sequence.awaits_group:
         stops.append(sequence.first_fork())
     return min((at for at in stops if at > num_computed), default=NO_BRANCH)

@@ -38,11 +38,11 @@ def process_beams(
     failed: dict[RequestState, str | None] = {}
     for state in dict.fromkeys(sequence.state for sequence in places):
         at = np.array([places[beam] for beam in state.samples])
+        if state.first_token_at is None:
+            state.first_token_at = now
         if result.nonfinite[at].any():
             failed[state] = None
             continue
-        if state.first_token_at is None:
-            state.first_token_at = now
         at_limit = bool(sampled.at_limit[at[0]])
         continuations = _advance(state, at, result, at_limit=at_limit)
         stopped = np.full(len(at), not continuations and not at_limit)

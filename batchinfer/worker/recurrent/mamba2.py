@@ -44,7 +44,8 @@ def forward(self: Any, hidden_states: torch.Tensor, **_: Any) -> torch.Tensor:
         native=native.mamba2,
         reference=reference.mamba2,
     )
-    states = paged_states(self.layer_idx, has_scan=True)
+    # Products of B and C can exceed float16, in which the scan multiplies.
+    states = paged_states(self.layer_idx, has_scan=out.dtype != torch.float16)
     compute(values, gate, dt, weights=weights, states=states, out=out)
     output: torch.Tensor = self.out_proj(out)
     return output[None]

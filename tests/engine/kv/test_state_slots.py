@@ -76,3 +76,16 @@ def test_prefix_of_a_snapshot_is_evicted_after_other_blocks() -> None:
     check_pool(pool, [[taken]])
     pool.states.drop(snapshot)
     assert not any(block.wanted for block in pool.index.blocks())
+
+
+def test_two_snapshots_in_a_block_are_dropped_with_it() -> None:
+    pool = BlockPool(3, 4, enable_prefix_caching=True, windows=(4,), slots_per_state=1)
+    block = pool.allocate()
+    pool.insert_block(pool.index.root(0), block, token_key([1, 2, 3]))
+    pool.commit_fills()
+    pool.confirm()
+    for tokens in ([1, 2], [1, 2, 3]):  # rows still use both states
+        pool.states.keep(pool.states.allocate(), block, token_key(tokens), 1, (1,))
+    pool.release([block], pool.window_slots.num_evicted(3))
+    pool.allocate()
+    assert not pool.states.snapshots
