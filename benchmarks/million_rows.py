@@ -152,7 +152,7 @@ class StubBuilt:
     model_facts: dict[str, Any] = field(default_factory=lambda: {"name": "stub"})
     kernels: dict[str, str] = field(default_factory=dict)
     shares_prefixes: bool = True
-    keeps_states: bool = False
+    slots_per_state: int = 0
     warm_up: None = None
 
     def device_bytes(self) -> int:
