@@ -7,6 +7,8 @@ from typing import Any
 
 from tests.models import RECURRENT_FAMILIES
 
+_SHORT_CONV = ("lfm2", "lfm2_moe", "lfm3")
+"""Families with short convolutions."""
 _WITHOUT_ATTENTION = ("falcon_mamba", "mamba", "mamba2")
 """Families of which no layer attends."""
 _MAMBA2_IN_HIDDEN = ("bamba", "granitemoehybrid", "zamba2")
@@ -25,7 +27,7 @@ def draw_changes(family: str, random: Random) -> dict[str, Any]:
         "num_attention_heads": heads,
         "num_key_value_heads": heads if family in ("kimi_linear", "zamba2") else kv_heads,
         "head_dim": width,
-        "hidden_size": heads * width if family.startswith("lfm2") else random.choice([24, 32, 48]),
+        "hidden_size": heads * width if family in _SHORT_CONV else random.choice([24, 32, 48]),
         "intermediate_size": random.choice([16, 33, 48]),
         "initializer_range": 0.2,
         "rms_norm_eps": random.choice([1e-6, 1e-3]),
@@ -54,7 +56,7 @@ def _experts(family: str, random: Random) -> dict[str, Any]:
 def _recurrence(family: str, hidden: int, random: Random) -> dict[str, Any]:
     conv, width = random.choice([2, 3, 4, 5]), random.choice([4, 7, 8, 16, 24])
     heads = random.choice([1, 2, 3, 4])
-    if family.startswith("lfm2"):
+    if family in _SHORT_CONV:
         return {"conv_L_cache": conv, "conv_bias": random.random() < 0.5}
     if family in ("falcon_mamba", "mamba"):
         return {
@@ -64,6 +66,15 @@ def _recurrence(family: str, hidden: int, random: Random) -> dict[str, Any]:
             "intermediate_size": random.choice([24, 33, 64]),
             "use_bias": random.random() < 0.5,
             "use_conv_bias": random.random() < 0.5,
+        }
+    if family == "jamba":
+        return {
+            "mamba_d_conv": conv,
+            "mamba_d_state": width,
+            "mamba_dt_rank": random.choice([1, 3, 8]),
+            "mamba_expand": random.choice([1, 2]),
+            "mamba_conv_bias": random.random() < 0.5,
+            "mamba_proj_bias": random.random() < 0.5,
         }
     if family == "kimi_linear":
         return {"linear_num_heads": heads, "linear_head_dim": width, "linear_conv_kernel_dim": conv}
@@ -109,11 +120,18 @@ def _layers(family: str, random: Random) -> dict[str, Any]:
     changes: dict[str, Any] = {"num_hidden_layers": number}
     if family in ("falcon_h1", *_WITHOUT_ATTENTION):
         return changes
-    recurrent = "conv" if family.startswith("lfm2") else "linear_attention"
+    if family == "jamba":
+        period = random.choice([1, 2, 3])
+        offset = random.randrange(period)
+        return changes | {"attn_layer_period": period, "attn_layer_offset": offset}
+    recurrent = "conv" if family in _SHORT_CONV else "linear_attention"
     attending = "hybrid" if family == "zamba2" else "full_attention"
     if family != "zamba2" and random.random() < 0.2:
         attending = recurrent
     others = random.choices([recurrent, recurrent, attending], k=number - 2)
+    if family == "lfm3":
+        others += random.choices(["sliding_attention", attending], k=1)
+        changes["num_hidden_layers"] = number + 1
     kinds = [recurrent, attending, *others]
     if family == "nemotron_h":
         kinds += random.choices(["mlp", "moe"], k=2)

@@ -18,6 +18,7 @@ from batchinfer.worker.attention.attention import ATTENTION_NAME, register
 from batchinfer.worker.model.checkpoint import weight_files
 from batchinfer.worker.model.language_model import (
     causal_class,
+    headless_names,
     is_wrapper,
     language_model_config,
     read_language_model,
@@ -181,6 +182,16 @@ def _read(
     return *read(None, config=config, state_dict=tensors, **options), empty_biases(tensors)
 
 
+def _unused_head(model: PreTrainedModel) -> set[str]:
+    """Return the tensors of the output head of a model that was saved without one. The head of some
+    families cannot be tied to the embeddings; tasks of such models do not use it."""
+    saved = model.config.architectures or [""]
+    if saved[0] not in headless_names(model.config):
+        return set()
+    head = model.get_output_embeddings()
+    return {name for name, part in model.named_parameters() if part is head.weight}
+
+
 def _misplaced(model: PreTrainedModel, unused: Collection[str]) -> list[str]:
     """Return the ``unused`` tensors of the model's layers, embeddings and output head. A model
     without them would write other text.
@@ -226,7 +237,7 @@ def check_loaded(
     remedy = "take config.json and the safetensors files from the same model, or fetch it again"
     mismatched = sorted(report["mismatched_keys"])
     # Mismatched tensors are also listed as missing.
-    missing = report["missing_keys"] - {name for name, *_ in mismatched}
+    missing = report["missing_keys"] - {name for name, *_ in mismatched} - _unused_head(model)
     if missing:
         problem = f"{len(missing)} tensors are missing from the weight files: {_some(missing)}"
     elif mismatched:
