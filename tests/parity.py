@@ -15,6 +15,7 @@ from batchinfer.config import SamplingParams
 from batchinfer.engine.engine import Engine
 from batchinfer.engine.kv.block_pool import BlockPool
 from batchinfer.engine.request import Completion, Request
+from batchinfer.engine.scheduler.preemption import PreemptionPolicy
 from batchinfer.engine.scheduler.scheduler import Scheduler
 from batchinfer.engine.scheduler.sequence_table import SequenceTable
 from batchinfer.engine.stats import StepStats
@@ -51,6 +52,8 @@ class Setup:
     runs_ahead: bool = False
     misleading: bool = False
     """Let the engine expect short outputs, so that the pool becomes too small."""
+    num_host_blocks: int = 0
+    """Host slots; preempted sequences are swapped if there are any."""
 
 
 @functools.cache
@@ -73,20 +76,24 @@ def run(loaded: LoadedModel, setup: Setup) -> tuple[dict[int, Completion], list[
     layout = loaded.layout(setup.block_size)
     num_blocks = setup.pool_tokens // setup.block_size * len(layout.windows)
     num_blocks += setup.num_states * layout.slots_per_state
-    cache = KVCache(layout, num_blocks, CPU, getattr(torch, loaded.dtype))
+    dtype, num_host_blocks = getattr(torch, loaded.dtype), setup.num_host_blocks
+    num_host_blocks *= not any(layout.windows)
+    cache = KVCache(layout, num_blocks, CPU, dtype, num_host_blocks)
     cache.pool[:-1].fill_(torch.nan)  # contents from before must not be read
     windows = cache.layout.windows
     pool = BlockPool(
         num_blocks,
         setup.block_size,
         enable_prefix_caching=setup.caching,
+        num_host_blocks=num_host_blocks,
         windows=windows,
         slots_per_state=layout.slots_per_state,
     )
     table = SequenceTable(
         64, loaded.max_model_len, setup.block_size, windows, layout.slots_per_state
     )
-    scheduler = Scheduler(pool, table, setup.max_tokens)
+    policy = PreemptionPolicy("swap" if num_host_blocks else "recompute")
+    scheduler = Scheduler(pool, table, setup.max_tokens, policy)
     runner = ModelRunner(loaded.model, cache, Sampler())
     engine = Engine(scheduler, runner, runs_ahead=setup.runs_ahead)
     params = SamplingParams(

@@ -133,8 +133,7 @@ def build_engine(
         state_bytes = layout.slots_per_state * layout.bytes_per_block
         log(
             f"recurrent state: {layout.slots_per_state} blocks "
-            f"({state_bytes / 2**20:.2f} MiB) for each sequence; preempted rows "
-            "are recomputed, because recurrent state cannot be swapped yet"
+            f"({state_bytes / 2**20:.2f} MiB) for each sequence"
         )
     if any(layout.windows) and engine.preemption != "recompute":
         log(

@@ -123,6 +123,7 @@ class Sequence:
         "recurrent_state",
         "released_blocks",
         "row",
+        "saved_state_at",
         "state",
         "stop_checker",
     )
@@ -145,6 +146,9 @@ class Sequence:
         self.computed_once = 0
         """Leading tokens that were computed or cached before. Computing them again counts as
         recomputation."""
+        self.saved_state_at = -1
+        """Number of tokens before a snapshot that was taken for this waiting sequence; -1 without
+        one."""
         self.index_parent: Block | None = None
         """Indexed block that will be the parent of this sequence's next full block."""
         self.num_indexed = 0

@@ -276,9 +276,8 @@ def _host_blocks(
     engine: EngineConfig, layout: KVLayout, memory: DeviceMemory, pool_bytes: int
 ) -> int:
     """Return the number of blocks that ``swap_space`` holds; the default is cut to a share of the
-    host's free memory. It is 0 for models with windows or recurrent state, whose blocks are not
-    swapped yet."""
-    if any(layout.windows) or layout.state is not None:
+    host's free memory. It is 0 for models with windows, whose blocks are not swapped yet."""
+    if any(layout.windows):
         return 0
     wanted_bytes = engine.swap_bytes
     if memory.host_free is not None:
@@ -291,10 +290,11 @@ def _host_blocks(
                 f"{_size(free)} free",
                 hint="lower engine.swap_space; 0 disables it",
             )
-    if engine.preemption == "swap" and wanted_bytes < layout.bytes_per_block:
+    least = max(layout.slots_per_state, 1) * layout.bytes_per_block
+    if engine.preemption == "swap" and wanted_bytes < least:
+        what = "a block" if layout.state is None else "a sequence's recurrent state"
         raise DeviceError(
-            "engine.swap_space is smaller than a block; set it to at least "
-            f"{_size(layout.bytes_per_block)}"
+            f"engine.swap_space is smaller than {what}; set it to at least {_size(least)}"
         )
     return wanted_bytes // layout.bytes_per_block
 

@@ -71,6 +71,7 @@ class FakeRunner:
         self.kv_positions = np.full((num_blocks, block_size), EMPTY, dtype=np.int32)
         self.kv_adapters = np.zeros((num_blocks, block_size), dtype=np.int32)
         self.states = [b""] * num_blocks
+        self.host_states = [b""] * num_host_blocks
         self.next_token = next_token
         self.steps: list[Step] = []
         self._previous = np.full(1, EMPTY, dtype=np.int32)
@@ -89,9 +90,11 @@ class FakeRunner:
         self.steps.append(step)
         for slot, host_slot in step.swap_outs:
             self.host[host_slot] = [kept[slot] for kept in self._kept]
+            self.host_states[host_slot] = self.states[slot]
         for host_slot, slot in step.swap_ins:
             for kept, values in zip(self._kept, self.host[host_slot], strict=True):
                 kept[slot] = values
+            self.states[slot] = self.host_states[host_slot]
         copied = step.block_copies.ravel().tolist()
         assert not set(copied[::2]) & set(copied[1::2]), (
             "a block is both source and destination of a copy"

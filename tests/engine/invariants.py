@@ -142,7 +142,7 @@ def check_pool(
         assert (place.block if isinstance(place, WindowSlot) else place).indexed
     assert all(block.indexed or block.host_slot < 0 for block in counts)
     _check_order(pool.cached)
-    _check_host(pool.host, indexed)
+    _check_host(pool.host, indexed, [kept.state for kept in pool.states.snapshots])
     _check_index(pool.index, pool.pending.filled)
 
 
@@ -182,8 +182,14 @@ def _check_states(pool: BlockPool, states: Sequences[RecurrentState]) -> list[in
     for block in pool.index.blocks():
         assert all(slot.num_kept == in_windows[slot] for slot in block.window_slots)
     assert pool.states.num_used == len(set(states)) * pool.states.slots_per_state
+    assert not any(state.on_host for state in states), "a sequence uses a state on the host"
+    on_host = [state for state in references if state.on_host]
+    assert pool.states.num_on_device == len(kept) - len(on_host)
+    for state in references:
+        assert len(state.slots or state.host_slots) == pool.states.slots_per_state
+        assert not (state.slots and state.host_slots)
     assert pool.states.num_used + pool.states.num_cached == (
-        len(references) * pool.states.slots_per_state
+        (len(references) - len(on_host)) * pool.states.slots_per_state
     )
     return [slot for state in references for slot in state.slots]
 
@@ -207,11 +213,13 @@ def _check_order(order: EvictionOrder[Block] | EvictionOrder[Block | WindowSlot]
     assert all(block.wanted for block in order._wanted)
 
 
-def _check_host(host: HostPool, indexed: list[Block]) -> None:
-    """Assert that slots and orders agree with ``indexed``, all blocks in the index."""
+def _check_host(host: HostPool, indexed: list[Block], kept: list[RecurrentState]) -> None:
+    """Assert that slots and orders agree with ``indexed``, all blocks in the index, and ``kept``,
+    the states of all snapshots."""
     held = [block for block in indexed if block.host_slot >= 0]
     of_blocks = (block.host_slot for block in held)
-    slots = sorted([*host._returned, *host._read_last, *of_blocks])
+    of_states = (slot for state in kept for slot in state.host_slots)
+    slots = sorted([*host._returned, *host._read_last, *of_blocks, *of_states])
     assert slots == list(range(host._next)), "a host slot is lost or held twice"
     assert host._next <= host.num_slots
     assert set(host._alone) == {block for block in held if block.slot < 0}

@@ -96,8 +96,8 @@ def workload() -> list[Request]:
 def scarce(num_blocks: int = 24, **options: Any) -> tuple[Engine, Scarce]:
     engine, _ = make_engine(num_blocks, next_token=ends_seldom, **options)
     host_blocks = options.get("host_blocks", 0)
-    windows = options.get("windows", (0,))
-    engine._runner = runner = Scarce(num_blocks, 4, ends_seldom, host_blocks, windows)
+    windows, per_state = options.get("windows", (0,)), options.get("slots_per_state", 0)
+    engine._runner = runner = Scarce(num_blocks, 4, ends_seldom, host_blocks, windows, per_state)
     return engine, runner
 
 
@@ -139,6 +139,7 @@ SETUPS: dict[str, dict[str, Any]] = {
     "not_caching": {"caching": False},
     "in_chunks": {"max_tokens": 9},
     "windows": {"windows": (0, 6), "num_blocks": 60},
+    "swapping_states": {"slots_per_state": 2, "host_blocks": 50, "preemption": "swap"},
 }
 
 

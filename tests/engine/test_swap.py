@@ -22,6 +22,7 @@ from tests.engine.fake import (
     run_all,
 )
 from tests.engine.invariants import check_scheduler
+from tests.engine.prompt_trees import planned, tree
 from tests.engine.searches import assert_found, beams
 from tests.engine.workloads import assert_expected
 
@@ -286,3 +287,62 @@ def test_host_memory_is_used_again_before_new_memory(make_engine: MakeEngine) ->
         slots = [slot for step in runner.steps for slot in step.swap_outs[:, 1].tolist()]
         touched.append(len(set(slots)))
     assert touched == [5 * 6] * 4
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_states_of_preempted_rows_move_to_the_host_and_back(
+    make_engine: MakeEngine, n: int
+) -> None:
+    engine, _ = make_engine(
+        60, next_token=ends_late, host_blocks=1000, preemption="swap", slots_per_state=3
+    )
+    completions, steps = run_all(engine, crowd(n))
+    for completion in completions.values():
+        assert_expected(completion, ends_late)
+    assert sum(step.num_preempted for step in steps) > 5
+    assert max(step.num_swapped for step in steps) > 0
+    assert sum(step.swapped_out_blocks for step in steps) > 5
+    assert sum(step.recomputed_tokens for step in steps) == 0
+    assert not engine.scheduler.pool.states.snapshots
+    preempted = [done.stats for done in completions.values() if done.stats.swap_preemptions]
+    assert all(stats.swapped_blocks > 0 for stats in preempted)
+
+
+@pytest.mark.parametrize("host_blocks", [1, 3, 4, 7])
+def test_rows_with_states_run_with_any_host_memory(
+    make_engine: MakeEngine, host_blocks: int
+) -> None:
+    engine, _ = make_engine(
+        40, next_token=ends_late, host_blocks=host_blocks, preemption="swap", slots_per_state=3
+    )
+    completions, steps = run_all(engine, crowd(n=2))
+    for completion in completions.values():
+        assert_expected(completion, ends_late)
+    assert engine.scheduler.pool.host.num_used <= host_blocks
+    assert (sum(step.swapped_in_blocks for step in steps) > 0) == (host_blocks >= 3)
+
+
+@pytest.mark.parametrize("windows", [(0,), ()])
+def test_planned_snapshots_that_leave_the_pool_are_not_computed_again(
+    make_engine: MakeEngine, windows: tuple[int, ...]
+) -> None:
+    """The pool holds three states, and 128 rows of a tree with four samples need more."""
+    prompts = tree((4, 4, 8), (137, 61, 43, 19))
+    distinct = 137 + 4 * 61 + 16 * 43 + 128 * 19
+    points = planned(prompts, list(range(len(prompts))))
+    requests = [
+        replace(make_request(row, prompt, max_tokens=3, n=4), branch_points=points.get(row, ()))
+        for row, prompt in enumerate(prompts)
+    ]
+    engine, _ = make_engine(
+        220 if windows else 6,
+        max_tokens=1024,
+        slots_per_state=2,
+        host_blocks=1000,
+        preemption="swap",
+        windows=windows,
+    )
+    completions, steps = run_all(engine, requests)
+    for completion in completions.values():
+        assert_expected(completion)
+    assert sum(step.prefill_tokens for step in steps) == distinct

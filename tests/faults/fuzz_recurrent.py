@@ -89,6 +89,7 @@ def draw_setup(random: Random) -> Setup:
         # Chunks must be long enough for a row to advance before it is preempted again.
         preempt_every=random.choice([0, 0, 4]) if max_tokens >= 33 else 0,
         misleading=random.random() < 0.3,
+        num_host_blocks=random.choice([0, 0, 50, 5000]),
     )
 
 

@@ -256,6 +256,19 @@ def test_without_swapping_no_host_memory_is_taken(engine: dict[str, Any]) -> Non
     assert plan(num_kv_blocks=4, **engine).num_host_blocks == 0
 
 
+def test_a_swap_space_that_holds_no_recurrent_state_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    text = tiny_config("qwen3_5_text").to_dict()
+    layout = KVLayout.from_config(text, block_size=16, dtype="float32")
+    monkeypatch.setitem(globals(), "LAYOUT", layout)
+    size = layout.slots_per_state * layout.bytes_per_block
+    with pytest.raises(DeviceError, match="smaller than a sequence's recurrent state; set it to"):
+        plan(preemption="swap", swap_space=f"{size - 1}B", num_kv_blocks=40)
+    found = plan(preemption="swap", swap_space=f"{size}B", num_kv_blocks=40)
+    assert found.num_host_blocks == layout.slots_per_state
+
+
 def test_a_swap_space_that_holds_no_block_is_refused() -> None:
     with pytest.raises(DeviceError, match="set it to at least 4KiB"):
         plan(preemption="swap", swap_space="1KiB", num_kv_blocks=4)

@@ -73,10 +73,16 @@ class BlockPool:
         self.window_slots = WindowSlots(
             windows, block_size, self.free, self.cached, self._take_slot
         )
-        self.states = StateSlots(
-            slots_per_state, self.free, self._take_slot, self.update_priority, self._prune
-        )
         self.host = HostPool(num_host_blocks)
+        self.states = StateSlots(
+            slots_per_state,
+            self.free,
+            self._take_slot,
+            self.update_priority,
+            self._prune,
+            self._copy_slots_out,
+            self.host.return_after_step,
+        )
         self.block_copies = BlockCopies()
         """Copies that run before the step being built."""
         self.pending = PendingBlocks()
@@ -318,20 +324,44 @@ class BlockPool:
 
     def _copy_out(self, block: Block) -> None:
         """Give a block a host slot if possible. The next step fills it."""
-        slot = self.host.take_slot()
+        slot = self._take_host_slot()
         if slot is None:
-            other = self.host.candidate()
-            if other is None:
-                return
-            if other.slot >= 0:
-                self.host.drop(other)
-            else:
-                self.evict_subtree(other)
-            slot = self.host.take_slot()
-            assert slot is not None
+            return
         if not block.indexed:  # the block was a descendant of the evicted block
             self.host.return_slot(slot)
             return
         block.host_slot = slot
         self.block_copies.outs.append((block.slot, slot))
         self.pending.moved.add(block)
+
+    def _copy_slots_out(self, slots: list[int]) -> list[int]:
+        """Let the next step copy slots to the host. Returns their host slots; empty if the host has
+        too few."""
+        host_slots = list[int]()
+        while len(host_slots) < len(slots) <= self.host.num_slots:
+            host_slot = self._take_host_slot()
+            if host_slot is None:
+                break
+            host_slots.append(host_slot)
+        if len(host_slots) < len(slots):
+            for host_slot in host_slots:
+                self.host.return_slot(host_slot)
+            return []
+        self.block_copies.outs += zip(slots, host_slots, strict=True)
+        self.host.changes += 1
+        return host_slots
+
+    def _take_host_slot(self) -> int | None:
+        """Return a host slot, if necessary of another block that then loses it; None if no block
+        has one to lose."""
+        slot = self.host.take_slot()
+        if slot is not None:
+            return slot
+        other = self.host.candidate()
+        if other is None:
+            return None
+        if other.slot >= 0:
+            self.host.drop(other)
+        else:
+            self.evict_subtree(other)
+        return self.host.take_slot()

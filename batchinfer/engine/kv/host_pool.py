@@ -31,12 +31,17 @@ class HostPool:
         self._read: list[Block] = []
         """Blocks that the step being built swaps in by reading their host slots."""
         self._read_last: list[int] = []
-        """Host slots of blocks in ``_read`` that were dropped. They become free after the step."""
+        """Dropped host slots that the step being built may read. They are free after that step."""
 
     @property
     def num_used(self) -> int:
         """Number of slots that hold a block."""
         return self._next - len(self._returned)
+
+    @property
+    def num_free(self) -> int:
+        """Number of slots that hold nothing."""
+        return self.num_slots - self.num_used
 
     def take_slot(self) -> int | None:
         """Return a free slot, or None.
@@ -54,6 +59,11 @@ class HostPool:
     def return_slot(self, slot: int) -> None:
         """Free a slot."""
         self._returned.append(slot)
+
+    def return_after_step(self, slots: list[int]) -> None:
+        """Free slots once the step being built has run, because it may read them."""
+        self._read_last += slots
+        self.changes += 1
 
     def candidate(self) -> Block | None:
         """Return the next block to lose its slot: an unwanted block, else a block that is also on

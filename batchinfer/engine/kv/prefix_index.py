@@ -103,15 +103,31 @@ class Block:
 
 
 class RecurrentState:
-    """A recurrent state and its slots, shared by sequences with the same computed tokens."""
+    """A recurrent state and its slots, shared by sequences with the same computed tokens.
 
-    __slots__ = ("ref_count", "slots", "snapshot")
+    The state of a snapshot may be on the host. Sequences use only states on the device.
+    """
 
-    def __init__(self, slots: list[int]) -> None:
+    __slots__ = ("host_slots", "ref_count", "slots", "snapshot")
+
+    def __init__(self, slots: list[int], host_slots: list[int] | None = None) -> None:
         self.slots = slots
+        """Device slots; empty while the state is on the host."""
+        self.host_slots = host_slots or []
+        """Host slots; empty while the state is on the device."""
         self.ref_count = 1
         """Number of references, by sequences and by the snapshot."""
         self.snapshot: StateSnapshot | None = None
+
+    @property
+    def on_host(self) -> bool:
+        """True while the state is on the host."""
+        return bool(self.host_slots)
+
+    @property
+    def is_idle(self) -> bool:
+        """True if only a snapshot refers to the state's device slots."""
+        return self.ref_count == 1 and self.snapshot is not None and not self.on_host
 
 
 class StateSnapshot:

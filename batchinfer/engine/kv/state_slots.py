@@ -5,7 +5,8 @@ step, when all but the last of them copy it (copy-on-write). A snapshot is one m
 state, so its sequence copies the state before the next step. A snapshot belongs to a position in an
 indexed block. A later row that shares the prefix up to this position starts from the snapshot. Rows
 are planned window by window, so the positions where rows diverge are known, and snapshots are taken
-only at these positions. A snapshot is dropped after its last use, or when the pool needs its slots.
+only at these positions. A snapshot is dropped after its last use. When the pool needs its slots,
+its state moves to the host, or the snapshot is dropped if the host has no space.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 
-from batchinfer.engine.kv.pending_blocks import Pairs
+from batchinfer.engine.kv.pending_blocks import BlockCopies, Pairs
 from batchinfer.engine.kv.prefix_index import Block, RecurrentState, StateSnapshot
 
 
@@ -27,6 +28,9 @@ class StateSlots:
         update_priority: called with a block when its subtree in the index gets its first snapshot
             or loses its last.
         prune: called with the block of a dropped snapshot; the block may no longer be needed.
+        copy_out: lets the next step copy slots to the host; returns their host slots, or an empty
+            list if the host has no space. May evict blocks, and so drop snapshots.
+        return_host_slots: frees host slots after the next step.
     """
 
     def __init__(
@@ -36,17 +40,23 @@ class StateSlots:
         take_slot: Callable[[], int],
         update_priority: Callable[[Block], None],
         prune: Callable[[Block], None],
+        copy_out: Callable[[list[int]], list[int]],
+        return_host_slots: Callable[[list[int]], None],
     ) -> None:
         self.slots_per_state = slots_per_state
         self._free = free
         self._take_slot = take_slot
         self._update_priority = update_priority
         self._prune = prune
+        self._copy_out = copy_out
+        self._return_host_slots = return_host_slots
         self._num_states = 0
         self.snapshots: OrderedDict[StateSnapshot, None] = OrderedDict()
         """All snapshots, least recently used first."""
         self._num_idle = 0
-        """Number of snapshots whose states no sequence uses."""
+        """Number of snapshots on the device whose states no sequence uses."""
+        self._num_on_host = 0
+        """Number of snapshots on the host."""
         self._sources: set[RecurrentState] = set()
         """States of idle snapshots that the step being built copies. The set holds a reference to
         each."""
@@ -61,6 +71,11 @@ class StateSlots:
         """Number of slots with snapshots that can be evicted, because no sequence uses them."""
         return self._num_idle * self.slots_per_state
 
+    @property
+    def num_on_device(self) -> int:
+        """Number of snapshots whose states are on the device."""
+        return len(self.snapshots) - self._num_on_host
+
     def allocate(self) -> RecurrentState:
         """Return a new state, undefined until its sequence computes its first token.
 
@@ -72,17 +87,21 @@ class StateSlots:
 
     def acquire(self, state: RecurrentState) -> None:
         """Add a reference."""
-        self._num_idle -= state.ref_count == 1 and state.snapshot is not None
+        self._num_idle -= state.is_idle
         state.ref_count += 1
 
     def release(self, state: RecurrentState) -> None:
         """Drop a reference. Dropping the last reference frees the slots."""
         assert state.ref_count > 0
         state.ref_count -= 1
-        self._num_idle += state.ref_count == 1 and state.snapshot is not None
-        if state.ref_count == 0:
-            self._free += state.slots
-            self._num_states -= 1
+        self._num_idle += state.is_idle
+        if state.ref_count > 0:
+            return
+        if state.on_host:
+            self._return_host_slots(state.host_slots)
+            return
+        self._free += state.slots
+        self._num_states -= 1
 
     def copy(self, shared: RecurrentState, copies: Pairs) -> RecurrentState:
         """Replace a reference to a shared state by a new state, which the next step copies.
@@ -137,15 +156,15 @@ class StateSlots:
         state.snapshot = snapshot
 
     def start_from(
-        self, snapshot: StateSnapshot, copies: Pairs, more_followers: int = 0
+        self, snapshot: StateSnapshot, copies: BlockCopies, more_followers: int = 0
     ) -> RecurrentState:
         """Return a state for a sequence that starts from a snapshot. Requires
         ``slots_to_start_from`` available slots.
 
-        The last follower takes the snapshot's own state.
+        The last follower takes the snapshot's own state if that is on the device.
 
         Args:
-            copies: as in ``copy``.
+            copies: receives the copies that the next step must make.
             more_followers: rows that will start from the snapshot and that it does not count yet.
         """
         snapshot.followers += more_followers
@@ -156,8 +175,12 @@ class StateSlots:
             return state
         snapshot.followers -= 1
         self.snapshots.move_to_end(snapshot)
-        self.acquire(snapshot.state)
-        copied = self.copy(snapshot.state, copies)
+        if snapshot.state.on_host:
+            copied = self.allocate()
+            copies.ins += zip(snapshot.state.host_slots, copied.slots, strict=True)
+        else:
+            self.acquire(snapshot.state)
+            copied = self.copy(snapshot.state, copies.within)
         if snapshot.followers <= 0:
             self.drop(snapshot)
         return copied
@@ -165,14 +188,16 @@ class StateSlots:
     def is_last_use(self, snapshot: StateSnapshot, more_followers: int = 0) -> bool:
         """Return true if a sequence that starts from a snapshot may take over its state."""
         state, followers = snapshot.state, snapshot.followers + more_followers
-        return followers <= 1 and state.ref_count == 1 + (state in self._sources)
+        return (
+            not state.on_host and followers <= 1 and state.ref_count == 1 + (state in self._sources)
+        )
 
     def slots_to_start_from(self, snapshot: StateSnapshot | None, more_followers: int = 0) -> int:
         """Return the available slots that a sequence needs for its state."""
         if snapshot is None:
             return self.slots_per_state
         # Slots of an idle snapshot count as available, until a sequence takes or copies them.
-        is_idle = snapshot.state.ref_count == 1
+        is_idle = snapshot.state.is_idle
         return self.slots_per_state * (is_idle + (not self.is_last_use(snapshot, more_followers)))
 
     def drop(self, snapshot: StateSnapshot) -> None:
@@ -184,9 +209,8 @@ class StateSlots:
         assert parent.snapshots_below is not None
         del parent.snapshots_below[snapshot.key]
         parent.snapshots_below = parent.snapshots_below or None
-        self._num_idle -= snapshot.state.ref_count == 1
-        snapshot.state.snapshot = None
-        self.release(snapshot.state)
+        self._num_on_host -= snapshot.state.on_host
+        self._detach(snapshot.state)
         self._prune(block)
 
     def drop_of(self, blocks: Iterable[Block]) -> None:
@@ -201,20 +225,27 @@ class StateSlots:
             self.drop(snapshot)
 
     def evict(self) -> bool:
-        """Drop a snapshot whose state no sequence uses; return true if there was one."""
-        return self._drop_least_wanted(self._idle())
+        """Free the device slots of a snapshot whose state no sequence uses; return true if there
+        was one."""
+        return self._move_least_wanted(self._idle())
 
     def give_up_snapshot(self) -> bool:
-        """Drop a snapshot; return true if there was one. This frees its state, or a sequence that
-        uses the state does not have to copy it."""
-        return self._drop_least_wanted(self.snapshots)
+        """Move a snapshot off the device; return true if there was one. This frees its state, or a
+        sequence that uses the state does not have to copy it."""
+        return self._move_least_wanted(one for one in self.snapshots if not one.state.on_host)
 
     def num_less_wanted(self, followers: int) -> int:
         """Return the number of evictable slots with snapshots of fewer than ``followers``."""
         return self.slots_per_state * sum(each.followers < followers for each in self._idle())
 
     def _idle(self) -> Iterator[StateSnapshot]:
-        return (each for each in self.snapshots if each.state.ref_count == 1)
+        return (each for each in self.snapshots if each.state.is_idle)
+
+    def _detach(self, state: RecurrentState) -> None:
+        """Drop a snapshot's reference to its state."""
+        self._num_idle -= state.is_idle
+        state.snapshot = None
+        self.release(state)
 
     def _count(self, snapshot: StateSnapshot, change: int) -> None:
         """Count a snapshot in its block, the block's ancestors, and the slots in its windows: a row
@@ -242,9 +273,20 @@ class StateSlots:
             self._update_priority(node)
             node = node.parent
 
-    def _drop_least_wanted(self, snapshots: Iterable[StateSnapshot]) -> bool:
-        """Drop the snapshot with the fewest followers, and of several the least recently used."""
+    def _move_least_wanted(self, snapshots: Iterable[StateSnapshot]) -> bool:
+        """Move the snapshot with the fewest followers, and of several the least recently used, to
+        the host. Drop it if the host has no space."""
         snapshot = min(snapshots, key=lambda each: each.followers, default=None)
-        if snapshot is not None:
+        if snapshot is None:
+            return False
+        host_slots = self._copy_out(snapshot.state.slots)
+        if snapshot not in self.snapshots:  # the blocks evicted from the host included its block
+            self._return_host_slots(host_slots)
+        elif host_slots:
+            state, snapshot.state = snapshot.state, RecurrentState([], host_slots)
+            snapshot.state.snapshot = snapshot
+            self._num_on_host += 1
+            self._detach(state)
+        else:
             self.drop(snapshot)
-        return snapshot is not None
+        return True

@@ -127,7 +127,7 @@ class PoolForecast:
         self._num_followers = 0
         has_samples = (table.pending_forks[rows] > 0) & ~table.is_beam[rows]
         planned = table.num_branches[rows] + has_samples
-        self._num_snapshots = len(pool.states.snapshots) + int(planned.sum())
+        self._num_snapshots = pool.states.num_on_device + int(planned.sum())
         self._not_owned = max(pool.num_used - owned, 0)
         """Number of used blocks that do not belong to a single sequence."""
         unsure = 1.0 if len(rows) == 0 else 1.0 - table.length_known[rows].mean()

@@ -49,12 +49,13 @@ class KVManager:
 
     def _first_state(self, sequence: Sequence, hit: PrefixHit) -> RecurrentState:
         """Return the recurrent state with which a sequence starts."""
-        states = self._pool.states
+        states, more = self._pool.states, more_followers(sequence, hit.num_tokens)
+        sequence.saved_state_at = -1
         if hit.snapshot is None:
             return states.allocate()
         states.release(hit.snapshot.state)
-        more = more_followers(sequence, hit.num_tokens)
-        return states.start_from(hit.snapshot, self._pool.block_copies.within, more)
+        sequence.state.stats.swapped_blocks += len(hit.snapshot.state.host_slots)
+        return states.start_from(hit.snapshot, self._pool.block_copies, more)
 
     def free(self, sequence: Sequence) -> None:
         """Free a running sequence's row, and release its blocks and recurrent state."""
@@ -169,32 +170,57 @@ class KVManager:
                 self.keep_state(sequence, at, followers)
             table.find_next_branch(row)
 
-    def keep_state(self, sequence: Sequence, at: int, followers: int) -> None:
+    def keep_state(self, sequence: Sequence, at: int, followers: int) -> bool:
         """Take a snapshot of a running sequence's recurrent state, for rows that start from it.
 
-        The sequence's blocks must be indexed, and the pool must have space for a copy without
-        evicting snapshots for as many rows; otherwise no snapshot is taken.
+        The sequence's blocks must be indexed. The pool must have space for a copy without evicting
+        snapshots for as many rows, or the host must have space. Otherwise, no snapshot is taken.
 
         Args:
             sequence: the running sequence.
             at: number of its computed tokens.
             followers: number of rows that will start from the snapshot.
+
+        Returns:
+            True if there is a snapshot that counts these rows.
         """
         pool, size, state = self._pool, self._pool.block_size, sequence.recurrent_state
         available = pool.num_available - pool.states.num_cached
         available += pool.states.num_less_wanted(followers)
-        if state is None or available < pool.states.slots_per_state:
-            return
+        has_space = max(available, pool.host.num_free) >= pool.states.slots_per_state
+        if state is None or not has_space:
+            return False
         parent = sequence.index_parent
         if parent is None or sequence.num_indexed != at // size:
-            return
+            return False
         key = sequence.key((at - 1) // size * size, at)
         block = pool.index.child(parent, key) if at % size else parent
-        if block is not None and block.indexed:
-            num_blocks, evicted = -(-at // size), pool.window_slots.num_evicted(at)
-            in_windows = tuple(num_blocks - count for count in evicted)
-            pool.states.keep(state, block, key, followers, in_windows)
-            self._table.state_shared[sequence.row] = True
+        if block is None or not block.indexed:
+            return False
+        pool.states.keep(state, block, key, followers, self._blocks_in_windows(at))
+        self._table.state_shared[sequence.row] = True
+        return True
+
+    def save_state(self, sequence: Sequence, entries: list[Block]) -> None:
+        """Take a snapshot of the recurrent state of a sequence that is about to be swapped.
+
+        Args:
+            sequence: the running sequence.
+            entries: indexed blocks of all its computed tokens, from ``cache_computed_blocks``.
+        """
+        at, size = int(self._table.num_computed[sequence.row]), self._pool.block_size
+        if sequence.recurrent_state is None or len(entries) != -(-at // size) or not entries:
+            return
+        key, in_windows = sequence.key((at - 1) // size * size, at), self._blocks_in_windows(at)
+        self._pool.states.keep(sequence.recurrent_state, entries[-1], key, 1, in_windows)
+        sequence.saved_state_at = at
+
+    def _blocks_in_windows(self, num_tokens: int) -> tuple[int, ...]:
+        """Return the number of blocks of a sequence that each window includes."""
+        num_blocks = -(-num_tokens // self._pool.block_size)
+        return tuple(
+            num_blocks - count for count in self._pool.window_slots.num_evicted(num_tokens)
+        )
 
     def cache_prompt_blocks(self, rows: Rows, num_new: Int) -> None:
         """Index the prompt blocks that this step fills, including a partly filled last block."""
@@ -256,10 +282,12 @@ class KVManager:
 def more_followers(sequence: Sequence, at: int) -> int:
     """Return the followers to add to a snapshot after ``at`` tokens when a sequence starts from it.
 
-    A sequence that had computed more tokens and was preempted adds only itself, because the
-    snapshot no longer counts it. A new sequence adds the later rows that diverge from it at this
-    point.
+    A sequence adds nothing to the snapshot that was taken for it. Otherwise, a sequence that had
+    computed these tokens and was preempted adds only itself, because the snapshot no longer counts
+    it. A new sequence adds the later rows that diverge from it at this point.
     """
-    if sequence.computed_once > at:
+    if sequence.saved_state_at == at:
+        return 0
+    if sequence.computed_once >= at:
         return 1
     return dict(sequence.request.branch_points).get(at, 0)

@@ -50,18 +50,22 @@ class PreemptionPolicy:
             return
         self.token_s += _WEIGHT * (seconds / tokens - self.token_s)
 
-    def should_swap(self, tables: Items[list[Block]], block_size: int) -> bool:
+    def should_swap(
+        self, tables: Items[list[Block]], block_size: int, slots_per_state: int = 0
+    ) -> bool:
         """Return true if sequences that are preempted together should be swapped.
 
         Args:
             tables: blocks of each sequence.
             block_size: tokens per block.
+            slots_per_state: slots of a sequence's recurrent state.
         """
         if self._preemption != "auto":
             return self._preemption == "swap"
         held = Counter(block for table in tables for block in table)
         freed = [block for block, count in held.items() if block.ref_count == count]
-        copies = len(freed) + sum(block.host_slot < 0 for block in freed)
+        copies = sum((block.slot >= 0) + (block.slot >= 0 > block.host_slot) for block in freed)
+        copies += 2 * slots_per_state
         return copies * self.block_copy_s < len(freed) * block_size * self.token_s
 
 
@@ -77,12 +81,12 @@ class ReuseHints:
 
     @property
     def num_swapped(self) -> int:
-        """Number of waiting sequences with blocks that are only on the host."""
+        """Number of waiting sequences with blocks or recurrent states that are only on the host."""
         changes = self._pool.host.changes
         if self._counted_at != changes:
             self._counted_at = changes
             self._num_swapped = sum(
-                any(block.slot < 0 <= block.host_slot for block in blocks)
+                any(block.slot < 0 <= block.host_slot or _has_swapped(block) for block in blocks)
                 for blocks in self._waiting.values()
             )
         return self._num_swapped
@@ -163,3 +167,8 @@ class ReuseHints:
             block.last_arrival, block.used_later = arrival, used_later
             if block.window_slots:  # some slots may already be in the eviction order
                 self._pool.update_priority(block)
+
+
+def _has_swapped(block: Block) -> bool:
+    """Return true if a snapshot of recurrent state in a block is on the host."""
+    return any(snapshot.state.on_host for snapshot in block.snapshots)

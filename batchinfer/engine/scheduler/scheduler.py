@@ -136,7 +136,8 @@ class Scheduler:
         child.computed_once = computed
         num_shared = computed // table.block_size  # a partly filled block will be copied
         if not table.has_room() or not forecast.admit(child, num_shared):
-            self._kv_manager.keep_state(parent, computed, followers=1)
+            if self._kv_manager.keep_state(parent, computed, followers=1):
+                child.saved_state_at = computed
             match = self.pool.match(child.key(0, computed), child.request.adapter)
             tail = [] if match.tail is None else [match.tail]
             self.reuse_hints.add(child, [*match.blocks, *tail])
@@ -184,20 +185,31 @@ class Scheduler:
         running = [member for member in sequence.group if member.row >= 0]
         assert all(self.table.sample_at[member.row] < 0 for member in running)
         state = sequence.state
-        swaps = self.preemption_policy.should_swap(
-            [member.blocks for member in running], self.pool.block_size
-        )
+        swaps = self._should_swap(running)
         state.stats.preemptions += len(running)
         state.stats.swap_preemptions += swaps * len(running)
         state.note_peak_blocks()
         for member in running:
             entries = self._kv_manager.cache_computed_blocks(member)
             if swaps:
+                self._kv_manager.save_state(member, entries)
                 self.reuse_hints.add(member, entries)
         for member in reversed(running):
             self._kv_manager.free(member)
         self.requeue(sequence.group[0])
         return len(running)
+
+    def _should_swap(self, running: list[Sequence]) -> bool:
+        """Return true if running sequences that are preempted together should be swapped.
+
+        Beams of a model with recurrent layers fork again from the state at their first common
+        token, so their later states are of no use.
+        """
+        per_state = self.pool.states.slots_per_state
+        if per_state and (len(running) > 1 or self.pool.host.num_slots < per_state):
+            return False
+        tables = [member.blocks for member in running]
+        return self.preemption_policy.should_swap(tables, self.pool.block_size, per_state)
 
     def _retire(self, sampled: Rows) -> None:
         """Free the rows of sequences that reach their maximum length with the step just submitted.

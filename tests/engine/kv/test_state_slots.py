@@ -31,7 +31,7 @@ def pool_with_snapshot(num_slots: int, followers: int) -> tuple[BlockPool, State
 
 def test_snapshot_that_a_step_copies_is_not_evicted_while_the_step_is_built() -> None:
     pool, snapshot = pool_with_snapshot(2 + 2 * PER_STATE, followers=2)
-    own = pool.states.start_from(snapshot, pool.block_copies.within)
+    own = pool.states.start_from(snapshot, pool.block_copies)
     assert pool.num_available == 2, "the blocks are available, but not the source of the copy"
     copies = pool.take_copies().within
     assert copies == list(zip(snapshot.state.slots, own.slots, strict=True))
@@ -42,9 +42,9 @@ def test_snapshot_that_a_step_copies_is_not_evicted_while_the_step_is_built() ->
 def test_last_follower_takes_a_snapshot_that_the_same_step_copies() -> None:
     pool, snapshot = pool_with_snapshot(2 + 2 * PER_STATE, followers=2)
     assert pool.states.slots_to_start_from(snapshot) == 2 * PER_STATE
-    first = pool.states.start_from(snapshot, pool.block_copies.within)
+    first = pool.states.start_from(snapshot, pool.block_copies)
     assert pool.states.slots_to_start_from(snapshot) == 0
-    second = pool.states.start_from(snapshot, pool.block_copies.within)
+    second = pool.states.start_from(snapshot, pool.block_copies)
     assert second is snapshot.state
     assert not pool.states.snapshots
     pool.take_copies()
@@ -54,7 +54,7 @@ def test_last_follower_takes_a_snapshot_that_the_same_step_copies() -> None:
 def test_last_follower_that_copies_drops_the_snapshot() -> None:
     pool, snapshot = pool_with_snapshot(2 + 2 * PER_STATE, followers=1)
     pool.states.acquire(snapshot.state)  # like a sequence that has not computed its next token yet
-    own = pool.states.start_from(snapshot, pool.block_copies.within)
+    own = pool.states.start_from(snapshot, pool.block_copies)
     assert own is not snapshot.state
     assert not pool.states.snapshots
     pool.take_copies()

@@ -27,6 +27,14 @@ SETUPS = {
     "rows_preempted": Setup(
         block_size=4, pool_tokens=100, num_states=4, preempt_every=3, misleading=True
     ),
+    "rows_swapped": Setup(
+        block_size=4,
+        pool_tokens=100,
+        num_states=4,
+        preempt_every=3,
+        misleading=True,
+        num_host_blocks=2000,
+    ),
 }
 
 
@@ -61,6 +69,11 @@ def eager(family: str) -> torch.nn.Module:
 def test_greedy_tokens_equal_transformers(family: str, setup: Setup, checkpoint) -> None:
     completions, steps = run(checkpoint(family), setup)
     assert_greedy(eager(family), completions)
+    windows = checkpoint(family).layout(4).windows
+    if setup.num_host_blocks and not any(windows):  # models with windows are not swapped
+        assert sum(step.recomputed_tokens for step in steps) == 0
+        # Without attention, all states stay in the pool.
+        assert (sum(step.swapped_in_blocks for step in steps) > 0) == (windows == (0,))
     if setup.caching and setup.n == 1 and setup.num_states > 4:
         distinct = sum(map(len, prompts())) - 2 * 37 - 2 * 21
         assert sum(step.prefill_tokens for step in steps) <= distinct + 9
@@ -91,7 +104,7 @@ def test_hybrid_families_without_a_layer_that_attends(
 @pytest.mark.parametrize("family", EVERY_FAMILY)
 def test_samples_do_not_depend_on_schedule(family: str, checkpoint) -> None:
     plain, _ = run(checkpoint(family), Setup(n=4, temperature=1.0))
-    for name in ("chunks_of_7", "rows_preempted", "no_prefix_caching"):
+    for name in ("chunks_of_7", "rows_preempted", "rows_swapped", "no_prefix_caching"):
         setup = SETUPS[name]
         changed = Setup(**{**vars(setup), "n": 4, "temperature": 1.0, "backwards": True})
         completions, _ = run(checkpoint(family), changed)
