@@ -1,7 +1,7 @@
-"""Data plane: tensors, the model, the KV pool.
+"""The part of the engine that holds tensors: the model, the KV pool and the sampler.
 
-``loader`` loads a model (``model``, ``lora``, ``fusion``), ``model_runner`` runs steps on it:
-``forward`` (``attention``, ``cuda_graphs``) and ``sampling``.
+``loader`` loads a model, with ``model``, ``lora`` and ``fusion``. ``model_runner`` runs steps on
+it: a ``forward`` pass (``attention``, ``cuda_graphs``), then ``sampling``.
 """
 
 import logging

@@ -33,7 +33,7 @@ class StepAdapters:
         self._spans = [(adapter, span) for adapter, span in spans if span[0] < span[1]]
 
     def each(self, tokens: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield the number and the tokens of each adapter. ``tokens`` is ``self.tokens`` on the
+        """Yield each adapter's number and token indices. ``tokens`` is ``self.tokens`` on the
         device."""
         for adapter, (start, stop) in self._spans:
             yield adapter, tokens[start:stop]

@@ -5,11 +5,12 @@ Two checks run on a loaded model. They compare results and never look at the fam
 * The whole model runs two equal sequences in one packed row. Each layer must call paged attention
   once, in order, with the layout's shapes and its configured window. Both sequences must get the
   same logits. They differ if a model ignores its positions or mixes neighboring tokens, for example
-  by a convolution, a recurrent state or a bias by distance.
+  with a convolution, a recurrent state or a bias that depends on distance.
 * A shallow copy of the model is compared with transformers' forward pass, which uses its own
   attention and masks. This finds, for example, families that apply a sliding window only in the
   attention mask: paged attention makes no mask, so it would ignore the window. The prompt is longer
-  than the window. transformers computes it at once, paged attention in chunks and a decode step.
+  than the window. transformers computes it in one pass; paged attention computes it in chunks and a
+  decode step.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from batchinfer.worker.verify import (
 _TOKENS = (3, 7)
 _NEIGHBOR_TOLERANCE = 2e-2  # far above rounding errors of 16-bit weights
 _ENDS = (11, 23, 24)
-"""Position where each step ends, never at the end of a block. The last step is a decode."""
+"""Positions where the steps end. None is the end of a block, and the last step is a decode."""
 _BLOCK_SIZE = 8
 _TOLERANCE = 1e-3
 """Tolerance in float32, for every row of logits."""
@@ -51,7 +52,8 @@ expert is chosen."""
 
 
 def check_attention(model: torch.nn.Module, layout: KVLayout) -> None:
-    """Check a loaded model's calls of attention, and that rows do not change their neighbors.
+    """Check that a loaded model calls attention as its config says, and that the sequences of a
+    batch do not affect each other.
 
     Raises:
         ModelError: names the family and the difference.
@@ -91,8 +93,8 @@ def _check_calls(layers: list[int], expected: list[int]) -> None:
 
 
 def _check_windows(windows: dict[int, int], config: Any) -> None:
-    """Check that each layer's window matches its type in the config, and does not exceed the blocks
-    that are kept for it."""
+    """Check that each layer's window matches the layer's type and window in the config, which
+    decides how many blocks are kept for the layer."""
     kinds = getattr(config.get_text_config(), "layer_types", None) or ()
     num_layers = config.get_text_config().num_hidden_layers
     configured = layer_windows(text_config(config.to_dict()), num_layers)
@@ -120,7 +122,7 @@ def check_against_eager(
         latent: True if attention caches latents.
 
     Raises:
-        ModelError: names the family and the feature that paged attention does not have.
+        ModelError: names the family and the feature that paged attention does not support.
     """
     family = f"models of the family {model.config.model_type!r} cannot be run"
     try:
@@ -150,7 +152,8 @@ def _token_ids(model: Any, max_model_len: int) -> list[int]:
 def _eager_logits(model: Any, token_ids: list[int]) -> torch.Tensor:
     model.set_attn_implementation("eager")
     ids = torch.tensor([token_ids], device=next(model.parameters()).device)
-    # transformers warns that its recurrent layers run without kernels, which only this check does.
+    # transformers warns that its recurrent layers run without optimized kernels. Only this check
+    # runs them that way.
     with torch.inference_mode(), quiet_transformers():
         logits: torch.Tensor = model(input_ids=ids, use_cache=False).logits[0]
     return logits

@@ -18,8 +18,8 @@ _MEASURED_BYTES = 4 * 2**20
 class HostBlocks:
     """Host memory for swapped blocks, each contiguous.
 
-    For a CUDA pool the memory is pinned and copied on a separate stream. For a CPU's pool it is
-    ordinary memory, which is touched only when it is used.
+    For a CUDA pool the memory is pinned and copied on a separate stream. For a CPU pool it is
+    ordinary memory, which takes no RAM before its first use.
 
     Args:
         blocks: blocks of the pool, [slot, layer, elements of a layer], strided.
@@ -37,7 +37,7 @@ class HostBlocks:
         self._blocks = _allocate_host_blocks(blocks, num_blocks)  # [host slot, layer, elements]
 
     def copy(self, outs: Int32, ins: Int32) -> None:
-        """Copy blocks out, then in. Work that is queued on the device later runs after the copies.
+        """Copy blocks out, then in. Device work that is queued later runs after the copies.
 
         Args:
             outs: [O, 2] pairs of (slot, host slot).
@@ -55,7 +55,7 @@ class HostBlocks:
         computing.wait_stream(self._stream)
 
     def measure(self) -> float:
-        """Measure the seconds to copy a block: the mean of both directions."""
+        """Measure the time to copy a block, in seconds: the mean of both directions."""
         max_pairs = min(len(self._blocks), len(self._pool) - 1)
         count = min(max_pairs, max(1, _MEASURED_BYTES // self._pool[0].nbytes))
         if count == 0:

@@ -23,8 +23,8 @@ LAYER_MAJOR = False
 """Default order of a pool."""
 _ALIGNMENT = 64  # size of a cache line, in bytes
 _RESIDENT_BYTES = 256 * 2**20
-"""Bytes at the start of a CPU's pool that are made resident immediately. They are used first,
-and page faults would slow the first steps (7 % of a short run on a virtual machine)."""
+"""Bytes at the start of a CPU pool that are made resident immediately. They are used first, and
+page faults would slow the first steps (by 7 % of a short run on a virtual machine)."""
 
 
 class KVCache:
@@ -78,8 +78,8 @@ class KVCache:
         """The pool's memory: [slot, elements of a block], or [layer, elements of all slots]."""
         parts = self.pool.view(outer, inner, self._part_elements)
         self.blocks = parts.transpose(0, 1) if layer_major else parts
-        """The pool's memory as [slot, layer, elements of a layer], strided, whatever the order. If
-        layers differ in shape, [slot, 1, elements of a block]."""
+        """The pool's memory as [slot, layer, elements of a layer], strided, for either order; or
+        as [slot, 1, elements of a block] if layers differ in shape."""
         self._transposes_values = _transposes_values(layout, device)
         (self.pool if self._transposes_values else self.blocks[self.null_slot]).zero_()
         self.host = HostBlocks(self.blocks, num_host_blocks)
@@ -188,11 +188,11 @@ class KVCache:
         slot_mapping: torch.Tensor,  # [T] int64
         norms: HeadNorms | None,
     ) -> None:
-        """Rotate queries in place by their positions, and store rotated keys and the values."""
+        """Rotate the queries in place, and store the rotated keys and the values."""
         rotary_write(qkv, cos, sin, self.key(layer), self.value(layer), slot_mapping, norms)
 
     def copy_blocks(self, pairs: torch.Tensor) -> None:
-        """Copy whole blocks by pairs [C, 2] of (source slot, destination slot).
+        """Copy whole blocks. ``pairs`` [C, 2] holds (source slot, destination slot).
 
         All destinations must be distinct, and must not be sources.
         """

@@ -7,7 +7,7 @@ for frozen weights (torch/_inductor/fx_passes/mkldnn_fusion.py). ``torch`` is
 oneDNN's operators are private to torch, each kernel is first tried on a small layer, and not used
 if it fails.
 
-On a CUDA device torch multiplies, or a Triton kernel if the result must be batch-invariant.
+On a CUDA device torch multiplies. If the results must be batch-invariant, a Triton kernel does.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ LOW_BIT_METHODS: dict[str, Callable[[torch.Tensor], LowBitWeight]] = {
     "int8": Int8Weight.rounded,
     "int4": partial(Int4Weight.rounded, group_size=_INT4_GROUP),
 }
-"""Functions that round a weight [out, in], by the value of ``model.quantization``."""
+"""Functions that round a weight [out, in], keyed by the value of ``model.quantization``."""
 FLOAT8_METHOD = "fp8"
 ON_CPU = (*LOW_BIT_METHODS, FLOAT8_METHOD)
-"""Values of ``model.quantization`` that the C kernels compute."""
+"""Values of ``model.quantization`` that the C kernels support."""
 
 
 class PackedWeight(Protocol):
@@ -47,13 +47,13 @@ class PackedWeight(Protocol):
         ...
 
     def times(self, rows: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Multiply rows [M, in]; returns [M, out]."""
+        """Multiply rows [M, in] by the weight, and return [M, out]."""
         ...
 
 
 @dataclass(frozen=True)
 class LinearKernel:
-    """A way to multiply by a weight."""
+    """A way to multiply rows by a weight."""
 
     kind: str
     """A value of ``engine.cpu_kernels``: own, onednn or torch."""
@@ -75,7 +75,7 @@ class LinearKernel:
 
 
 class OwnWeight(ABC):
-    """A weight for a kernel of this project, which can also add to its output.
+    """A weight for one of this project's kernels, which can also add to an existing output.
 
     Args:
         weight: the packed tensor.
@@ -175,8 +175,8 @@ def codes_kernel(method: str, dtype: torch.dtype) -> LinearKernel | None:
     """Return the C kernel that multiplies rows of ``dtype`` by quantized weights, if there is one.
 
     For int8 and int4 weights, it rounds rows to int8. Sums are then exact, so every processor gives
-    the same bits. For float8 weights, the results have the same bits as if the C kernel without
-    tiles multiplied by the dequantized weight.
+    the same bits. For float8 weights, the results equal those of the C kernel without AMX tiles for
+    the dequantized weight, bit for bit.
 
     Args:
         method: one of ``ON_CPU``.

@@ -1,7 +1,7 @@
-"""Loads a causal language model of transformers' classes, and prepares it for paged attention.
+"""Loads a causal language model of transformers, and prepares it for paged attention.
 
-Layers are replaced here: attention (``attention``), recurrent layers (``recurrent``), fused modules
-and layers (``fusion``), linear layers (``linear``).
+Other packages replace parts of the model: attention (``attention``), recurrent layers
+(``recurrent``), modules and layers that can be fused (``fusion``), linear layers (``linear``).
 """
 
 from __future__ import annotations
@@ -86,14 +86,15 @@ class ModelDescription:
 
     @property
     def adapters(self) -> dict[str, int]:
-        """Number of each adapter, from 1, by name."""
+        """Numbers of the adapters, counted from 1, keyed by name."""
         return {adapter.name: number for number, adapter in enumerate(self.lora, start=1)}
 
     def layout(self, block_size: int, kv_cache_dtype: str = "auto") -> KVLayout:
         """Return the layout of the model's KV in blocks of ``block_size`` tokens.
 
         Raises:
-            ModelError: layers attend within chunks that such blocks do not fill evenly.
+            ModelError: layers attend within chunks, whose length is not a multiple of
+                ``block_size``.
         """
         try:
             return KVLayout.from_config(
@@ -117,7 +118,7 @@ class LoadedModel(ModelDescription):
     kernels: KernelChoice
     """The kernel of the linear layers that are not quantized."""
     kernel_names: Mapping[str, str]
-    """Names of the linear layers' kernels, by dtype or quantization of the weights."""
+    """Names of the linear layers' kernels, keyed by the weights' dtype or quantization."""
     facts: Mapping[str, Any]
     """Values for summary.json: name, revision, family, parameters, bytes."""
 
@@ -165,8 +166,8 @@ def describe_model(
 
 
 def check_adapter(model: ModelDescription, device_type: str, adapter: Adapter) -> None:
-    """Raise ModelError if the model caches latents and the adapter changes the latents'
-    projection."""
+    """Raise ModelError if the model caches latents and the adapter changes the projection that
+    expands them."""
     if model.latent:
         check_latents(model.config, device_type, (target.module for target in adapter.targets))
 
@@ -242,8 +243,8 @@ def _load(
     quantization: str | None,
     num_bytes: int | None,
 ) -> torch.nn.Module:
-    """Load weight files of ``num_bytes`` bytes (None for random weights). Layers that were saved
-    with the requested quantization keep their codes."""
+    """Load weight files of ``num_bytes`` bytes, or random weights if it is None. Layers that were
+    saved with the requested quantization stay quantized."""
     folder = description.folder
     with phase("loading the model", num_bytes or 0, "bytes") as loading:
         model = load_weights(
@@ -299,8 +300,8 @@ def _pack(
             with phase("packing weights"):
                 pack_linears(model, chosen.kernel, dtype)
                 pack_experts(model, chosen.kernel, dtype)
-        # Copy tensors that were not packed, because each tensor of a file keeps the whole file
-        # mapped.
+        # Copy the tensors that were not packed, because a single tensor of a file keeps the whole
+        # file mapped.
         for tensor in (*model.parameters(), *model.buffers()):
             # Merged weights were never in a file.
             if not tensor.is_meta and not tensor.is_inference():

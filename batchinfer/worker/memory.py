@@ -1,4 +1,4 @@
-"""Measures a device's memory, sizes the KV pool and plans the other parts of the memory."""
+"""Measures a device's memory, sizes the KV pool and estimates what else needs memory."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ _INNER_COPIES = 3
 # Copies of the logits: the head's output, and in some families the scaled or capped logits.
 LOGITS_COPIES = 2
 
-_BYTES_PER_GRAPH = 8 * 2**20  # estimate for a graph of some hundred kernels
+_BYTES_PER_GRAPH = 8 * 2**20  # estimate for a graph of a few hundred kernels
 _GRAPH_SHARE = 1 / 64
 _TABLE_COPIES = 2  # packed tables for the transfer, and tables unpacked to rows of a fixed length
-# Tokens of a piece of a context, and the most bytes of partial results for layers of one window
-# and shape (`kernels/decode_plan.py`).
+# Number of tokens in a piece of a context, and the largest size of the partial results that layers
+# of the same window and shape share (`kernels/decode_plan.py`).
 _PIECE_TOKENS = 512
 _MAX_PIECES_BYTES = 256 * 2**20
 SCAN_CHUNK = 64  # `kernels/chunk_scan.py`
@@ -57,8 +57,8 @@ def activation_elements(config: Mapping[str, Any]) -> int:
 
 
 def scan_bytes(layout: KVLayout) -> int:
-    """Return an upper bound of the bytes of one token's temporary results in a recurrent layer on
-    CUDA (`kernels/chunk_gated_delta.py`, `kernels/chunk_mamba2.py`)."""
+    """Return an upper bound on the bytes that a recurrent layer on CUDA needs for one token's
+    temporary results (`kernels/chunk_gated_delta.py`, `kernels/chunk_mamba2.py`)."""
     if layout.state is None:
         return 0
     shape, size = layout.state.shape, layout.element_bytes
@@ -73,7 +73,7 @@ def scan_bytes(layout: KVLayout) -> int:
 def pieces_bytes(
     layout: KVLayout, config: Mapping[str, Any], *, max_num_seqs: int, max_model_len: int
 ) -> int:
-    """Return an upper bound of the bytes of attention's partial results in a step on CUDA. Each
+    """Return an upper bound on the bytes of attention's partial results in a step on CUDA. Each
     piece of a context has partial results; layers of the same window and shape share the memory."""
     heads = int(text_config(config).get("num_attention_heads") or layout.num_kv_heads)
     layers = layout.attention_layers
@@ -95,7 +95,7 @@ def graph_bytes(
     max_graph_tokens: int,
     max_model_len: int,
 ) -> int:
-    """Return an upper estimate of the bytes of all step graphs and their inputs. The graphs share a
+    """Return a high estimate of the bytes of all step graphs and their inputs. The graphs share a
     memory pool, which is as large as the largest graph needs."""
     sizes = all_sizes(max_num_seqs, max_graph_tokens)
     logits = max_num_seqs * LOGITS_COPIES * int(text_config(config)["vocab_size"])
@@ -157,7 +157,8 @@ class MemoryPlan:
     """Memory of the device that all parts together may use."""
     num_host_blocks: int
     host_bytes: int
-    """Size of the host's swap space, which on a CPU is touched only when it is used."""
+    """Size of the host's swap space. If the device is a CPU, the space takes no RAM before its
+    first use."""
 
     def lines(self, quantization: str | None = None) -> list[str]:
         """Return the plan as lines of a table, for the log."""
@@ -190,12 +191,13 @@ def fit_memory(
     The pool has ``num_kv_blocks`` blocks or ``kv_cache_memory`` bytes, if one of them is set.
     Otherwise a CUDA device's pool takes ``gpu_memory_utilization`` of its memory less weights,
     activations, logits and graphs. A CPU's pool is as large as ``max_num_seqs`` sequences of
-    ``max_model_len`` tokens can use, and at most a quarter of the free memory. If no layer attends,
-    it is twice as large: every sequence fills its state, and the rest holds snapshots.
+    ``max_model_len`` tokens can use, and at most a quarter of the free memory. For a model without
+    attention layers, it is twice as large: one half holds the sequences' states, the other half
+    holds snapshots.
 
     Raises:
-        DeviceError: the pool does not fit, or does not hold one block and a recurrent state. The
-            message has the numbers and the key to change.
+        DeviceError: the pool does not fit, or cannot hold one block and a recurrent state. The
+            message states the sizes and the key to change.
     """
     free, total = memory.free, memory.total
     sizes = {"max_num_seqs": engine.max_num_seqs, "max_model_len": max_model_len}
@@ -275,8 +277,9 @@ def _hint(engine: EngineConfig, default_key: str) -> str:
 def _host_blocks(
     engine: EngineConfig, layout: KVLayout, memory: DeviceMemory, pool_bytes: int
 ) -> int:
-    """Return the number of blocks that ``swap_space`` holds; the default is cut to a share of the
-    host's free memory. It is 0 for models with windows, whose blocks are not swapped yet."""
+    """Return the number of blocks that ``swap_space`` holds. The default swap space is limited to
+    a share of the host's free memory. Models with windows have no swap space, because their blocks
+    are not swapped yet."""
     if any(layout.windows):
         return 0
     wanted_bytes = engine.swap_bytes
@@ -349,8 +352,9 @@ def free_host_bytes() -> int:
 def return_freed_memory() -> None:
     """Return freed memory to the operating system, if the C library can (glibc).
 
-    Each thread that converts weights keeps memory that it has freed, and no other thread uses it.
-    After packing a dequantized model of 0.2 billion parameters, this was twice the model's size.
+    Each thread that converts weights keeps memory that it has freed, and no other thread can use
+    it. After packing a dequantized model of 0.2 billion parameters, this memory was twice the size
+    of the model.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:

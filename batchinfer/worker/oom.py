@@ -17,7 +17,7 @@ _MESSAGES = (
     "CUDA error: out of memory",  # an error of the CUDA driver, also for pinned memory
     "CUBLAS_STATUS_ALLOC_FAILED",
 )
-_LONGEST_REASON = 200  # characters, because the rest of torch's message is about its allocator
+_LONGEST_REASON = 200  # in characters; the rest of torch's message describes its allocator
 
 
 class raise_out_of_memory:  # noqa: N801

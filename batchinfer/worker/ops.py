@@ -1,4 +1,4 @@
-"""Row-wise operations on the device of their tensors; ``kernels/reference.py`` defines them.
+"""Row-wise operations for tensors on any device; ``kernels/reference.py`` defines their results.
 
 They run in Triton on a CUDA device. On a CPU, they run in C if a compiler is installed, otherwise
 in torch.
@@ -52,7 +52,8 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, *, eps: float, offset: float
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """Return ``silu(gate) * up`` [T, W] for [T, 2 * W], gate first; rows may be strided."""
+    """Return ``silu(gate) * up`` [T, W]. The gate is the first half of each row of ``gate_up``
+    [T, 2 * W]; rows may be strided."""
     if gate_up.is_cuda:
         out = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
         from batchinfer.kernels.silu_mul import silu_mul as triton_silu_mul
@@ -77,7 +78,7 @@ def rotary_write(
 
     Raises:
         ValueError: shapes or dtypes do not match. They are checked because the arguments come from
-            a model's code, and the kernels get pointers.
+            a model's code, and the kernels, which get pointers, cannot check them.
     """
     width, rotary_width = key_cache.shape[3], cos.shape[-1]
     weights = [] if norms is None else [norms.query, norms.key]

@@ -29,7 +29,8 @@ includes them even if ``engine.max_num_seqs`` is smaller."""
 
 
 class PromptScorer:
-    """Scores tokens by a model's head, including changes that the model's class makes to logits.
+    """Scores tokens with a model's head, including the changes that the model's class makes to
+    logits.
 
     Args:
         model: transformers' causal language model: a body, then a head on the rows of hidden
@@ -66,7 +67,7 @@ class PromptScorer:
         return SampleHandle(on["ids"], logprobs.values[:, 0], ~torch.cat(finite), logprobs)
 
     def _head(self, rows: Tensor, num_tokens: int) -> Tensor:
-        unused_ids = rows.new_zeros((1, num_tokens))  # Gemma 4 reads the number of tokens
+        unused_ids = rows.new_zeros((1, num_tokens))  # Gemma 4 reads their number
         output = self._model(input_ids=unused_ids, use_cache=False, logits_to_keep=rows)
         logits: Tensor = output.logits[0]
         return logits
@@ -96,7 +97,7 @@ def _score_tokens(
 
 @contextmanager
 def _body_output(body: torch.nn.Module, output: Any) -> Iterator[None]:
-    """Make the body return ``output`` inside, without computing."""
+    """Inside the ``with`` block, make the body return ``output`` without computing."""
     body.forward = lambda *_, **__: output
     try:
         yield

@@ -1,7 +1,7 @@
 """Runs a loaded model on a few tokens, and compares the results before a job uses the model.
 
-``verify`` compares paged attention with transformers' attention, fused modules with the modules
-that they replace, and a row alone with the row in a batch.
+Callers compare paged attention with transformers' attention, fused modules with the modules that
+they replace, and equal sequences of one batch with each other.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from batchinfer.worker.transfer import to_device
 
 
 def verify(before: torch.Tensor, after: torch.Tensor, tolerance: float) -> bool:
-    """Return True if two results have the same shape and no differing rows (``differing_rows``)."""
+    """Return True if the results have the same shape and ``differing_rows`` finds no difference."""
     return before.shape == after.shape and not differing_rows(before, after, tolerance).any()
 
 
@@ -42,8 +42,8 @@ def differing_rows(before: torch.Tensor, after: torch.Tensor, tolerance: float) 
     """Find rows of ``after`` that differ from the same row of ``before`` by more than ``tolerance``
     times its norm.
 
-    Rows of ``before`` that are not finite never count as different, because rows of a job report
-    such logits themselves.
+    Rows of ``before`` with NaN or infinite values never count as different: a job already reports
+    them, as the row error ``nan_logits``.
 
     Args:
         before: rows [..., width].
@@ -58,7 +58,7 @@ def differing_rows(before: torch.Tensor, after: torch.Tensor, tolerance: float) 
 
 
 class Swap(NamedTuple):
-    """A module that will replace another."""
+    """A module that will replace ``parent``'s child ``name``."""
 
     parent: nn.Module
     name: str
@@ -73,7 +73,8 @@ def swap_verified(
 ) -> bool:
     """Swap all of the modules if the model's results stay the same; otherwise, swap none of them.
 
-    If no row is finite, nothing can be compared, and the modules are not swapped.
+    If every row has NaN or infinite values, the modules are not swapped, because the results cannot
+    be compared.
 
     Args:
         outputs: runs the model and returns its results [..., width].
@@ -91,7 +92,7 @@ def swap_verified(
             return True
     except torch.OutOfMemoryError:
         raise
-    except Exception:  # the model's code uses the module in another way
+    except Exception:  # the model's code uses more of the module than its replacement has
         pass
     _put(originals)
     return False
@@ -117,7 +118,7 @@ class Probe:
 
     Args:
         token_ids: tokens of each sequence.
-        positions: positions of the tokens, 0 and up by default.
+        positions: positions of the tokens; by default 0, 1, 2, ...
         adapters: number of each sequence's adapter; None for the base model.
         dtype: dtype of the pool; default: the weights' dtype.
         kernel: kernel of the linear layers, which determines the attention backend.
@@ -155,7 +156,7 @@ class Probe:
 
     @contextmanager
     def in_forward(self, backend: AttentionBackend) -> Iterator[None]:
-        """Set the forward context of the probe's step, so that modules can be called directly."""
+        """Set the forward context for the probe's step, so that modules can be called directly."""
         tensors = to_device(device_arrays(self._step), self.cache.pool.device)
         backend.begin_step(self._step, tensors)
         with forward_context(ForwardContext(self.cache, backend, tensors)):
@@ -172,7 +173,7 @@ def logits_in_chunks(
     """Return the logits [T, vocabulary] of one sequence that is computed in several steps.
 
     Args:
-        ends: end of each step, in tokens.
+        ends: number of tokens that are computed after each step.
     """
     weight = next(model.parameters())
     num_slots = layout.blocks_for(len(token_ids)) + layout.slots_per_state
@@ -192,8 +193,8 @@ def probe_step(
     num_sequences: int = 1,
     positions: Sequence[int] | None = None,
 ) -> Step:
-    """Make a step that computes every logit of equal sequences, and samples nothing. Recurrent
-    states are in the pool's first slots, followed by the blocks of each sequence.
+    """Make a step that computes the logits of all tokens of equal sequences, and samples nothing.
+    The pool's first slots hold recurrent states; the next slots hold each sequence's blocks.
 
     Args:
         start: index of the first token to compute; the tokens before it are in the pool.
@@ -227,13 +228,13 @@ def probe_step(
 
 def probe_block_size(config: Config, most: int) -> int:
     """Return the block size of a probe's pool: ``most``, or less if layers attend within chunks,
-    which blocks must fill evenly. It does not depend on the engine's block size."""
+    whose length must be a multiple of the block size. The engine's block size has no effect."""
     chunk = text_config(config).get("attention_chunk_size")
     return math.gcd(most, chunk) if isinstance(chunk, int) else most
 
 
 class ModuleCall(NamedTuple):
-    """A call of a module: its arguments and its result."""
+    """A call to a module: its arguments and its result."""
 
     module: nn.Module
     arguments: tuple[Any, ...]
@@ -243,8 +244,8 @@ class ModuleCall(NamedTuple):
 
 @contextmanager
 def record_calls(modules: Iterable[nn.Module]) -> Iterator[list[ModuleCall]]:
-    """Record the calls of modules inside. A call is recorded when it returns; arguments are not
-    copied."""
+    """Record calls to the modules inside the ``with`` block. A call is recorded when it returns;
+    arguments are not copied."""
     calls: list[ModuleCall] = []
 
     def record(*call: Any) -> None:
@@ -259,7 +260,7 @@ def record_calls(modules: Iterable[nn.Module]) -> Iterator[list[ModuleCall]]:
 
 
 class AttentionCall(NamedTuple):
-    """A layer's call of paged attention."""
+    """A layer's call to paged attention."""
 
     layer: int
     query: torch.Tensor

@@ -42,14 +42,14 @@ _UNSUPPORTED = ("position_bias", "indices", "block_indices", "relative_attention
 
 
 class UnsupportedAttentionError(Exception):
-    """A model's attention is something other than paged attention."""
+    """A model's attention cannot be computed as paged attention."""
 
 
 class AttentionBackend(Protocol):
     """Computes the attention of layers on one kind of device."""
 
     def begin_step(self, step: Step, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Set the step, and its arrays on the device, for the following calls of ``attend``."""
+        """Set the step, and its arrays on the device, for the following calls to ``attend``."""
         ...
 
     def attend(self, layer: int, query: torch.Tensor, variant: AttentionVariant) -> torch.Tensor:
@@ -73,8 +73,8 @@ class CapturedBackend(AttentionBackend, Protocol):
 
 
 def make_backend(cache: KVCache, like: LinearKernel | None = None) -> AttentionBackend:
-    """Make the attention backend for the pool's device. On a CPU, it uses C kernels if they
-    compile.
+    """Make the attention backend for the pool's device. On a CPU, it uses C kernels if they can be
+    compiled.
 
     Args:
         like: kernel of the model's linear layers (see ``NativeAttention``). On a CUDA device,
@@ -112,8 +112,8 @@ class AttentionKernel:
 
     @classmethod
     def of(cls, cache: KVCache, like: LinearKernel | None = None) -> AttentionKernel:
-        """Return the kernel that ``make_backend`` chooses. It determines the last bits of a row's
-        logits."""
+        """Return the kernel that ``make_backend`` chooses. Other kernels may round a row's logits
+        differently."""
         pool = cache.pool
         if pool.is_cuda:
             return cls("Triton in a fixed order" if _is_batch_invariant(like) else "Triton")
@@ -129,7 +129,8 @@ class AttentionKernel:
         """Return a line for the log of a run.
 
         Args:
-            before: the kernels of the runs that this one resumes, by ``ATTENTION`` and other keys.
+            before: kernels of the runs that this run resumes, keyed by ``ATTENTION`` and other
+                names.
         """
         line = f"attention uses {self.name}{self.why and f': {self.why}'}"
         earlier = before.get(ATTENTION, self.name)
@@ -140,14 +141,14 @@ class AttentionKernel:
 
 @dataclass(frozen=True, slots=True)
 class ForwardContext:
-    """Context of one forward pass for its attention layers."""
+    """What the attention layers need to know about the current forward pass."""
 
     cache: KVCache
     backend: AttentionBackend
     tensors: Mapping[str, torch.Tensor]
     """The step's arrays on the device."""
     adapters: StepAdapters | None = None
-    """Adapters of the step's rows; None: no row has an adapter."""
+    """Adapters of the step's sequences; None: no sequence has an adapter."""
 
     def slot_mapping(self, layer: int) -> torch.Tensor:
         """Return the slots of each token's keys and values in a layer, [T] int64."""
@@ -163,7 +164,7 @@ current_context = _context.get
 
 @contextmanager
 def forward_context(context: ForwardContext) -> Iterator[None]:
-    """Set the context for attention layers that are called inside."""
+    """Set the context for attention layers that are called inside the ``with`` block."""
     token = _context.set(context)
     try:
         yield
@@ -181,7 +182,8 @@ def paged_attention_forward(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Compute a layer's attention, as transformers calls it; returns [1, T, Hq, Dv] and no weights.
+    """Compute a layer's attention for transformers. Return the output [1, T, Hq, Dv], and None for
+    the attention weights.
 
     Raises:
         UnsupportedAttentionError: the model passes a mask, a bias or sparse attention.
@@ -218,7 +220,7 @@ def paged_attention_forward(
 
 
 def register() -> None:
-    """Make ``attn_implementation="batchinfer_paged"`` known to transformers."""
+    """Register ``attn_implementation="batchinfer_paged"`` with transformers."""
     AttentionInterface.register(ATTENTION_NAME, paged_attention_forward)
 
 

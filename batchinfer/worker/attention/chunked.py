@@ -1,9 +1,9 @@
-"""Attention within chunks, by a backend for plain causal attention.
+"""Attention within chunks, computed by a backend for plain causal attention.
 
-A token of Llama 4's chunked layers sees the tokens of its own chunk (``attention_chunk_size``) up
+In Llama 4's chunked layers, a token sees the tokens of its own chunk (``attention_chunk_size``) up
 to itself. The step is therefore cut: the tokens of each chunk become a separate sequence, whose
-context and block table begin with the chunk. Nothing depends on where a context begins, because
-keys were rotated before they were stored.
+context and block table begin with the chunk. The results do not depend on where a context begins,
+because keys were rotated before they were stored.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class ChunkedAttention:
     """
 
     joins_layers = False
-    """False, because C layers use the step as it is for their layer group, not cut into chunks."""
+    """False, because layers that run entirely in C would use the step before it is cut."""
 
     def __init__(self, cache: KVCache, unchunked: PlainAttention, chunked: PlainAttention) -> None:
         self._cache, self._unchunked, self._chunked = cache, unchunked, chunked
@@ -106,12 +106,13 @@ def cut_at_chunks(step: Step, chunk: int, block_size: int) -> Step:
     """Return a step in which each sequence sees only the chunk of the tokens that it computes.
 
     Args:
-        step: a sequence that computes tokens of several chunks is split into one for each.
-        chunk: tokens of a chunk, a multiple of ``block_size``.
+        step: a sequence that computes tokens of several chunks is split into one sequence per
+            chunk.
+        chunk: tokens per chunk, a multiple of ``block_size``.
         block_size: tokens per block.
 
     Returns:
-        The same tokens, in the same order; block tables have the blocks of a chunk.
+        The same tokens, in the same order; each block table lists the blocks of one chunk.
     """
     ends = step.context_lens.astype(np.int64)
     starts = ends - np.diff(step.query_starts)

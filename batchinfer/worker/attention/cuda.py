@@ -1,4 +1,4 @@
-"""Paged attention on a CUDA device by the project's Triton kernels."""
+"""Paged attention on a CUDA device, computed by the project's Triton kernels."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ class CudaAttention:
         shares: bool,
         max_chunks: int,
     ) -> None:
-        """Begin a step from the device's arrays alone. The host does not read them, so the launches
-        can be replayed with other contents.
+        """Begin a step for which the host reads no array contents, so that the captured launches
+        can be replayed after the arrays change.
 
         Args:
             shares: true if the arrays include shared prefixes.
-            max_chunks: most sequences that compute several tokens.
+            max_chunks: largest number of sequences that compute several tokens.
         """
         self._begin(
             tensors,
@@ -77,7 +77,8 @@ class CudaAttention:
         self._scan_work: Any = None
 
     def scan_work(self) -> Any:
-        """Return the step's chunks for recurrent layers; None if they compute token by token."""
+        """Return the step's chunks for recurrent layers, or None if these layers must compute token
+        by token."""
         from batchinfer.kernels.chunk_scan import plan_scan
 
         if self._bounds["max_query_len"] <= 1:
@@ -110,7 +111,7 @@ class CudaAttention:
         return query.new_empty(*query.shape[:2], self._cache.shape(layer).value_width)
 
     def _contexts(self, layer: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the block tables of a layer's group, query starts and context lengths."""
+        """Return the block tables of a layer's group, the query starts and the context lengths."""
         group, tensors = self._cache.group(layer), self._tensors
         tables = tensors["other_tables"][group - 1] if group else tensors["block_tables"]
         return tables, tensors["query_starts"], tensors["context_lens"]
@@ -129,7 +130,7 @@ class CudaAttention:
         return self._chunks[kind]
 
     def _query_tile(self, layer: int, query: torch.Tensor) -> int:
-        """Return the number of a chunk's query tokens per program."""
+        """Return how many of a chunk's query tokens one program computes."""
         from batchinfer.kernels.attention_loop import Heads
         from batchinfer.kernels.chunk_attention import query_tile
 
@@ -164,7 +165,7 @@ class CudaAttention:
         return window, query.shape[1], self._cache.shape(layer)
 
     def _work_of(self, layer: int, kind: _Kind, plan: Callable[[], Any]) -> Any:
-        """Return the work list for a kind of layer. Each layer uses a list once."""
+        """Return the work list for a kind of layer. No layer uses the same list twice."""
         work = self._work.get(kind)
         if work is None or layer in work.layers:  # a layer that attends again needs a new list
             work = self._work[kind] = _Work(plan())
@@ -173,11 +174,11 @@ class CudaAttention:
 
 
 class BatchInvariantAttention(CudaAttention):
-    """Sums in a fixed order, so that a row's bits do not depend on its batch. Decodes and chunks
-    use the same program, and every sequence reads its own prefix."""
+    """Attention that sums in a fixed order, so that a row's bits do not depend on its batch.
+    Decodes and chunks use the same kernel, and shared prefixes are read once per sequence."""
 
     def scan_work(self) -> None:
-        """Return None: the bits of a chunked scan depend on where chunks begin."""
+        """Return None, because the bits of a chunked scan depend on where chunks begin."""
 
     def attend(self, layer: int, query: torch.Tensor, variant: AttentionVariant) -> torch.Tensor:
         from batchinfer.kernels.batch_invariant_attention import batch_invariant_attention
@@ -222,7 +223,7 @@ class BatchInvariantAttention(CudaAttention):
 
 
 class LatentCudaAttention(CudaAttention):
-    """Attends to latents, which all heads share. It does not use shared prefixes."""
+    """Attends to latents, which all heads share. Shared prefixes are not read only once."""
 
     def attend(self, layer: int, query: torch.Tensor, variant: AttentionVariant) -> torch.Tensor:
         """Return the attended latents [T, Hq, rank] of queries [T, Hq, rank + rotary width]."""

@@ -1,9 +1,9 @@
-"""Latent attention (MLA) by absorbed projections, over a cache of latents.
+"""Latent attention (MLA) with absorbed projections, over a cache of latents.
 
 DeepSeek-V2 (2024, arXiv:2405.04434, section 2.1) projects the keys and values of all heads from one
 latent ``c`` of a token: ``k_h = W_k,h c`` and ``v_h = W_v,h c``. Because ``<q_h, W_k,h c>`` equals
 ``<W_k,h^T q_h, c>``, queries can be projected instead of keys, and attention's output instead of
-values. The cache then holds one latent and one rotary part of the keys for all heads.
+values. For each token, the cache then holds one latent and one rotary key part for all heads.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ _PROJECTION = "kv_b_proj"
 
 
 class LatentProjection(nn.Module):
-    """The projection from latents to keys and values, applied to queries and outputs instead.
+    """The projection from latents to keys and values, which is applied to queries and to
+    attention's output instead.
 
     Args:
-        linear: the projection, without bias; quantized weights are widened.
+        linear: the projection, without bias; quantized weights are dequantized.
         num_heads: H.
         key_width: elements of a head's key without its rotary part.
     """
@@ -68,8 +69,8 @@ def check_latents(config: Config, device_type: str, adapted: Iterable[str]) -> N
         adapted: names of the layers that the model's adapters change.
 
     Raises:
-        ModelError: the model has no latents, the device has no kernels for its rank, or an adapter
-            changes the projection from the latent, which is not supported.
+        ModelError: the model has no latents, the kernels do not support their width on this device,
+            or an adapter changes the projection from the latent, which is not supported.
     """
     reason, rank = None, text_config(config).get("kv_lora_rank", 0)
     if not has_latent(text_config(config)):
@@ -85,8 +86,8 @@ def check_latents(config: Config, device_type: str, adapted: Iterable[str]) -> N
 
 
 def keep_latents(model: nn.Module) -> int:
-    """Make a model's latent attention pass latents in place of keys and values; returns the number
-    of such layers."""
+    """Make a model's latent attention layers pass latents instead of keys and values, and return
+    the number of these layers."""
     layers: list[Any] = [layer for layer in model.modules() if _is_latent_attention(layer)]
     for layer in layers:
         layer.kv_b_proj = LatentProjection(layer.kv_b_proj, layer.num_heads, layer.qk_nope_head_dim)

@@ -1,4 +1,4 @@
-"""Paged attention on the CPU by the project's C kernels, which read the pool's blocks."""
+"""Paged attention on the CPU, computed by the project's C kernels."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class NativeAttention:
         return cpu_attention.attention_args(query, *self._context(layer), out=out, **options)
 
     def point_to_step(self, group: int, arguments: StepArgs) -> None:
-        """Point a layer group's attention to this step's arrays."""
+        """Point ``arguments`` to this step's arrays for a layer group."""
         tables, (starts, lens) = self._tables[group], self._lens
         arguments.block_tables, arguments.query_starts = tables.data_ptr(), starts.data_ptr()
         arguments.context_lens = lens.data_ptr()
@@ -76,8 +76,8 @@ class NativeAttention:
         arguments.shared_lens = None if shared_lens is None else shared_lens.data_ptr()
 
     def _context(self, layer: int) -> tuple[torch.Tensor, ...]:
-        """Return a layer's keys and values, and its group's block tables, query starts, context
-        lengths."""
+        """Return a layer's keys and values, its group's block tables, the query starts and the
+        context lengths."""
         tables = self._tables[self._cache.group(layer)]
         return self._cache.key(layer), self._cache.value(layer), tables, *self._lens
 

@@ -18,7 +18,7 @@ class QueryTemperature(NamedTuple):
     """Parameters of a layer's attention temperature."""
 
     floor_scale: float
-    """f in the formula: number of tokens before queries are first scaled."""
+    """f in the formula: the first f - 1 queries of a sequence are not scaled."""
     attn_scale: float
     """s in the formula."""
 
@@ -34,7 +34,7 @@ class QueryTemperature(NamedTuple):
 
 
 def temper_queries(model: nn.Module) -> None:
-    """Let paged attention scale queries instead of the model's layers."""
+    """Make paged attention, instead of the model's layers, scale the queries."""
     for module in model.modules():
         if getattr(module, "attn_temperature_tuning", None) and not getattr(module, "use_rope", 1):
             module.query_temperature = QueryTemperature(module.floor_scale, module.attn_scale)  # type: ignore[arg-type, assignment]

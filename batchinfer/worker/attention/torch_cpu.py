@@ -1,9 +1,9 @@
 """Paged attention on the CPU from torch operations: gather blocks, multiply, softmax, multiply.
 
 The queries of a step become tiles of 1, 16 or 64 tokens of one sequence. Tiles of equal size and
-similar context length form a bucket and are padded to the longest context. The padding and the
-memory that a bucket gathers are bounded. A plan is made once per step, for all layers with the same
-KV shape and window.
+similar context length form a bucket and are padded to the longest context. Limits keep a bucket's
+padding and its gathered memory small. All layers with the same KV shape and window share one plan
+per step.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from batchinfer.worker.attention.variant import AttentionVariant
 from batchinfer.worker.kv_cache import KVCache
 
 _TILE_SIZES = (1, 16, 64)
-# Most bytes that a bucket gathers: its keys and values must still be in the cache when they are
-# used.
+# Most bytes that a bucket gathers. More keys and values would leave the processor's cache before
+# they are used.
 _BUCKET_BYTES = 4 << 20
-# Overhead of a bucket, as the bytes that are gathered in the same time. Avoiding less padding than
-# this is not worth a new bucket.
+# Overhead of a bucket, as the bytes that are gathered in the same time. A new bucket that avoids
+# less padding than this would save no time.
 _BUCKET_OVERHEAD_BYTES = 512 << 10
 _PADDING_SHARE = 0.125
 
@@ -37,15 +37,15 @@ class CpuAttention:
     """Attends over the pool's blocks for one step at a time.
 
     Buffers for gathered keys, values and scores are kept between calls, because new buffers would
-    cost page faults. Scores are masked by selection, and values that no query may see are zeroed,
-    so that stale NaN in the pool reaches no output. A float8 pool is widened after gathering.
+    cost page faults. Masked scores are overwritten, and values that no query may see are zeroed, so
+    that no stale NaN in the pool reaches an output. Float8 values are converted after gathering.
     """
 
     def __init__(self, cache: KVCache) -> None:
         self._cache = cache
         self._buffers: dict[str, torch.Tensor] = {}
         self._plans: dict[tuple[int, int, KVShape], Plan] = {}
-        """Plans of the step, by layer group, window and KV shape."""
+        """Plans of the step, keyed by layer group, window and KV shape."""
 
     def begin_step(self, step: Step, tensors: Mapping[str, torch.Tensor]) -> None:
         self._step = step
@@ -135,7 +135,8 @@ def _share_beside_sinks(
     scores: torch.Tensor,  # [R, Hkv, heads per KV head, Q, C], masked
     sinks: torch.Tensor,  # [Hq]
 ) -> torch.Tensor:  # [R * Hkv, heads per KV head * Q, 1] float32
-    """Return the share of the softmax that a sink (one more logit, without a value) leaves to keys.
+    """Return the share of the softmax that remains for the keys. A sink, which is one more logit
+    without a value, takes the rest.
 
     exp(lse) / (exp(lse) + exp(sink)) = sigmoid(lse - sink).
     """
@@ -174,20 +175,20 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Buckets of a step for one window, and the step's queries in the order of the buckets."""
+    """Buckets of a step for one window, and the order of the step's queries in the buckets."""
 
     buckets: tuple[Bucket, ...]
-    tokens: torch.Tensor  # [queries] packed token of each query; padding repeats one
-    rows: torch.Tensor  # [T] query number of each packed token
+    tokens: torch.Tensor  # [queries] index of each query's token; padding repeats a token
+    rows: torch.Tensor  # [T] index in ``tokens`` of each of the step's tokens
 
 
 @dataclass(frozen=True, slots=True)
 class _Tiles:
-    """Tiles of queries as columns. Positions count from the start of the sequence."""
+    """Tiles of queries, with one array per property. Positions count from the sequence's start."""
 
     sequence: Ints
-    token: Ints  # first packed token
-    length: Ints  # queries
+    token: Ints  # index of the first query's token in the step
+    length: Ints  # number of queries
     position: Ints  # position of the first query
     first_block: Ints  # first block of the table that any query sees
     num_blocks: Ints
@@ -233,8 +234,8 @@ def make_plan(step: Step, cache: KVCache, sliding_window: int, layer: int = 0) -
 
 
 def _tiles(step: Step, block_size: int, sliding_window: int) -> _Tiles:
-    """Cut every sequence's queries into tiles of the largest size; the remaining queries are one
-    tile."""
+    """Cut every sequence's queries into tiles of the largest size; the remaining queries become one
+    smaller tile."""
     largest = _TILE_SIZES[-1]
     starts = step.query_starts.astype(np.int64)
     num_queries = np.diff(starts)
@@ -258,7 +259,8 @@ def _tiles(step: Step, block_size: int, sliding_window: int) -> _Tiles:
 
 
 def _rectangles(num_blocks: Ints, block_bytes: int) -> Iterator[Ints]:
-    """Cut block counts, sorted in descending order, into runs of bounded padding and size."""
+    """Cut block counts, sorted in descending order, into runs whose padding and size are small
+    enough for a bucket. Yield the indices of each run."""
     free_padding = _BUCKET_OVERHEAD_BYTES // block_bytes
     begin = 0
     while begin < len(num_blocks):
@@ -301,8 +303,8 @@ def _bucket(
 def _gather_rows(
     tiles: _Tiles, num_blocks: int, tables: Int32, cache: KVCache, shape: KVShape
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the rows of ``cache.units`` to gather for keys and for values. The null slot pads
-    tiles."""
+    """Return the rows of ``cache.units`` to gather for keys and for values. Rows of the null slot
+    pad the tiles."""
     block = np.arange(num_blocks)
     columns = np.minimum(tiles.first_block[:, None] + block, tables.shape[1] - 1)
     slots = tables[tiles.sequence[:, None], columns].astype(np.int64)

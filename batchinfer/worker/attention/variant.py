@@ -13,13 +13,13 @@ class AttentionVariant:
     """Causal softmax attention as one layer of a model computes it."""
 
     scale: float
-    """Multiplies the scores."""
+    """Factor of the scores."""
     sliding_window: int = 0
     """Number of positions that a token sees, including its own; 0: all positions."""
     softcap: float = 0.0
-    """If not 0, c in ``c * tanh(score / c)``, which replaces each score."""
+    """The limit c: each score becomes ``c * tanh(score / c)``; 0: scores stay unchanged."""
     sinks: torch.Tensor | None = None
-    """[Hq] for each head, one more logit without a value (gpt-oss)."""
+    """[Hq] one more logit for each head, which has no value (gpt-oss)."""
 
     @property
     def options(self) -> dict[str, Any]:

@@ -1,10 +1,10 @@
-"""Sizes that steps are padded to, so that a few graphs are enough for all steps.
+"""Sizes that steps are padded to, so that a few graphs are enough for almost all steps.
 
 Up to about 128 tokens, padding costs nothing, because reading the weights takes longer than the
-arithmetic. Larger sizes are an eighth to a quarter apart. In a mixed step, a padding sequence costs
-only a row of logits, so numbers of sequences are further apart. In nine simulated jobs with 32 to
-1,024 sequences, 0 to 10 % of the computed tokens were padding, and 96 to 100 % of the steps had a
-size.
+arithmetic. Above that, each size is an eighth to a quarter larger than the one before. In a mixed
+step, a padding sequence costs only a row of logits, so numbers of sequences are further apart. In
+nine simulated jobs with 32 to 1,024 sequences, 0 to 10 % of the computed tokens were padding, and
+96 to 100 % of the steps fit one of the sizes.
 """
 
 from __future__ import annotations
@@ -26,14 +26,16 @@ _DECODE_STEPS = ((64, 32), (256, 64))
 _SMALL_TOKENS = (16, 32, 64, 128)
 _SIZES_PER_OCTAVE = 4
 # There is no size between this number of tokens and the largest step. Such steps are rare, because
-# the scheduler fills the largest step while prompts wait, and the device takes longer for them than
-# the host.
+# the scheduler fills the largest step while prompts wait. They also gain little from a graph,
+# because the device takes longer for them than the host.
 _DENSE_TOKENS = 4096
 _SEQUENCES_RATIO = 4
-# In a small model, a row of logits costs about as much as a token, so few rows may be padding.
+# In a small model, computing a row of logits takes about as long as a token's layers, so only few
+# rows may be padding.
 _MAX_TOKENS_PER_SEQUENCE = 64
 _MOST_PADDED = 1.25
-# More chunks than any step of the simulated jobs had. At most half of a launch's programs are idle.
+# These limits allow more chunks than any step of the simulated jobs had. At most half of a launch's
+# programs are idle.
 _CHUNKS, _TOKENS_PER_CHUNK = 64, 32
 
 
@@ -46,8 +48,8 @@ class GraphSize(NamedTuple):
 
     @property
     def max_chunks(self) -> int:
-        """Most sequences of a step that compute several tokens. Attention is launched for this
-        number, and each unused program costs a little time."""
+        """Largest number of a step's sequences that compute several tokens. Attention is launched
+        for this number of chunks, and each unused program costs a little time."""
         if self.kind != "mixed":
             return 0
         return min(self.sequences, max(_CHUNKS, self.tokens // _TOKENS_PER_CHUNK))
@@ -102,7 +104,8 @@ class GraphSizes:
             self._of_kind.setdefault(size.kind, []).append(size)
 
     def least(self, kind: Kind, tokens: int, sequences: int) -> GraphSize | None:
-        """Return the smallest size that holds a step; None if too much of it would be padding."""
+        """Return the smallest size that holds a step, or None if no size does or too much of it
+        would be padding."""
         sizes = self._of_kind.get(kind, [])
         for size in sizes[bisect_left(sizes, (kind, tokens, sequences)) :]:
             if size.sequences >= sequences:

@@ -1,7 +1,7 @@
-"""Computes steps by CUDA graphs: one launch instead of hundreds.
+"""Runs steps as CUDA graphs: one launch instead of hundreds.
 
-Steps of one size run the same kernels; only the contents of their arrays differ. A step of each of
-a few sizes is captured once, with arrays at fixed addresses, and replayed for every step that fits.
+Steps of one size run the same kernels; only the contents of their arrays differ. For each of a few
+sizes, one step is captured, with arrays at fixed addresses, and replayed for every step that fits.
 A graph freezes the values that Python passes to kernels, so these depend only on the size and the
 model. Kernels read lengths, tables and tokens on the device.
 """
@@ -36,7 +36,7 @@ from batchinfer.worker.oom import raise_out_of_memory
 
 _SECONDS_PER_LINE = 5.0
 
-# Integer types by bytes per element, because NumPy has no name for bfloat16.
+# Integer types, keyed by bytes per element. They stand for bfloat16, which NumPy does not have.
 _INTEGERS = {2: "<i2", 4: "<i4"}
 
 # Operations whose result is on the host, or whose result's size depends on data on the device.
@@ -54,21 +54,21 @@ Capture = Callable[[Run], Run]
 
 
 class WaitsForDeviceError(Exception):
-    """A forward pass makes the host wait, which cannot be captured."""
+    """A forward pass makes the host wait for the device, so it cannot be captured."""
 
 
 class StepGraphs:
-    """CUDA graphs of a model's steps, by size; none before ``capture_all``.
+    """CUDA graphs of a model's steps, one per size; none before ``capture_all``.
 
-    If a model's forward pass waits for the device, as in some mixtures of experts, it cannot be
-    captured and has no graphs. After any other failure, only one size has no graph: its steps use
-    the next larger size, or launch kernels one by one.
+    If a model's forward pass waits for the device, as in some mixtures of experts, the model gets
+    no graphs. Any other failure costs only the graph of one size, whose steps then use the next
+    larger size, or launch kernels one by one.
 
     Args:
         model: called as in ``forward``.
-        max_num_seqs: most sequences of a step.
-        max_graph_tokens: most tokens of a step with a graph.
-        max_model_len: most tokens of a sequence.
+        max_num_seqs: largest number of sequences in a step.
+        max_graph_tokens: largest number of tokens in a step with a graph.
+        max_model_len: largest number of tokens in a sequence.
         num_adapters: number of the model's adapters.
         kernel: kernel of the model's linear layers, which determines the attention backend.
     """
@@ -133,9 +133,9 @@ class StepGraphs:
 
         Args:
             step: the step, whose blocks are already copied.
-            size: result of ``size_for``.
-            prev_token_ids: int64 [samples of the previous step]; ``step.previous_sample`` indexes
-                them.
+            size: the size that ``size_for`` returned for the step.
+            prev_token_ids: int64 token ids that the previous step sampled;
+                ``step.previous_sample`` indexes them.
             body_outputs: receives the output of the model's body.
 
         Returns:
@@ -273,15 +273,16 @@ class CudaCapture:
         """
         graph = torch.cuda.CUDAGraph()
         pool = torch.cuda.graph_pool_handle() if self._pool is None else self._pool
-        # Otherwise, if CUDA refuses to end a capture, its stream would stay the current stream.
+        # Restores the current stream. If CUDA refuses to end a capture, torch leaves the capture's
+        # stream as the current one.
         here = torch.cuda.stream(torch.cuda.current_stream())
-        # Other threads, such as tokenizing and reading files, may run during the capture.
+        # Other threads may use CUDA during the capture, for example those that read files.
         capturing = torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local")
         try:
             with here, capturing:
                 results = [result.contiguous() for result in run()]
         except BaseException:
-            if not _has_ended(graph):  # torch now regards the pool as in use forever
+            if not _has_ended(graph):  # torch will regard the pool as in use forever
                 self._pool = None
                 self._never_ended.append(graph)
             raise
@@ -322,7 +323,7 @@ def _alias(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class SyncWatch(TorchDispatchMode):
-    """Records the names of torch operations that make the host wait, while it is entered."""
+    """While active, records the names of torch operations that make the host wait."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -359,8 +360,8 @@ def _comes_to_host(args: Any, result: Any) -> bool:
 
 
 def _leaves_pageable_memory(name: str, args: Any, result: Any) -> bool:
-    """Return true if a tensor is copied from pageable memory, because CUDA then waits for the
-    stream. Copies by ``torch.tensor`` are not detected."""
+    """Return true if the operation copies from pageable memory to the device, for which CUDA waits
+    for the stream. Copies that ``torch.tensor`` makes are not detected."""
     if name not in ("copy_", "to", "_to_copy") or result.device.type == "cpu":
         return False
     source = args[1] if name == "copy_" else args[0]

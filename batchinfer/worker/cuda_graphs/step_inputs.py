@@ -14,7 +14,7 @@ from batchinfer.kernels.unpack_block_tables import unpack_block_tables
 from batchinfer.worker.adapter_batch import step_adapters
 from batchinfer.worker.cuda_graphs.graph_sizes import GraphSize
 
-_ALIGNMENT = 16  # bytes that Triton's kernels load at once from aligned addresses
+_ALIGNMENT = 16  # in bytes; Triton's kernels load this many at once from aligned addresses
 _INT32, _INT64 = np.dtype(np.int32), np.dtype(np.int64)
 _TORCH_DTYPES = {_INT32: torch.int32, _INT64: torch.int64}
 
@@ -22,7 +22,7 @@ Array = npt.NDArray[np.integer[Any]]
 
 
 class _Place(NamedTuple):
-    """Offset, shape and dtype of an array in the buffer of a step's bytes."""
+    """Offset, shape and dtype of an array in the buffer that holds a step's arrays."""
 
     offset: int
     shape: tuple[int, ...]
@@ -36,16 +36,17 @@ class _Place(NamedTuple):
 class StepInputs:
     """Device memory for a step's arrays, which one copy fills.
 
-    The host writes them into one buffer, padded to a size. Padding tokens follow the step's tokens
-    and write no KV (their slot mapping is -1). Padding sequences have no tokens, come last in the
-    order of shared prefixes, and share no prefix. Block tables are at the end of the buffer and are
-    as long as this step needs. The captured step unpacks them to rows at fixed addresses.
+    The host writes the arrays into one buffer, padded to a size. Padding tokens follow the step's
+    tokens and write no KV (their slot mapping is -1). Padding sequences have no tokens, come last
+    in the order of shared prefixes, and share no prefix. Block tables are at the end of the buffer
+    and are only as long as the step needs. The captured step unpacks them to rows at fixed
+    addresses.
 
     Args:
         largest: a size at least as large as every other size.
-        max_blocks: most blocks of a sequence.
-        num_groups: number of layer groups. Each has its own slots and tables. If no layer attends,
-            there is one group, whose tables have no columns.
+        max_blocks: largest number of blocks of a sequence.
+        num_groups: number of layer groups. Each has its own slots and tables. A model without
+            attention layers has one group, whose tables have no columns.
         num_adapters: number of the model's adapters; if not 0, every step lists the tokens of each
             adapter.
         slots_per_state: slots of a sequence's recurrent state.
@@ -77,12 +78,11 @@ class StepInputs:
         )
 
     def load(self, step: Step, size: GraphSize, prev_token_ids: torch.Tensor | None) -> None:
-        """Copy a step's arrays, padded to a size, and the previous samples that it needs. Does not
-        wait.
+        """Start to copy a step's arrays, padded to a size, and the previous samples that it needs.
 
         Args:
-            prev_token_ids: int64 [samples of the previous step]; ``step.previous_sample`` indexes
-                them.
+            prev_token_ids: int64 token ids that the previous step sampled;
+                ``step.previous_sample`` indexes them.
         """
         places, tables = self._places(size), _stacked_tables(step)
         start = places["packed_tables"].offset
@@ -106,8 +106,8 @@ class StepInputs:
             self._prev_token_ids[:num_previous].copy_(prev_token_ids[:num_previous])
 
     def of(self, size: GraphSize) -> dict[str, torch.Tensor]:
-        """Return the arrays of a step of a size, on the device. Call it inside the capture, because
-        it launches kernels."""
+        """Return the device arrays of a step of this size. Call it inside the capture, because it
+        launches kernels."""
         tensors = {
             name: self._bytes[place.offset : place.end]
             .view(_TORCH_DTYPES[place.dtype])
@@ -131,8 +131,8 @@ class StepInputs:
         return self._bytes[self._places(size)["packed_tables"].offset :].view(torch.int32)
 
     def _places(self, size: GraphSize) -> dict[str, _Place]:
-        """Return the places of the arrays of a step of a size. Tables have only an offset, because
-        their length varies."""
+        """Return where the arrays of a step of this size lie in the buffer. Tables have only an
+        offset, because their length varies."""
         tokens, sequences = (size.tokens,), (size.sequences,)
         shapes: tuple[tuple[str, tuple[int, ...], np.dtype[Any]], ...] = (
             ("token_ids", tokens, _INT64),
@@ -159,7 +159,7 @@ class StepInputs:
 
 
 def _num_previous(step: Step) -> int:
-    """Return the number of samples of the previous step, up to the last sample that a step uses."""
+    """Return how many of the previous step's samples to copy: all up to the last that is used."""
     return int(step.previous_sample.max(initial=-1)) + 1
 
 
@@ -198,7 +198,7 @@ def _adapter_arrays(step: Step) -> dict[str, tuple[Array, int | Array]]:
 
 
 def _stacked_tables(step: Step) -> Int32:
-    """Return contiguous block tables [G, S, longest table] of all layer groups."""
+    """Return contiguous block tables [G, S, length of the longest table] of all layer groups."""
     tables = step.block_tables[None]
     if len(step.other_tables):
         tables = np.concatenate([tables, step.other_tables])

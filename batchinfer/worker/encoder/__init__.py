@@ -1,1 +1,1 @@
-"""Encoders: models that read whole texts. Loads them, runs packed texts, pools states."""
+"""Loads encoders, which read whole texts, runs them on packed texts, and pools hidden states."""

@@ -4,8 +4,9 @@ The function is registered with transformers' ``AttentionInterface``, without a 
 transformers makes no mask. Neighboring sequences of equal length form one batch for torch's
 attention, without padding. Steps are sorted by length, so there are few batches.
 
-MPNet's attention adds a bias by the distance of tokens (Song et al. 2020, arXiv:2004.09297), and
-transformers' class calls no attention function, so subclasses replace its methods.
+MPNet's attention adds a bias that depends on the distance between tokens (Song et al. 2020,
+arXiv:2004.09297). transformers' class calls no attention function, so subclasses replace its
+methods.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from batchinfer.worker.attention.attention import UnsupportedAttentionError
 ENCODER_ATTENTION = "batchinfer_encoder"
 
 _UNSUPPORTED = ("position_bias", "softcap", "s_aux", "relative_attention_bias")
-"""Arguments that change the result and are not implemented here."""
+"""Arguments that would change the result and are not implemented here."""
 
 Runs = Sequence[tuple[int, int, int]]
 """Runs of equal sequences, as in ``EncoderStep.runs``."""
@@ -38,7 +39,7 @@ def packed_sequences(runs: Runs, *, causal: bool = False) -> Iterator[None]:
     """Set the packed row's sequences for attention layers that run inside the ``with`` block.
 
     Args:
-        causal: tokens do not attend to later tokens.
+        causal: True if tokens do not attend to later tokens.
     """
     token = _packed.set((runs, causal))
     try:
@@ -67,10 +68,12 @@ def encoder_attention_forward(
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Compute a layer's attention, as transformers calls it; returns [1, T, Hq, Dv] and no weights.
+    """Compute a layer's attention for transformers. Return the output [1, T, Hq, Dv], and None for
+    the attention weights.
 
     Args:
-        sliding_window: a token attends to tokens at a smaller distance; None for all tokens.
+        sliding_window: tokens attend only to tokens at a smaller distance than this; None: to all
+            tokens.
 
     Raises:
         UnsupportedAttentionError: the model passes a mask, a bias or changed scores.
@@ -108,8 +111,8 @@ def encoder_attention_forward(
 def _band(
     length: int, width: int | None, like: torch.Tensor, *, causal: bool
 ) -> torch.Tensor | None:
-    """Return a bias [length, length] that keeps tokens ``width`` or more apart from attending to
-    each other. Returns None if all tokens are closer."""
+    """Return a bias [length, length] that masks tokens at a distance of ``width`` or more, or None
+    if all tokens are closer."""
     if not width or length <= width:
         return None
     positions = torch.arange(length, device=like.device)
@@ -128,7 +131,8 @@ def register() -> None:
 
 
 class _PackedMPNetAttention(MPNetSelfAttention):  # type: ignore[misc]
-    """Behaves like transformers' class outside ``packed_sequences``."""
+    """MPNet's attention within each packed sequence. Outside ``packed_sequences``, it behaves like
+    transformers' class."""
 
     def forward(
         self,
@@ -137,7 +141,7 @@ class _PackedMPNetAttention(MPNetSelfAttention):  # type: ignore[misc]
         position_bias: torch.Tensor | None = None,  # [1, heads, L, L], L of the longest sequence
         **options: Any,
     ) -> Any:
-        """Compute attention within each sequence; returns [1, T, width] in a tuple."""
+        """Compute attention within each sequence. Return the output [1, T, width] in a tuple."""
         packed = _packed.get(None)
         if packed is None:
             return super().forward(hidden_states, attention_mask, position_bias, **options)
@@ -159,7 +163,7 @@ class _PackedMPNetAttention(MPNetSelfAttention):  # type: ignore[misc]
 
 
 class _PackedMPNetEncoder(MPNetEncoder):  # type: ignore[misc]
-    """Computes the bias by distance for the longest sequence; the other sequences use a part."""
+    """Computes the distance bias for the longest sequence; shorter sequences use a part of it."""
 
     def compute_position_bias(self, x: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
         """Return the bias [1, heads, L, L]."""
@@ -170,8 +174,8 @@ class _PackedMPNetEncoder(MPNetEncoder):  # type: ignore[misc]
 
 
 def pack_mpnet(body: PreTrainedModel) -> None:
-    """Make the layers of an MPNet compute each sequence of a packed row separately. Other families,
-    and names of weights, do not change."""
+    """Make the layers of an MPNet model compute each sequence of a packed row separately. Names of
+    weights stay the same, and other families are not changed."""
     for module in body.modules():
         if type(module) is MPNetSelfAttention:
             module.__class__ = _PackedMPNetAttention

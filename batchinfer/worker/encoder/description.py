@@ -1,4 +1,4 @@
-"""Describes an encoder by the files of its folder, without its weights: config, length, dtype."""
+"""Reads an encoder's config, longest text and dtype from its folder, without its weights."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from batchinfer.worker.model.weights import choose_dtype
 
 @dataclass(frozen=True)
 class EncoderDescription:
-    """An encoder before its weights are read."""
+    """What an encoder's folder says about it, apart from its weights."""
 
     folder: Path
     pretrained: PreTrainedConfig
@@ -111,8 +111,8 @@ def _config(folder: Path) -> PreTrainedConfig:
 
 def _longest_text(folder: Path, values: Mapping[str, Any], wanted: int | None) -> int:
     """Return ``wanted`` if set, else the length to which sentence-transformers truncates texts:
-    ``max_seq_length`` of sentence_bert_config.json or, without it, the smaller of the model's
-    positions and its tokenizer's ``model_max_length``.
+    ``max_seq_length`` of sentence_bert_config.json or, if it is not set, the tokenizer's
+    ``model_max_length``, but not more than the model's positions.
 
     Raises:
         ModelError: ``wanted`` exceeds the model's positions, or a file has an invalid length.

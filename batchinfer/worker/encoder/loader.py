@@ -1,4 +1,4 @@
-"""Loads an encoder: a model of transformers' classes whose tokens attend to the whole text."""
+"""Loads an encoder: a transformers model that computes whole texts in one step."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ _POOLER = "pooler."
 """Prefix of the weights of BERT's pooler, a layer that does not change hidden states."""
 _LENGTHS = (1, 2, 5, 17, 33, 64)
 _COUNT = 5
-"""Lengths, and number of texts of each length, for comparing a text's bits in a batch and alone."""
+"""Lengths of the texts, and number of texts of each length, that are compared in a batch and
+alone."""
 
 
 class Encoder:
@@ -52,7 +53,7 @@ class Encoder:
     Args:
         body: transformers' model, with ``ENCODER_ATTENTION``.
         offset: position of a sequence's first token.
-        causal: tokens do not attend to later tokens.
+        causal: True if tokens do not attend to later tokens.
     """
 
     def __init__(self, body: PreTrainedModel, offset: int, *, causal: bool = False) -> None:
@@ -90,7 +91,8 @@ class Encoder:
         return hidden_states
 
     def states(self, texts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Compute the hidden states [T, H] of texts in one packed row, each [L] token ids."""
+        """Compute the hidden states [T, H] of texts in one packed row. Each text is a tensor [L] of
+        token ids."""
         runs, start = [], 0
         for length, group in groupby(map(len, texts)):
             count = len(list(group))
@@ -102,8 +104,8 @@ class Encoder:
     def _places(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Return the index of each token's position embedding, [T].
 
-        If positions begin after a position for padding, padding tokens get that position and are
-        not counted, as in transformers' ``create_position_ids_from_input_ids``.
+        If a padding position precedes the first token's position, padding tokens get it and are not
+        counted, as in transformers' ``create_position_ids_from_input_ids``.
         """
         if self._offset == 0:
             return positions
@@ -122,7 +124,7 @@ class LoadedEncoder:
     encoder: Encoder
     kernels: KernelChoice
     kernel_names: Mapping[str, str]
-    """Name of the linear layers' kernel, by dtype of the weights."""
+    """Name of the linear layers' kernel, keyed by the weights' dtype."""
     facts: Mapping[str, Any]
     """Values for summary.json."""
 
@@ -200,8 +202,8 @@ def _read(
 
 
 def _checked(description: EncoderDescription, body: PreTrainedModel) -> Encoder:
-    """Make an encoder of a body, and compare two short texts in one row, separately, and with
-    transformers' forward pass.
+    """Make an encoder from a body. Check that two short texts in one packed row get the same hidden
+    states as alone and as in transformers' forward pass.
 
     Raises:
         ModelError: packed texts cannot be run or affect each other, or hidden states are not finite
@@ -232,7 +234,7 @@ def _texts(description: EncoderDescription, *lengths: int) -> list[torch.Tensor]
 @torch.inference_mode()
 def _reference(body: PreTrainedModel, token_ids: torch.Tensor) -> torch.Tensor:
     """Compute the hidden states [T, H] of a text with transformers' attention."""
-    with quiet_transformers():  # transformers warns about families without an attention function
+    with quiet_transformers():  # for some families, transformers warns that nothing is switched
         body.set_attn_implementation("eager")
         try:
             states: torch.Tensor = body(input_ids=token_ids[None].to(body.device)).last_hidden_state
@@ -242,8 +244,8 @@ def _reference(body: PreTrainedModel, token_ids: torch.Tensor) -> torch.Tensor:
 
 
 def check_encoder_invariance(loaded: LoadedEncoder) -> None:
-    """Check for ``engine.deterministic`` that a text's hidden states have the same bits alone and
-    in a step with other texts.
+    """Check that a text's hidden states have the same bits alone and in a step with other texts, as
+    ``engine.deterministic`` requires.
 
     Raises:
         ModelError: the bits differ, or on a CUDA device they may differ.

@@ -1,4 +1,4 @@
-"""Encoder layers of BERT's shape that run in one call of a C function on a CPU.
+"""Runs all layers of a BERT-like encoder in one call to a C function on a CPU.
 
 At MiniLM's width, attention, norms and activations take two fifths of an encoder's time in torch,
 and threads wait for each other after each of these operations.
@@ -28,7 +28,7 @@ from batchinfer.worker.linear_kernels import LinearKernel
 from batchinfer.worker.verify import Swap, swap_verified
 
 TOLERANCE = 0.05
-"""Tolerance of hidden states: far above rounding errors and far below the effect of other texts."""
+"""Tolerance for hidden states: far above rounding errors, far below the effect of other texts."""
 _ACTIVATIONS: dict[type[nn.Module], str] = {
     GELUActivation: "gelu",
     GELUTanh: "gelu_tanh",
@@ -53,7 +53,7 @@ class NativeEncoderLayers(nn.Module):
     """All layers of an encoder in one call.
 
     Args:
-        parts: parts of each layer; widths, heads, scale and activation are the same in all layers.
+        parts: modules and settings of each layer; shapes and settings are the same in all layers.
         kernel: one of the C kernels.
     """
 
@@ -90,7 +90,7 @@ class NativeEncoderLayers(nn.Module):
     def _qkv_buffer(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return an uninitialized buffer [T or more, 3 * width], reused by later steps."""
         if len(self._qkv) < len(hidden):
-            self._qkv = torch.empty(0)  # free the old buffer first, because both may not fit
+            self._qkv = torch.empty(0)  # free the old buffer first; memory may not hold both
             self._qkv = hidden.new_empty(len(hidden), self._width)
         return self._qkv
 
@@ -115,7 +115,7 @@ def join_encoder_layers(
     dtype: torch.dtype,
     states: Callable[[], torch.Tensor],
 ) -> bool:
-    """Replace all layers of an encoder by ``NativeEncoderLayers``, if hidden states stay the same.
+    """Replace an encoder's layers with ``NativeEncoderLayers`` if hidden states stay the same.
 
     Args:
         kernel: kernel of the body's linear layers.
@@ -136,8 +136,8 @@ def join_encoder_layers(
 
 
 def _parts_of_all(child: nn.Module, kernel: LinearKernel, dtype: torch.dtype) -> list[_Parts]:
-    """Return the parts of each layer, or an empty list if the layers are not of BERT's shape or
-    differ from each other."""
+    """Return the parts of each layer, or an empty list if the layers are not like BERT's or differ
+    in shape from each other."""
     if not isinstance(child, nn.ModuleList):
         return []
     candidates = [_parts(layer) for layer in child]

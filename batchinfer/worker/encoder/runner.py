@@ -72,9 +72,9 @@ POOLING: Mapping[str, Callable[[torch.Tensor, int], torch.Tensor]] = {
     "mean_sqrt_len_tokens": lambda states, first: states.sum(1) / states.shape[1] ** 0.5,
     "weightedmean": _weighted_mean,
 }
-"""Functions for the modes of sentence-transformers' Pooling module, by name
-(sentence_transformers/sentence_transformer/modules/pooling.py, version 6.2). They map float32
-hidden states [B, L, H], and the index of the first state in its text, to vectors [B, H]."""
+"""The pooling modes of sentence-transformers' Pooling module, keyed by name
+(sentence_transformers/sentence_transformer/modules/pooling.py, version 6.2). Each function maps
+float32 hidden states [B, L, H], and the index of the first state in its text, to vectors [B, H]."""
 
 
 def pool(
@@ -83,7 +83,7 @@ def pool(
     """Pool a packed row of hidden states [T, H] to float32 vectors [S, modes * H].
 
     Args:
-        unpooled: number of first tokens to leave out of each sequence, by run.
+        unpooled: for each run, the number of tokens to leave out at the start of each sequence.
     """
     vectors = []
     for (start, count, length), first in zip(runs, unpooled, strict=True):

@@ -1,10 +1,10 @@
-"""Replaces a model's attention, MLPs and norms by fused modules that compute the same results.
+"""Replaces a model's attention, MLPs and norms with fused modules that compute the same results.
 
 Candidates are found by the names of their parts and accepted by their results. The model runs once
 on four tokens between its first and its last position. Each candidate is copied to float32, so that
-rounding does not hide differences. Its fused module must give the same results on the candidate's
-recorded input: unchanged, scaled down, and scaled up far enough to show clipping. Modules that
-differ stay as they are, so an unknown family runs as in transformers.
+rounding does not hide differences. Its fused module must give the same results for the candidate's
+recorded input: unchanged, scaled down, and scaled up far enough to show clipping. Modules whose
+results differ are not replaced, so an unknown family runs as in transformers.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _TOKENS = (3, 7, 5, 3)
 _NORM_OFFSETS = (0.0, 1.0)  # Gemma's norms multiply by 1 + weight
 _SCALES = (2.0**-8, 1.0, 2.0**8, 2.0**16)
 _MODERATE = 1.0
-"""Largest scale at which attention's outputs are compared. Larger inputs saturate the softmax, and
-rounding errors then decide which key gets the weight."""
+"""Largest scale at which attention's outputs are compared. Larger inputs saturate the softmax, so
+that rounding errors decide which key gets all the weight."""
 _TOLERANCE = 2e-5
 """Tolerance for rounding errors of float32 sums."""
 
@@ -45,14 +45,14 @@ _Factory = Callable[[Any, AttentionVariant | None], nn.Module]
 
 
 def fuse(model: nn.Module, layout: KVLayout, max_model_len: int) -> bool:
-    """Replace a model's modules by fused modules, one after the other, and then its layers.
+    """Replace a model's modules with fused modules, one after the other, and then its layers.
 
     Args:
         layout: KV layout of a pool for the model.
         max_model_len: longest sequence in tokens; positions up to it are tested.
 
     Returns:
-        True if the model's logits stayed the same; otherwise the model must be loaded again.
+        True if the model's logits stayed the same; if False, the model must be loaded again.
     """
     with torch.inference_mode():
         modules = _ModuleFusion(model, layout, max_model_len)
@@ -80,8 +80,7 @@ class _ModuleFusion:
         self._variants = {call.layer: call.variant for call in attention.calls}
 
     def fuse_children(self, parent: nn.Module) -> None:
-        """Replace modules from the outside in, because a fused module replaces all parts of a
-        module."""
+        """Try an outer module before its children, because a fused module replaces these too."""
         for name, child in list(parent.named_children()):
             fused = self._fused(child)
             if fused is None:
@@ -111,9 +110,9 @@ class _ModuleFusion:
         return None
 
     def layers_add_plainly(self) -> bool:
-        """Return True if layers that add in place compute the same as the model's decoder layers.
-        One layer of each class is compared in float32, because 16-bit logits would not show that a
-        layer scales the numbers that it adds."""
+        """Return True if layers that add in place give the same results as the model's decoder
+        layers. One layer of each class is compared in float32, because 16-bit logits would not show
+        that a layer scales what it adds to the residual."""
         layers = {type(layer): layer for layer in self._calls if fused_layer(layer)}
         for layer in layers.values():
             original = copy.deepcopy(layer).float()
@@ -176,7 +175,7 @@ def _scaled(call: ModuleCall, scale: float) -> tuple[tuple[Any, ...], dict[str, 
 
 
 def _factories(module: Any) -> list[_Factory]:
-    """Return factories of the fused modules that may replace a module, by its parts."""
+    """Return factories of the fused modules that may replace a module, judged by its parts."""
     parts = {name for name, _ in module.named_children()}
     if _is_attention(module, parts):
         offsets = _NORM_OFFSETS if "q_norm" in parts else _NORM_OFFSETS[:1]

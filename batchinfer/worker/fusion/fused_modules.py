@@ -1,11 +1,11 @@
 """Attention, gated MLP, norms and decoder layers that pass over memory less often.
 
-Each module replaces a module of transformers and is called like it. The modules do not fit all
-families, so ``fuse`` compares each with the original.
+Each module replaces a module of transformers and takes the same arguments. The modules do not suit
+all families, so ``fuse`` compares each with the original.
 
 A layer of Llama's shape ends its attention (or recurrence) and its MLP with ``residual + x @
-weight.T``. A matrix multiplication can add to its output at no cost. This saves a pass over the
-hidden state, which reads two tensors and writes one, and two kernel launches per layer.
+weight.T``. A matrix multiplication can do such an addition at no cost. Per layer, this saves two
+kernel launches that read two tensors and write one.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from batchinfer.worker.ops import HeadNorms, rms_norm, silu_mul
 from batchinfer.worker.verify import Probe, find_swaps, swap_verified
 
 LOGITS_TOLERANCE = {torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
-"""Tolerance of logits, by the model's dtype. Fused modules round to 16 bits less often, so their
-logits differ slightly."""
+"""Tolerance for logits, keyed by the model's dtype. Fused modules round to 16 bits less often, so
+their logits differ slightly."""
 PROBE_TOKENS = (3, 7, 5, 3)
 _MIXERS = {"self_attn", "linear_attn"}
 """Names of modules that mix tokens."""
@@ -64,7 +64,8 @@ class FusedAttention(nn.Module):
         *_: Any,
         **__: Any,
     ) -> tuple[torch.Tensor, None]:
-        """Compute attention over the forward context's cache; returns [1, T, hidden] and None."""
+        """Compute attention over the forward context's cache. Return the output [1, T, hidden], and
+        None for the attention weights."""
         context = current_context()
         shape = context.cache.shape(self.layer)
         cos, sin = position_embeddings
@@ -115,9 +116,12 @@ class FusedRMSNorm(nn.Module):
 
 
 def starts_of(parent: Any, merged_name: str, names: tuple[str, ...]) -> dict[str, tuple[str, int]]:
-    """Return the merged layer's name and the index of the first output for each of ``parent``'s
-    linear layers, by the layer's name. ``names`` are in the order of merging; names of layers in
-    modules within ``parent`` have dots."""
+    """Map the names of ``parent``'s merged linear layers to ``merged_name`` and the index of each
+    layer's first output in the merged layer.
+
+    Args:
+        names: names relative to ``parent``, with dots for nested modules, in the order of merging.
+    """
     starts, start = {}, 0
     for name in names:
         starts[name] = (merged_name, start)
@@ -210,7 +214,7 @@ def _adding(module: nn.Module, name: str) -> Any:
 
 
 def fuse_layers(model: nn.Module, layout: KVLayout) -> int:
-    """Replace pre-norm layers by layers that add in place, if the model's results stay the same.
+    """Replace pre-norm layers with layers that add in place, if the model's results stay the same.
 
     Call it after modules are fused and before weights are packed.
 

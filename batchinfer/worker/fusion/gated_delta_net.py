@@ -1,4 +1,4 @@
-"""A Gated DeltaNet layer with one matrix multiplication for all projections of its input."""
+"""Fuses the input projections of a Gated DeltaNet layer into one matrix multiplication."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class FusedGatedDeltaNet(nn.Module):
         return all(is_plain(layer.get_submodule(name)) for name in family.projections)
 
     def forward(self, hidden_states: torch.Tensor, **_: Any) -> torch.Tensor:
-        """Run the layer on [1, T, H]; returns [1, T, H]."""
+        """Run the layer on [1, T, H], and return [1, T, H]."""
         inputs = LayerInputs(*self.in_proj(hidden_states[0]).split(self._widths, dim=1))
         inputs = self._family.projected_again(self, inputs)
         output: torch.Tensor = getattr(self, self.output)(
@@ -61,7 +61,7 @@ class FusedGatedDeltaNet(nn.Module):
         return output[None]
 
     def _keep(self, name: str, module: nn.Module) -> None:
-        """Keep a module of transformers' layer under its name, in which adapters find it."""
+        """Keep a module of transformers' layer under its name, by which adapters find it."""
         *parents, name = name.split(".")
         place: nn.Module = self
         for parent in parents:

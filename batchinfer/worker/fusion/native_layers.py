@@ -1,4 +1,4 @@
-"""Decoder layers that a C function runs on a CPU, in one call for each layer or for all layers."""
+"""Runs decoder layers in C on a CPU, with one call for each layer or for all layers."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ Rotary = tuple[torch.Tensor, torch.Tensor]
 
 
 class NativeDecoderLayers(nn.Module):
-    """Runs consecutive layers in one call. Separate calls from Python take a tenth of a decode
-    step.
+    """Runs consecutive layers in one call to C. The many calls that the Python layers need take a
+    tenth of a decode step.
 
-    The results have the same bits as the Python layers' results. The Python layers run in steps
-    with adapters, because adapters add to linear layers, and with a float8 pool, because the C
-    layers cannot read it.
+    The results have the same bits as those of the Python layers. The Python layers still run in
+    steps with adapters, which change linear layers' outputs, and over a float8 pool, which the C
+    layers cannot read.
 
     Args:
         layers: ``FusedDecoderLayer``s of fused modules with packed weights.
@@ -54,7 +54,7 @@ class NativeDecoderLayers(nn.Module):
         keep_plain_attributes(self, layers[0])
         self.layers = nn.ModuleList(layers)
         self.workspace = workspace
-        self._groups: dict[int, int] = {}  # one layer of each layer group, by group
+        self._groups: dict[int, int] = {}  # number of one layer of each group, keyed by group
         self._arguments, self._steps = array_of_layers([]), array_of_steps([])
         self._made_for: tuple[object, ...] = ()
 
@@ -89,8 +89,8 @@ class NativeDecoderLayers(nn.Module):
         return hidden_states
 
     def _make_arguments(self, hidden: torch.Tensor, context: ForwardContext) -> None:
-        """Make the C function's arguments for all steps over this pool and workspace. Arguments
-        that differ between steps are in ``StepArgs``."""
+        """Make the C function's arguments that stay the same for all steps over this pool and
+        workspace. ``StepArgs`` holds the others."""
         layers: list[Any] = [*self.layers]
         numbers = [layer.self_attn.layer for layer in layers]
         groups = [context.cache.group(number) for number in numbers]
@@ -102,8 +102,8 @@ class NativeDecoderLayers(nn.Module):
         self._steps = array_of_steps(steps)
 
     def _arguments_of(self, layer: Any, hidden: torch.Tensor, context: ForwardContext) -> LayerArgs:
-        """Return a layer's arguments, with strides that hold for steps of any length. A tensor of
-        one row may report any stride."""
+        """Return a layer's arguments, with strides that are valid for steps of any length. (The
+        strides of a one-row tensor may be arbitrary.)"""
         cache, backend = context.cache, context.backend
         assert isinstance(backend, NativeAttention)
         attention, mlp = layer.self_attn, layer.mlp
@@ -147,7 +147,7 @@ class Workspace:
         self.rotary = self._empty, self._empty
         """Cosines and sines of the step, [T, rotary width]."""
         self._current: tuple[ForwardContext, Rotary] | None = None  # context of the running step
-        self._steps: dict[int, StepArgs] = {}  # by layer group, at fixed addresses
+        self._steps: dict[int, StepArgs] = {}  # keyed by layer group, at fixed addresses
         self._updated: set[int] = set()  # groups already updated for this step
 
     def begin_step(self, context: ForwardContext, position_embeddings: Rotary) -> None:
@@ -165,8 +165,8 @@ class Workspace:
         self._current = context, position_embeddings
 
     def step_of(self, group: int, layer: int) -> StepArgs:
-        """Return the step arguments of a layer group: the same object in all steps, updated once a
-        step. ``layer`` is any layer of the group."""
+        """Return the step arguments of a layer group: the same object in all steps, updated once
+        per step. ``layer`` is any layer of the group."""
         step = self._steps.setdefault(group, StepArgs())
         if group not in self._updated:
             self._update(step, group, layer)
@@ -183,7 +183,7 @@ class Workspace:
         context.backend.point_to_step(group, step)
 
     def reserve(self, num_rows: int) -> None:
-        """Reserve ``num_rows`` tokens; may free earlier buffers."""
+        """Make later buffers hold at least ``num_rows`` tokens; may free earlier buffers."""
         if num_rows > self._num_rows:
             self.release()
             self._num_rows = num_rows
@@ -210,7 +210,7 @@ class Workspace:
 
 @torch.inference_mode()
 def fuse_native_layers(model: nn.Module, layout: KVLayout) -> None:
-    """Replace each fused layer by a native layer, if the bits stay the same.
+    """Replace each fused layer with a native layer, if the bits stay the same.
 
     Call it after ``fuse`` and ``pack_linears``.
     """
@@ -246,8 +246,7 @@ def join_native_layers(model: nn.Module, layout: KVLayout) -> None:
 
 
 def layers_of(modules: nn.ModuleList) -> nn.ModuleList:
-    """Return a model's layers. Native layers are replaced by the Python layers that they were made
-    of."""
+    """Return a model's layers, with the Python layers inside native layers instead of these."""
     return nn.ModuleList(
         layer
         for module in modules
@@ -257,8 +256,8 @@ def layers_of(modules: nn.ModuleList) -> nn.ModuleList:
 
 def _share_one_tensor(calls: list[ModuleCall], layers: list[nn.Module]) -> bool:
     """Return True if each layer was called once, in order, with the same hidden states (which
-    layers change in place) and the same rotary positions. Both are compared by identity: equal
-    rotary values at a few positions may differ at other positions."""
+    layers change in place) and the same rotary positions. Both are compared by identity, because
+    rotary values that are equal at the probe's positions may differ at others."""
     hidden, rotary = calls[0].arguments[0], calls[0].options["position_embeddings"]
     return [call.module for call in calls] == layers and all(
         call.arguments[0] is hidden and call.options["position_embeddings"] is rotary

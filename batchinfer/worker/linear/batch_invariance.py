@@ -1,11 +1,11 @@
-"""Checks for ``engine.deterministic`` that a loaded model is batch-invariant.
+"""Checks that a loaded model is batch-invariant, as ``engine.deterministic`` requires.
 
 On any device the model runs a few tokens alone, in a batch and in chunks, and all bits must be
 equal. On a CUDA device, this is not enough: torch chooses the order of sums by the number of rows,
-and may choose another order for numbers of rows that were not tested. torch's operations are
-therefore also checked by name. Only operations whose results cannot depend on the number of rows
-are allowed: pointwise operations, copies, and reductions in which one block of threads reduces one
-row.
+and may choose another order for numbers of rows that were not tested. Therefore, the names of
+torch's operations are checked too. Only operations whose results cannot depend on the number of
+rows are allowed: pointwise operations, copies, and reductions in which one block of threads reduces
+one row.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from batchinfer.worker.verify import Probe, logits_in_chunks
 _STEPS = (((3,), (1, 2, 3, 8, 33)), ((3, 7, 5, 3, 11), (1, 2, 5, 13)))
 """Pairs of (tokens of a sequence, numbers of equal sequences to run in one step)."""
 _CHUNKS = (1, 2)
-"""Sizes in tokens of the chunks in which a sequence is computed."""
+"""Sizes of the chunks in which a sequence is computed, in tokens."""
 _COPIES = {
     *("arange", "cat", "clone", "constant_pad_nd", "copy_", "dropout", "embedding", "empty"),
     *("empty_like", "empty_strided", "expand_copy", "fill_", "full", "full_like", "gather"),
@@ -75,7 +75,7 @@ def check_batch_invariance(
 def check_operations(
     model: torch.nn.Module, layout: KVLayout, kernel: LinearKernel | None = None
 ) -> None:
-    """Check the operations of torch that a forward pass calls on a CUDA device.
+    """Check the torch operations that a forward pass calls on a CUDA device.
 
     Raises:
         ModelError: the bits of an operation may depend on the number of rows.
@@ -100,8 +100,7 @@ def check_operations(
 
 
 class _BatchDependentOperations(TorchDispatchMode):
-    """Records operations called inside if the bits of their results may depend on the number of
-    rows."""
+    """While active, records the torch operations whose bits may depend on the number of rows."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -113,7 +112,7 @@ class _BatchDependentOperations(TorchDispatchMode):
             func.is_view
             or torch.Tag.pointwise in func.tags
             or name in _COPIES | _ONE_BLOCK_PER_ROW
-            # A product with one column sums nothing.
+            # A product over one column sums nothing.
             or (name in _MATMULS and args[0].shape[-1] == 1)
         )
         if not is_invariant:

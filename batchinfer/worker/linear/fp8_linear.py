@@ -1,8 +1,9 @@
 """Linear layers with float8 e4m3fn weights in blocks of 128 x 128, on a CUDA device.
 
-A weight takes one byte instead of two. This speeds up steps of few rows, because their time is the
-time to read weights. From compute capability 8.9 on, rows are rounded to float8 too, in groups of
-128 columns. Tensor cores multiply float8 twice as fast as 16 bits (``kernels/fp8_linear.py``).
+A weight takes one byte instead of two. This speeds up steps of few rows, which spend most of their
+time reading weights. From compute capability 8.9 on, rows are rounded to float8 too, in groups of
+128 columns. Tensor cores multiply float8 numbers twice as fast as 16-bit numbers
+(``kernels/fp8_linear.py``).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class Float8PackedWeight(OwnWeight):
 
     Args:
         weight: codes and scales.
-        rows_too: round rows to float8 as well.
+        rows_too: True to round rows to float8 as well.
     """
 
     def __init__(self, weight: Float8Weight, *, rows_too: bool) -> None:
@@ -55,7 +56,7 @@ def fp8_kernel(*, rows_too: bool) -> LinearKernel:
     """Return the kernel for float8 weights. Each block is scaled so that its largest number is 448.
 
     Args:
-        rows_too: round rows to float8 as well.
+        rows_too: True to round rows to float8 as well.
     """
 
     def pack(weight: torch.Tensor) -> Float8PackedWeight:
@@ -80,7 +81,7 @@ def quantize_fp8(model: Any) -> str:
         The name of the kernel for logs and manifests.
 
     Raises:
-        ModelError: the model has no such layers.
+        ModelError: the model has no linear layers that can be quantized.
     """
     from batchinfer.kernels.launch import compute_capability
 

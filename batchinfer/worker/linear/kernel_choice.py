@@ -30,35 +30,37 @@ from batchinfer.worker.linear_kernels import LinearKernel, linear_kernels, trito
 from batchinfer.worker.model.quantization import is_plain
 
 Shape = tuple[int, int]
-"""Number of outputs and inputs of a weight."""
+"""A weight's numbers of outputs and of inputs."""
 
 _MIN_SPEEDUP = 1.15
-"""Speedup over the C kernel that another kernel must reach. The C kernel is batch-invariant and can
-run whole decoder layers in one call."""
+"""Smallest speedup over the C kernel for which another kernel is chosen. The C kernel is preferred
+because it is batch-invariant and can run whole decoder layers in one call."""
 _MIN_TIMED_ELEMENTS = 1 << 22
-"""Kernels are not timed for models with fewer weights, because the choice hardly matters."""
+"""Smallest number of weight elements for which kernels are timed. For smaller models, the choice
+hardly matters."""
 _SECONDS = 0.2
-"""Time limit for all measurements. Shapes with the largest share of the computation come first."""
+"""Time limit for all measurements, in seconds. Shapes with the largest share of the computation are
+timed first."""
 _ROWS = (64, 256)
 """Rows of a typical decode step, and of a typical prompt step."""
 _ROUNDS = 3
 _MAX_TIMED_ELEMENTS = 1 << 19
-"""Larger weights are cut to this number of elements, in whole outputs, before they are timed: 64
+"""Number of elements that larger weights are cut to, in whole outputs, before they are timed. 64
 rows then take half a millisecond."""
 _DTYPE_NAMES = "model.dtype: float32 or bfloat16"
 
 
 @dataclass(frozen=True)
 class KernelRequirements:
-    """Requirements on a kernel."""
+    """What a job requires of its kernel."""
 
     kind: str = "auto"
     """Value of ``engine.cpu_kernels``."""
     deterministic: bool = False
     """Value of ``engine.deterministic``: True allows only batch-invariant kernels."""
     pinned: Mapping[str, str] = field(default_factory=dict)
-    """Names of the kernels of the job's earlier runs, by dtype. A deterministic job must use them;
-    other jobs use them if this machine has them."""
+    """Names of the kernels that the job's earlier runs used, keyed by dtype. A deterministic job
+    must use them; other jobs use them if this machine has them."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ class KernelChoice:
     """The kernel; None if torch multiplies by unpacked weights."""
     why: str
     gflops: Mapping[str, float] = field(default_factory=dict)
-    """Speeds of the timed kernels, by name."""
+    """Speeds of the timed kernels in GFLOP/s, keyed by kernel name."""
 
     @property
     def name(self) -> str:
@@ -184,7 +186,7 @@ def _allowed(
             f"engine.cpu_kernels is {required.kind}, but this machine has no such "
             f"kernel for {_dtype_name(dtype)}, which needs {needs} and "
             f"{_DTYPE_NAMES}",
-            hint="install {needs}, choose another model.dtype, or set engine.cpu_kernels: auto",
+            hint=f"install {needs}, choose another model.dtype, or set engine.cpu_kernels: auto",
         )
     if not required.deterministic:
         return suitable
@@ -217,13 +219,14 @@ def _dtype_name(dtype: torch.dtype) -> str:
 def time_kernels(
     kernels: Sequence[LinearKernel], shapes: Mapping[Shape, int], dtype: torch.dtype
 ) -> dict[str, float]:
-    """Return the speed of each kernel over a model's linear layers, in GFLOP/s by kernel name.
+    """Return the speed of each kernel for a model's linear layers, in GFLOP/s, keyed by kernel
+    name.
 
-    Measures the processor time of one thread. Wall time and times of several threads depend on
-    other processes, which once made the wrong kernel win. Results are cached.
+    Measures the processor time of one thread. Wall time, and the time of several threads, also
+    depend on other processes, and once made a slower kernel win. Results are cached.
 
     Args:
-        shapes: number of linear layers of each shape.
+        shapes: number of linear layers, keyed by shape.
     """
     path = _cache_path(kernels, shapes, dtype)
     speeds = _read(path, {kernel.name for kernel in kernels})
@@ -268,7 +271,7 @@ def _time_shape(
     x = torch.linspace(1, -1, max(_ROWS) * width).to(dtype).view(-1, width)
     packed = {kernel.name: kernel.pack(weight) for kernel in kernels}
     best = {(name, rows): math.inf for name in packed for rows in _ROWS}
-    # The first round does not count, because kernels prepare for the shape.
+    # The first round always runs, however long it takes.
     for number in range(1 + _ROUNDS):
         if number and time.perf_counter() > ends:
             break

@@ -1,9 +1,9 @@
-"""Mixture-of-experts layers over packed weights, on a CPU.
+"""Mixture-of-experts layers with packed weights, on a CPU.
 
-The rows of each expert are multiplied together, as in transformers' ``integrations/moe.py``
-(``grouped_mm_experts_forward``). In transformers, BLAS rearranges weights in every step and
-multiplies only floating-point numbers. In this module, the outputs of a token's experts are summed
-in order in float32, so the token's bits do not depend on other tokens if the kernel is
+All rows of an expert are multiplied at once, as in transformers' ``integrations/moe.py``
+(``grouped_mm_experts_forward``). In transformers, however, BLAS rearranges weights in every step
+and multiplies only floating-point numbers. This module also sums the outputs of a token's experts
+in a fixed order in float32, so the token's bits do not depend on other tokens if the kernel is
 batch-invariant.
 """
 
@@ -47,7 +47,7 @@ class ExpertWeights:
     def packed(
         self, kernel: LinearKernel, dtype: torch.dtype, *, as_saved: bool
     ) -> Iterator[PackedWeight]:
-        """Pack each expert's matrix. If ``as_saved``, kept codes are packed as they are."""
+        """Pack each expert's matrix. If ``as_saved``, pack kept codes without rounding again."""
         read = getattr(self.experts, _CODES, {}).get(self.name) if as_saved else None
         for expert, weight in enumerate(self.weight):
             codes: HostCodes | None = read and read(expert)
@@ -64,7 +64,7 @@ class PackedExperts(nn.Module):
 
     Args:
         experts: transformers' module; its weights are deleted after packing.
-        as_saved: pack the codes that experts were saved with, if they were kept.
+        as_saved: True to pack the codes that the experts were saved with, if they were kept.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class PackedExperts(nn.Module):
         if hasattr(experts, _CODES):
             delattr(experts, _CODES)  # the kept readers of codes refer to the loaded weights
         self.experts = experts
-        """transformers' module without its weights: the gate or the activation, and biases."""
+        """transformers' module without its weights; it still has the activation and the biases."""
 
     def forward(
         self,
@@ -94,7 +94,7 @@ class PackedExperts(nn.Module):
         top_k_index: torch.Tensor,  # [T, k]
         top_k_weights: torch.Tensor,  # [T, k]
     ) -> torch.Tensor:
-        """Return the weighted sum of each token's k experts, [T, hidden]."""
+        """Return the weighted sum of the outputs of each token's k experts, [T, hidden]."""
         if not len(hidden):
             return torch.empty_like(hidden)
         chosen, order = top_k_index.flatten().sort(stable=True)
@@ -112,7 +112,8 @@ class PackedExperts(nn.Module):
         return total.to(hidden.dtype)
 
     def _times(self, matrix: int, rows: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
-        """Multiply rows that are sorted by expert, ``counts`` rows for each expert."""
+        """Multiply rows, which are sorted by expert, by their experts' matrices. ``counts`` is the
+        number of rows for each expert."""
         outputs, first = [], 0
         for count, packed, bias in zip(
             *(counts, self._packed[matrix], self._biases[matrix]), strict=True
@@ -130,8 +131,8 @@ def matrices_of(experts: Any) -> tuple[ExpertWeights, ExpertWeights]:
 
 
 def expert_modules(model: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
-    """Yield the parent, name and module of each layer's experts that have the structure which
-    transformers' expert functions require."""
+    """Yield the parent, name and module of each layer's experts, if transformers' expert functions
+    support their structure."""
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if _is_plain(child):
@@ -152,7 +153,7 @@ def pack_experts(
 
     Args:
         dtype: dtype of the weights to pack.
-        as_saved: pack the codes that experts were saved with, if they were kept.
+        as_saved: True to pack the codes that the experts were saved with, if they were kept.
 
     Returns:
         The number of layers whose experts were packed.

@@ -2,9 +2,9 @@
 
 In ``torch.nn.functional.linear``, oneDNN or BLAS rearranges the weight in every call. On a
 processor with AVX-512, oneDNN with a packed weight is 1.3 to 2.4 times as fast. This project's C
-kernel is up to 1.7 times as fast as packed oneDNN at 8 to 32 rows, and equally fast at 64 rows. On
-other processors the kernels are timed (``kernel_choice``). On a CUDA device most weights stay as
-they are, and only the kernel differs.
+kernel is up to 1.7 times as fast as packed oneDNN at 8 to 32 rows, and equally fast at 64 rows.
+Because processors differ, ``kernel_choice`` times the kernels. On a CUDA device most weights keep
+their layout, and only the kernel differs.
 """
 
 from __future__ import annotations
@@ -41,9 +41,10 @@ _METHODS: Mapping[type, str] = {
     Int4Weight: "int4",
     Float8GroupedWeight: FLOAT8_METHOD,
 }
-"""Values of ``model.quantization``, by the type of codes that their kernels read."""
+"""Values of ``model.quantization``, keyed by the type of codes that their kernels read."""
 _HEAD_METHOD = "int8"
-"""Quantization of the output head: four bits would change which logit is the largest."""
+"""Quantization of the output head. With four bits, rounding would often change which logit is the
+largest."""
 
 
 class PackedLinear(nn.Module):
@@ -67,7 +68,7 @@ class PackedLinear(nn.Module):
         self.kernel = kernel
         self.packed = packed or kernel.pack(weight)
         self.nbytes = 0
-        """Bytes of the packed weight without padding, unless it is a parameter."""
+        """Bytes of the packed weight without padding; 0 if it is a parameter."""
         if kernel.copies:
             quantized = (
                 isinstance(self.packed, OwnWeight) and self.packed.weight.dtype != weight.dtype
@@ -111,8 +112,8 @@ def merged(*linears: nn.Linear) -> nn.Linear:
 
 
 def replace_linears(model: nn.Module, make: Callable[[nn.Linear], nn.Module | None]) -> int:
-    """Replace a model's linear layers one at a time. Each frees its weight before the next is
-    packed.
+    """Replace a model's linear layers one at a time, so that each layer's weight is freed before
+    the next layer is packed.
 
     Args:
         make: returns a layer's replacement, or None to keep the layer.
@@ -146,7 +147,7 @@ def pack_linears(
 
 
 def packs(linear: object, kernel: LinearKernel, dtype: torch.dtype) -> TypeGuard[nn.Linear]:
-    """Return True if ``kernel``, for weights of ``dtype``, can multiply by a layer's weight."""
+    """Return True if a layer has weights of ``dtype`` that ``kernel`` can multiply by."""
     return (
         is_plain(linear)
         and linear.weight.dtype == dtype
@@ -161,11 +162,11 @@ def quantize_packed(model: Any, method: str, dtype: torch.dtype) -> LinearKernel
     Implements ``model.quantization: int8``, ``int4`` and ``fp8`` on a CPU. Call it after layers are
     fused. The output head gets int8 weights, or keeps its dtype with ``fp8``.
 
-    An int8 weight has a scale for each output; an int4 weight has a scale and a zero point for each
-    64 columns of an output. Each row gets a scale when it is multiplied, so that its largest number
-    becomes 127. (torchao's ``Int8DynamicActivationInt8WeightConfig`` scales it to 127.5 before
-    rounding, so results differ by the rounding error.) A float8 weight has a scale for each
-    128 x 128 block, and its rows are not rounded.
+    An int8 weight has a scale for each output; an int4 weight has a scale and a zero point for
+    every 64 columns of an output. When an input row is multiplied by such a weight, it is rounded
+    with a scale that makes its largest number 127. (torchao's
+    ``Int8DynamicActivationInt8WeightConfig`` makes it 127.5, so results differ by the rounding
+    error.) A float8 weight has a scale for each 128 x 128 block, and input rows are not rounded.
 
     Args:
         model: transformers' causal language model.
@@ -177,7 +178,7 @@ def quantize_packed(model: Any, method: str, dtype: torch.dtype) -> LinearKernel
 
     Raises:
         DeviceError: this machine has no kernel for ``dtype``.
-        ModelError: the model has no such layers.
+        ModelError: the model has no linear layers that can be quantized.
     """
     kernel, head = codes_kernel(method, dtype), model.get_output_embeddings()
     if kernel is None:
@@ -207,14 +208,14 @@ def no_linears(model: Any) -> ModelError:
 def pack_prequantized(model: nn.Module, dtype: torch.dtype) -> dict[str, LinearKernel]:
     """Pack the linear layers whose codes were kept (``prequantized_weights.keep_codes``).
 
-    Call it after layers are fused and before ``pack_linears`` packs the other layers. Without a
-    kernel for ``dtype``, weights stay floating-point numbers.
+    Call it after layers are fused and before ``pack_linears`` packs the other layers. If there is
+    no kernel for ``dtype``, the weights stay floating-point numbers.
 
     Args:
         dtype: dtype of the model's weights.
 
     Returns:
-        The kernels used, by ``int8``, ``int4`` and ``fp8``.
+        The kernels used, keyed by ``int8``, ``int4`` or ``fp8``.
     """
     used: dict[str, LinearKernel] = {}
 

@@ -1,9 +1,9 @@
 """Finds the quantized codes of a checkpoint for the layers that were loaded from it.
 
-A checkpoint may hold the matrices of a layer's experts in one tensor, or a tensor for each expert.
-transformers joins separate tensors on loading: first the matrices of one expert that share an
-input, then all experts of a layer. This module finds each tensor by its name, and uses it only if
-it dequantizes to the loaded numbers, bit for bit.
+A checkpoint may hold the matrices of a layer's experts in one tensor, or one tensor for each
+expert. transformers joins separate tensors when it loads them: first the matrices of one expert
+that share an input, then all experts of a layer. This module finds each tensor by its name, and
+uses it only if it dequantizes to the loaded numbers, bit for bit.
 """
 
 from __future__ import annotations
@@ -62,22 +62,23 @@ KEPT: Mapping[str, Kinds] = {
     "int4": (Int4Weight,),
     "fp8": (Float8Weight,),
 }
-"""Types of codes that are kept, by ``model.quantization``; on a CPU, float8 codes are
-``Float8GroupedWeight`` instead."""
+"""Types of codes that are kept, keyed by the value of ``model.quantization``. On a CPU, float8
+codes are kept as ``Float8GroupedWeight`` instead."""
 _KEPT_OF_EXPERTS: Mapping[str, Kinds] = {
     "int8": (*KEPT["int8"], Int4Weight),
     "int4": (Int4Weight,),
     "fp8": (Float8GroupedWeight,),
 }
-"""Types of codes that are kept for experts: they have at most the requested number of bits."""
+"""Types of codes that are kept for experts on a CPU. Codes with fewer bits than requested are kept
+too."""
 _GROUPED: Mapping[int, type[Int4Weight | Int8GroupedWeight]] = {
     4: Int4Weight,
     8: Int8GroupedWeight,
 }
-"""Types of weights with groups of inputs, by number of bits."""
+"""Types of weights with groups of inputs, keyed by the number of bits."""
 _INT8_MAX, _UINT8_MIDDLE = 127, 128
 _FLOAT8_NAN = 0x7F  # bits of a float8 e4m3fn NaN, without the sign
-_GROUP_MULTIPLE = 8  # kernels need groups of a multiple of this number of inputs
+_GROUP_MULTIPLE = 8  # the kernels need groups whose size is a multiple of this
 _LAYER = re.compile(r"layers\.\d+\.")
 _SEPARATE_EXPERT = re.compile(r"(layers\.\d+\.)(?:.*\.)?experts\.(\d+)\.(\w+)\.weight")
 _PARTS: Mapping[str, tuple[tuple[str, ...], ...]] = {
@@ -85,12 +86,13 @@ _PARTS: Mapping[str, tuple[tuple[str, ...], ...]] = {
     "up_proj": (("up_proj",), ("w3",)),
     "down_proj": (("down_proj",), ("w2",)),
 }
-"""Names of the weights that make up an expert's matrix, in the order of its outputs."""
+"""For each of an expert's matrices, possible names of the weights that it consists of, in the order
+of their outputs."""
 
 _AsCodes = Callable[[Any], HostCodes | None]
 """Converts a saved weight to codes for a kernel; returns None for codes of an unwanted type."""
 _SeparateExperts = dict[tuple[int, str], Quantized]
-"""Saved weights of a layer, by the expert's number and the weight's name."""
+"""Saved weights of a layer, keyed by the expert's number and the weight's name."""
 
 
 def keep_prequantized(
@@ -98,9 +100,9 @@ def keep_prequantized(
 ) -> int:
     """Keep the saved codes of linear layers, if the kernels of ``method`` can read them.
 
-    Call it before layers are fused. It skips layers that were saved in another way (other bits,
-    groups of unequal sizes, other float8 blocks). It also skips layers whose loaded numbers differ
-    from the saved numbers, because loading rearranged them.
+    Call it before layers are fused. It skips layers whose codes these kernels cannot read (another
+    number of bits, groups of unequal sizes, other float8 blocks). It also skips layers whose loaded
+    numbers differ from the saved numbers, because loading rearranged them.
 
     Args:
         model: the model as it was loaded from the folder.
@@ -109,8 +111,8 @@ def keep_prequantized(
         device_type: device whose kernels will multiply, ``cpu`` or ``cuda``.
 
     Returns:
-        The number of linear layers whose codes were kept. Codes of experts are found later, when
-        the experts are packed.
+        The number of linear layers whose codes were kept. Experts are not counted, because their
+        codes are read only when they are packed.
     """
     saved_as = choose_format(saved_section(config))
     if saved_as is None:
@@ -153,7 +155,7 @@ def _keep_experts(
     """Keep functions that read the codes of a model's experts, until the experts are packed.
 
     Args:
-        saved: weights of the checkpoint by ``_in_layers`` of their names.
+        saved: weights of the checkpoint, keyed by ``_in_layers(name)``.
     """
     separate: defaultdict[str, _SeparateExperts] = defaultdict(dict)
     for name, weights in saved.items():
@@ -175,15 +177,15 @@ def _keep_experts(
 
 
 def _in_layers(name: str) -> str:
-    """Return a tensor's name from ``layers`` on, because the part before differs between
-    classes."""
+    """Return a tensor's name from ``layers`` on. The part before it differs between classes."""
     return name[max(name.find("layers."), 0) :]
 
 
 def _expert_of_tensor(
     weight: Quantized, loaded: torch.Tensor, as_codes: _AsCodes, expert: int
 ) -> HostCodes | None:
-    """Return an expert's codes from a tensor of all experts, if they dequantize to ``loaded``."""
+    """Return an expert's codes from a tensor that holds all experts, if they dequantize to the
+    expert's part of ``loaded``."""
     saved, low_bit = weight.read_expert(expert)
     codes = None if low_bit is None else as_codes(low_bit)
     return codes if torch.equal(saved.to(loaded.dtype), loaded[expert]) else None
@@ -192,7 +194,8 @@ def _expert_of_tensor(
 def _expert_of_parts(
     parts: _SeparateExperts, matrix: ExpertWeights, as_codes: _AsCodes, expert: int
 ) -> HostCodes | None:
-    """Return an expert's codes, joined from weights that were saved separately."""
+    """Return an expert's codes, joined from separately saved weights, if they dequantize to the
+    loaded matrix."""
     loaded = matrix.weight[expert]
     for names in _PARTS[matrix.name]:
         if any((expert, name) not in parts for name in names):
@@ -223,8 +226,8 @@ def as_codes(weight: LowBitCodes) -> Codes | None:
 
 
 def _from_table(weight: TableWeight) -> Int4Weight | None:
-    """Keep the weight's table as it is if all entries are multiples of one number. Otherwise, scale
-    the table so that its largest entry is 127, and round it to integers."""
+    """Convert a weight with a lookup table. If all entries of the table are multiples of one
+    number, the integer table is exact; otherwise, scale the largest entry to 127, and round."""
     size = weight.codes.shape[1] // weight.scales.shape[1]
     sizes = weight.table.abs()
     if not can_group(size) or not sizes.max() > 0:
@@ -261,7 +264,7 @@ def _low_bit(weight: IntegerWeight) -> LowBitWeight | None:
     outputs, groups = len(weight.numbers), weight.scales.shape[1]
     numbers = weight.numbers
     zeros = torch.zeros(1, 1, dtype=torch.int8) if weight.zeros is None else weight.zeros
-    if numbers.dtype == torch.int8:  # flipping the top bit shifts int8 to uint8
+    if numbers.dtype == torch.int8:  # flipping the top bit adds 128, which gives uint8
         numbers, zeros = (part.view(torch.uint8) ^ _UINT8_MIDDLE for part in (numbers, zeros))
     zeros = zeros.to(torch.uint8)  # [out or 1, groups or 1]
     scales = weight.scales.float().expand(outputs, groups).contiguous()
@@ -279,7 +282,7 @@ def _low_bit(weight: IntegerWeight) -> LowBitWeight | None:
 
 def _grouping(weight: IntegerWeight) -> tuple[int, torch.Tensor | None] | None:
     """Return the number of inputs in a group, and the order that makes the inputs of each group
-    adjacent (None if they are adjacent). Returns None if groups have unequal sizes."""
+    adjacent (None if they already are). Return None if groups have unequal sizes."""
     inputs, groups = weight.numbers.shape[1], weight.scales.shape[1]
     if weight.group_of is None:
         padded = -(-inputs // _GROUP_MULTIPLE) * _GROUP_MULTIPLE

@@ -1,8 +1,8 @@
 """Quantized codes of a checkpoint, kept with linear layers until the layers are packed.
 
-A quantized checkpoint is loaded as floating-point numbers, so that any device can run it and every
-check can compute with it. If the codes are kept too, layers are packed from these codes, without
-rounding again.
+A quantized checkpoint is loaded as floating-point numbers, so that any device and every check can
+compute with it. If the codes are kept too, layers are packed from these codes, without rounding
+again.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class Float8Weight:
         """Concatenate the outputs of weights.
 
         Raises:
-            ValueError: the outputs of a weight are not whole blocks.
+            ValueError: a weight's number of outputs is not a multiple of the block size.
         """
         if any(len(weight.codes) % BLOCK for weight in weights):
-            raise ValueError(f"weights whose outputs are not blocks of {BLOCK} cannot be joined")
+            raise ValueError(f"weights can be joined only if their outputs are multiples of {BLOCK}")
         codes, scales = (
             torch.cat([getattr(weight, name) for weight in weights]) for name in ("codes", "scales")
         )
@@ -76,8 +76,8 @@ def join_codes(joined: nn.Linear, linears: Sequence[nn.Linear]) -> None:
 
 
 def joined_codes(codes: Sequence[Codes | None]) -> Any:
-    """Concatenate the outputs of several codes. Returns None if some are missing, or if they differ
-    in type, groups or order."""
+    """Concatenate the outputs of several weights' codes. Return None if some codes are missing, or
+    if they differ in type, groups or order."""
     kind: Any = type(codes[0])
     if codes[0] is None or any(type(part) is not kind for part in codes):
         return None

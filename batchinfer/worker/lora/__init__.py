@@ -1,1 +1,1 @@
-"""LoRA adapters: reads and checks them, and adds them to the outputs of linear layers."""
+"""Reads and checks LoRA adapters, and adds their outputs to those of linear layers."""

@@ -57,11 +57,11 @@ class NotSupportedError(Exception):
 class LoraConfig:
     """A LoRA adapter's configuration, from the values of adapter_config.json.
 
-    Layer names are matched as in peft (peft/tuners/tuners_utils.py, peft/utils/other.py). Patterns
-    are matched with a time limit, because the folder may come from anywhere.
+    Layer names are matched as in peft (peft/tuners/tuners_utils.py, peft/utils/other.py). Matching
+    has a time limit, because patterns from an untrusted folder could take forever.
 
     Raises:
-        NotSupportedError: names the key.
+        NotSupportedError: a key has a value that is not supported.
     """
 
     def __init__(self, values: Mapping[str, Any]) -> None:
@@ -111,8 +111,8 @@ class LoraConfig:
                 yield name
 
     def _names(self, wanted: Any, name: str) -> bool:
-        """Return True if ``names`` matches a layer: a pattern for the whole name, or a list of name
-        ends."""
+        """Return True if ``wanted`` matches a layer's name. ``wanted`` is a pattern for the whole
+        name, or a list of last parts of names."""
         if isinstance(wanted, str):
             return _match_with_timeout(f"(?:{wanted})$", name) is not None
         ends = wanted if isinstance(wanted, list) else []
@@ -133,8 +133,8 @@ class LoraConfig:
         return False
 
     def _number(self, module: str, patterns: str, key: str, default: int) -> float:
-        """Return the number at ``key`` for a layer: the number of the first pattern that matches
-        the end of the layer's name, else the number for all layers."""
+        """Return a layer's number: the value of the first pattern in the mapping ``patterns`` that
+        matches the end of the layer's name, else the value of ``key``."""
         number: Any = self._values.get(key, default)
         by_pattern = self._values.get(patterns) or {}
         if not isinstance(by_pattern, Mapping):
@@ -162,16 +162,16 @@ def _match_with_timeout(pattern: str, name: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Linears:
-    """The linear layers of the model that an adapter was trained on, by name."""
+    """The linear layers of the model that an adapter was trained on."""
 
     shapes: Mapping[str, tuple[int, int]]
-    """Number of inputs and outputs of each layer."""
+    """Each layer's numbers of inputs and of outputs, keyed by the layer's name."""
     head: str
     """Name of the output head."""
     body: str
     """Name of the model's body, which adapters can change."""
     loaded_body: str
-    """Name of the body in the loaded model, which has no vision tower, for example."""
+    """Name of the body in the loaded model, which lacks parts such as a vision tower."""
 
     def loaded_name(self, module: str) -> str:
         """Return a layer's name in the loaded model."""
@@ -194,19 +194,19 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """An adapter that fits the model, before its weights are read."""
+    """An adapter that was checked to fit the model. Its weights are not read yet."""
 
     name: str
     file: Path
     targets: tuple[Target, ...]
 
     def nbytes(self, element_bytes: int) -> int:
-        """Return the bytes of all factors with ``element_bytes`` bytes per element."""
+        """Return the size of all factors in bytes, at ``element_bytes`` bytes per element."""
         elements = (t.rank * (t.in_features + t.out_features) for t in self.targets)
         return sum(elements) * element_bytes
 
     def factors(self, target: Target) -> tuple[torch.Tensor, torch.Tensor]:
-        """Read the factors A [rank, in] and B times the scale [out, rank], in float32.
+        """Read a layer's factors in float32: A [rank, in], and B [out, rank] times the scale.
 
         Raises:
             ModelError: the file was changed after it was checked.
@@ -217,7 +217,7 @@ class Adapter:
                     file.get_tensor(f"{_PREFIX}{target.saved}.lora_{factor}.weight").float()
                     for factor in "AB"
                 )
-        except Exception as error:  # several libraries raise errors of different types
+        except Exception as error:  # safetensors and torch raise errors of several types
             raise ModelError(f"{self.file} cannot be read: {error}") from error
         return down, up * target.scale
 
@@ -241,10 +241,10 @@ def read_adapters(paths: Mapping[str, str], config: PreTrainedConfig) -> tuple[A
     """Find and check the adapters of ``model.adapters``, in order.
 
     Args:
-        paths: folder or hub id of each adapter, by name.
+        paths: folder or hub id of each adapter, keyed by the adapter's name.
 
     Raises:
-        ModelError: an adapter is missing, cannot be run, or belongs to another model.
+        ModelError: an adapter is missing, is not supported, or belongs to another model.
     """
     if not paths:
         return ()
@@ -317,7 +317,7 @@ def _targets(folder: Path, config: LoraConfig, linears: Linears) -> tuple[Target
 
 
 def _check_named(saved: set[str], named: set[str]) -> None:
-    """Check that the file has factors of the layers that the configuration names, and of no other
+    """Check that the file has factors for the layers that the configuration names, and for no other
     layers."""
     if not saved:
         raise NotSupportedError(f"{_FILES[1]} has no factors")

@@ -1,12 +1,12 @@
-"""Adds LoRA adapters to the linear layers of a loaded model, by forward hooks.
+"""Adds LoRA adapters to the linear layers of a loaded model, using forward hooks.
 
 Implements LoRA (Hu et al. 2021, https://arxiv.org/abs/2106.09685). A layer computes ``x @
-weight.T`` for every row of a step, with the weight in any format. Then its hook adds ``(x @ A.T) @
-B.T`` to the rows of each adapter in the step. Adapters work in fused layers too.
+weight.T`` for every row of a step, whatever the weight's format. Then its hook adds ``(x @ A.T) @
+B.T`` to the rows of each adapter in the step. Adapters also work with fused layers.
 
 On a CPU, adapters are computed one after the other, each with two small matrix multiplications for
 all of its rows (the idea of SGMV, Chen et al. 2023, https://arxiv.org/abs/2310.18547). On a CUDA
-device one kernel computes all adapters. Rows without an adapter do not change.
+device, each kernel launch computes all adapters. Rows without an adapter do not change.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _TOKENS = (3, 7)
 
 
 class Factors(NamedTuple):
-    """One adapter's factors for a slice of a layer's outputs."""
+    """One adapter's two matrices for a slice of a layer's outputs."""
 
     down: torch.Tensor  # [rank, in], A
     up: torch.Tensor  # [out, rank], B times the adapter's scale
@@ -40,7 +40,7 @@ class Factors(NamedTuple):
 
 
 class LoraSum(nn.Module):
-    """Forward hook that adds the adapters of one linear layer, on a CPU.
+    """Forward hook that adds the adapters' outputs to one linear layer's output, on a CPU.
 
     Args:
         kernel: kernel for the adapters' matrices; None for torch.
@@ -70,7 +70,7 @@ class LoraSum(nn.Module):
 
 
 class _LayerFactors(nn.Module):
-    """One adapter's factors of one layer, with the A matrices concatenated."""
+    """One adapter's factors for one layer, with the A matrices concatenated."""
 
     def __init__(self, factors: list[Factors], kernel: LinearKernel | None) -> None:
         super().__init__()
@@ -92,8 +92,7 @@ class _LayerFactors(nn.Module):
 
 
 def _linear(weight: torch.Tensor, kernel: LinearKernel | None) -> nn.Module:
-    """Return a layer without bias. On a CPU it is packed, so that rows do not depend on each
-    other."""
+    """Return a linear layer without bias, packed for ``kernel`` if it supports the weight."""
     out_features, in_features = weight.shape
     linear = nn.Linear(in_features, out_features, bias=False, device="meta")
     linear.weight = nn.Parameter(weight, requires_grad=False)
@@ -108,10 +107,11 @@ class _Slice(NamedTuple):
 
 
 class StackedLoraSum(nn.Module):
-    """Forward hook that adds the stacked adapters of one linear layer, on a CUDA device.
+    """Forward hook that adds the adapters' outputs to one linear layer's output, on a CUDA device.
 
-    The kernels read the rows of each adapter on the device, so CUDA graphs can capture their
-    launches. Adapters of lower rank, or with fewer slices, are padded with zeros.
+    All adapters' factors are stacked in one tensor. The kernels read each adapter's row indices on
+    the device, so CUDA graphs can capture their launches. Adapters with a lower rank or fewer
+    slices are padded with zeros.
     """
 
     def __init__(self) -> None:
@@ -175,10 +175,11 @@ def _slice_of(factors: Factors) -> _Slice:
 def _as_matrices(
     layer: nn.Module, x: torch.Tensor, output: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a layer's input and output as matrices [T, in] and [T, out], a row for each token.
+    """Return a layer's input and output as matrices [T, in] and [T, out], with a row for each
+    token.
 
     Raises:
-        RuntimeError: they do not have a row for each token of the step.
+        RuntimeError: the layer's input does not have a row for each token of the step.
     """
     x, out = x.reshape(-1, x.shape[-1]), output.view(-1, output.shape[-1])
     if len(x) != len(current_context().tensors["positions"]):
@@ -187,13 +188,13 @@ def _as_matrices(
 
 
 class AdapterLoader:
-    """Loads more adapters into a model between calls of ``LLM.generate``.
+    """Loads more adapters into a model between calls to ``LLM.generate``.
 
     Args:
-        layout: layout of a pool for the model.
-        numbers: numbers of the model's adapters, by name.
-        check: function that raises an error if the model's settings do not allow an adapter.
-        added: called after each load with the number of adapters, because captured graphs become
+        layout: KV layout of a pool for the model.
+        numbers: numbers of the model's adapters, keyed by name.
+        check: raises an error if the model's settings do not allow an adapter.
+        added: called with the new number of adapters after each load, which makes captured graphs
             invalid.
         kernel: kernel for the adapters' matrices; None for torch.
     """
@@ -213,18 +214,18 @@ class AdapterLoader:
         self._check, self._added = check, added
         self._last = len(numbers)
         self.numbers = dict(numbers)
-        """Numbers of all adapters by name, for ``Request.adapter``."""
+        """Numbers of all adapters, keyed by name, for ``Request.adapter``."""
 
     def load(self, name: str, path: str) -> None:
         """Add the adapter in a folder or hub repository, while no step is running.
 
         Raises:
-            ModelError: the adapter is missing, cannot be run, or belongs to another model.
+            ModelError: the adapter is missing, is not supported, or belongs to another model.
             DeviceError: the adapter does not fit the device.
         """
         (adapter,) = read_adapters({name: path}, self._config)
         self._check(adapter)
-        self._last += 1  # if an error follows, no request uses this number
+        self._last += 1  # if an error follows, no request will use this number
         add_adapters(self._model, self._layout, [adapter], self._kernel, first=self._last)
         self.numbers[name] = self._last
         self._added(self._last)
@@ -241,13 +242,13 @@ def add_adapters(
     """Read the adapters' weights and add them to the model, numbered from ``first``.
 
     Args:
-        model: a model whose layers may be fused.
-        layout: layout of a pool for the model.
+        model: the model; its layers may be fused.
+        layout: KV layout of a pool for the model.
         adapters: adapters that fit the model's config.
         kernel: kernel for the adapters' matrices; None for torch.
 
     Raises:
-        ModelError: layers of an adapter cannot be changed.
+        ModelError: an adapter changes layers that do not support adapters.
         DeviceError: the weights do not fit the device.
     """
     weight = next(model.parameters())
@@ -283,8 +284,8 @@ def _add_adapter(
 
 
 def _current_module(model: nn.Module, name: str) -> tuple[Any, int]:
-    """Return the module that now computes a linear layer of transformers' model, and the index of
-    the layer's first output in the module's outputs."""
+    """Return the module that computes a linear layer after fusion, and the index of the layer's
+    first output in the module's outputs."""
     module: Any = model
     parts = name.split(".")
     for at, part in enumerate(parts):
@@ -299,7 +300,7 @@ def _current_module(model: nn.Module, name: str) -> tuple[Any, int]:
 
 
 def _check_called(model: nn.Module, layout: KVLayout, number: int, adapter: Adapter) -> None:
-    """Check, on a few tokens, that an adapter's layers get all rows of a step."""
+    """Run a few tokens to check that an adapter's layers get all rows of a step."""
     probe = Probe(model, layout, _TOKENS, num_sequences=2, adapters=(number, 0))
     try:
         probe.logits()

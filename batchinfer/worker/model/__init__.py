@@ -1,1 +1,1 @@
-"""Reads a model's folder: config, checkpoint, weights, tokenizer. Finds its body."""
+"""Reads a model's folder: its config, weights and tokenizer. Finds the model's body."""

@@ -1,4 +1,4 @@
-"""The body of a causal language model, and the hidden states that it passes to the head."""
+"""Finds the body of a causal language model, and records the hidden states that it computes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def last_of_body(model: torch.nn.Module) -> torch.nn.Module:
 
 @contextmanager
 def recorded_output(model: torch.nn.Module, outputs: list[Any]) -> Iterator[None]:
-    """Append the output of the model's body to ``outputs`` for each call inside."""
+    """Append the output of the model's body to ``outputs`` for each call inside the ``with``
+    block."""
     hook = last_of_body(model).register_forward_hook(lambda *call: outputs.append(call[2]))
     try:
         yield

@@ -68,16 +68,16 @@ def _check_files(folder: Path, patterns: tuple[str, ...]) -> None:
 
 
 _PUBLISHED_WITH_CODE = frozenset({"deepseek_v3", "kimi_linear"})
-"""Families whose published models name code of their own, from before transformers had a class for
-them. transformers' class runs instead."""
+"""Families whose published models refer to their own code, because they are older than their class
+in transformers. transformers' class runs instead."""
 
 
 def read_config(folder: Path) -> dict[str, Any]:
     """Return the values of the folder's config.json.
 
     Raises:
-        ModelError: the file is missing or not JSON, or the model needs its own code, or the
-            folder holds an adapter.
+        ModelError: the file is missing or not JSON, the model needs its own code, or the folder
+            holds an adapter.
     """
     if (folder / "adapter_config.json").exists():
         # transformers would apply the adapter only if peft is installed
@@ -120,11 +120,11 @@ def check_weights(folder: Path) -> dict[str, str]:
     """Check that the folder's safetensors files are complete.
 
     Returns:
-        The dtype of each tensor by name, as safetensors writes it (``F32``, ``BF16``).
+        The tensors' dtypes as safetensors writes them (``F32``, ``BF16``), keyed by tensor name.
 
     Raises:
-        ModelError: the folder has no such files, a file of the index is missing, or a file is
-            truncated.
+        ModelError: the folder has no safetensors files, a file of the index is missing, or a file
+            is truncated.
     """
     names = weight_files(folder)
     if not names:
@@ -145,7 +145,7 @@ def file_bytes(folder: Path) -> int:
 
 
 def weight_files(folder: Path) -> list[str]:
-    """Return the names of the folder's safetensors files, by its index if it has one.
+    """Return the names of the folder's safetensors files, or of those in its index if it has one.
 
     Raises:
         ModelError: the index is damaged, or names files outside the folder.
@@ -167,7 +167,7 @@ def check_file(path: Path) -> dict[str, str]:
     """Compare the size of a safetensors file with its header.
 
     Returns:
-        The dtype of each tensor by name, as safetensors writes it.
+        The tensors' dtypes as safetensors writes them, keyed by tensor name.
 
     Raises:
         ModelError: the file is missing, truncated, or not a safetensors file.
