@@ -1,11 +1,12 @@
 """The loop over a paged KV cache, and the launch shapes, that all attention kernels share.
 
-One program computes a tile of rows over a range of positions by online softmax (formulas:
-`README.md`). Rows are query tokens times the query heads of one KV head. The heads of a token are
-adjacent, so that each key is loaded once for all heads.
+One program computes a tile of rows over a range of positions with an online softmax (formulas:
+`README.md`). There is a row for each query token and each query head of one KV head. The heads of a
+token are adjacent, so that each key is loaded once for all heads.
 
 Loading keys and values needs the slots, which are loaded from the block table first. Triton divides
-its pipeline stages among such a chain of loads: 5 stages fetch two tiles ahead, 3 stages fetch one.
+its pipeline stages among such a chain of loads: with 5 stages it fetches two tiles ahead, with 3
+stages one tile.
 """
 
 import math
@@ -30,7 +31,7 @@ _INT32_ROWS = 2**31
 class Heads:
     """The properties of a model and device that determine a program's launch shape.
 
-    Nothing else may affect the launch shape: the same input then gives the same bits.
+    Nothing else may affect the launch shape, so that the same input always gives the same bits.
     """
 
     group: int  # query heads per KV head
@@ -55,14 +56,14 @@ class Heads:
 class LaunchConfig:
     """The shape of one program."""
 
-    rows: int  # query tokens x heads of a group, padded: the M dimension of its GEMMs
+    rows: int  # query tokens x heads of a group, padded: the M dimension of the program's GEMMs
     tile: int  # context tokens per iteration of the loop
     num_warps: int
     num_stages: int
 
 
 def tile_tokens(heads: Heads, most: int) -> int:
-    """Return tokens per tile: a power of two whose keys and values fit `_TILE_BYTES`."""
+    """Return tokens per tile: a power of two, such that keys and values fit `_TILE_BYTES`."""
     tokens = min(most, _TILE_BYTES // (heads.widths * heads.cache_bytes))
     return max(16, 1 << (tokens.bit_length() - 1))
 
@@ -75,8 +76,8 @@ def padded(size: int) -> int:
 class Cache(NamedTuple):
     """One layer's paged KV cache, passed to kernels as one argument.
 
-    A token's row is its offset in units of UNIT elements. UNIT divides the offsets of all slots and
-    tokens, except tokens of transposed values.
+    A token's row number is its offset in units of UNIT elements. The offsets of all slots and
+    tokens, except tokens of transposed values, are multiples of UNIT.
     """
 
     key_ptr: torch.Tensor  # [num_slots, Hkv, block_size, Dk]
@@ -96,7 +97,7 @@ class Cache(NamedTuple):
     VALUE_BLOCK: Any  # padded width
     UNIT: Any
     ROW_TYPE: Any  # int32 if it can number every row of the pool, else int64
-    SAME_ROWS: Any  # keys and values have the same rows
+    SAME_ROWS: Any  # a token's key and value have the same row number
     TRANSPOSED: Any  # blocks store values as [Dv, block_size], and no value is NaN
 
     @classmethod
@@ -152,8 +153,8 @@ def _load_transposed(
     slots,  # [TILE] int32 or int64
     offsets,  # [TILE] int32: position of each token in its block
 ):  # [VALUE_BLOCK, TILE]
-    # Tell Triton that adjacent tokens of a block are adjacent in memory, because it cannot infer
-    # this from a table.
+    # Tell Triton that adjacent tokens of a block are adjacent in memory. It cannot infer this,
+    # because slots come from a table.
     tile: tl.constexpr = slots.shape[0]
     if tile // cache.BLOCK_SIZE * cache.BLOCK_SIZE == tile:
         slots = tl.max_constancy(slots, cache.BLOCK_SIZE)
@@ -177,7 +178,7 @@ def load_query(
     query = tl.load(ptrs, mask=mask, other=0.0)
     scales = tl.zeros([query.shape[0]], tl.float32) + score_scale
     if (query.dtype == tl.bfloat16) & (CACHE_TYPE.primitive_bitwidth == 8):
-        # One instruction converts two float8 to float16; converting to bfloat16 takes four.
+        # Converting two float8 numbers to float16 takes one instruction, to bfloat16 four.
         query, down = in_float16(query.to(tl.float32))
         scales = scales * down
     return query, scales
@@ -199,7 +200,7 @@ def attend(
     cap,  # float32, or None
     window,  # or None
     TILE: tl.constexpr,
-    # False: the range consists of whole tiles, and every row sees all positions.
+    # False: the range consists of whole tiles, and every row sees all positions in it.
     MASKED: tl.constexpr,
 ):  # the new row_max, row_sum and acc
     key_ptr = cache.key_ptr + kv_head * cache.key_head_stride
@@ -216,8 +217,8 @@ def attend(
             blocks, offsets = tokens // cache.BLOCK_SIZE, tokens % cache.BLOCK_SIZE
         live = None
         if MASKED:
-            # Block numbers are clamped, and scores masked by position below: computing a mask at
-            # each use is cheaper than carrying one through the pipeline.
+            # Block numbers are clamped here, and scores are masked below: computing a mask at each
+            # use is cheaper than carrying a mask through the pipeline.
             blocks = tl.minimum(blocks, (end - 1) // cache.BLOCK_SIZE)
             live = tokens[:, None] < end
             if window is not None:
@@ -226,9 +227,9 @@ def attend(
         slots = tl.load(table_ptr + blocks).to(cache.ROW_TYPE)
         rows = slots * cache.key_slot_units + offsets * cache.key_token_units
 
-        # Keys outside the range are read, and their scores replaced. Values outside the range are
-        # loaded as 0: a weight of 0 is not enough, because an old slot may hold NaN and 0 * NaN is
-        # NaN.
+        # Keys outside the range are loaded, but their scores are replaced. Values outside the range
+        # are loaded as 0. A weight of 0 is not enough, because a reused slot may hold NaN, and
+        # 0 * NaN is NaN.
         key = load_tokens(
             key_ptr, rows, None, cache.key_width_stride,
             cache.UNIT, cache.KEY_WIDTH, cache.KEY_BLOCK,
@@ -243,13 +244,13 @@ def attend(
                 visible = visible & (tokens[None, :] > positions[:, None] - window)
             scores = tl.where(visible, scores, float("-inf"))
 
-        # Scales are positive, so the maximum can be scaled instead of each score.
+        # Scales are positive, so scaling the maximum gives the maximum of the scaled scores.
         tile_max = tl.max(scores, 1)
         if cap is None:
             tile_max *= scales
             scores *= scales[:, None]
         if cache.TRANSPOSED and query.dtype == tl.float16:
-            # Scale weights (and their sum) up to 2^15, because the smallest float16 is 2^-24.
+            # Multiply weights (and their sum) by 2^15, because float16 cannot hold less than 2^-24.
             tile_max -= 15.0
         new_max = tl.maximum(row_max, tile_max)
         # If a row has seen no token yet, -inf - -inf would be NaN.
@@ -282,7 +283,7 @@ def initial_state(
     holds_sinks,  # [ROWS] bool
     ROWS: tl.constexpr,
 ):  # row_max and row_sum
-    # A sink acts like the score of a token without a value, before the first token.
+    # A sink acts like the score of an additional first token without a value.
     if sinks_ptr is None:
         row_max = tl.full([ROWS], float("-inf"), tl.float32)
         row_sum = tl.zeros([ROWS], tl.float32)
@@ -295,5 +296,5 @@ def initial_state(
 
 @triton.jit
 def divide(acc, row_sum):
-    # Padding rows see no token: their output is 0.
+    # Padding rows see no token, so their sum is 0. Their output becomes 0.
     return acc / tl.where(row_sum == 0.0, 1.0, row_sum)

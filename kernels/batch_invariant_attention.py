@@ -1,9 +1,9 @@
 """Batch-invariant paged attention: a token's bits depend only on its own context.
 
 It computes the formula of `paged_attention`. In `paged_attention`, decodes and chunks run in
-different programs and give the same token different bits. Here, one compiled program computes all
+different kernels and may give the same token different bits. Here, one compiled kernel computes all
 tokens: in a chunk of any size, in a decode, after a cached prefix or a preemption, with any other
-sequences in the batch. Each token is summed in this order:
+sequences in the batch. It always sums over a token's context in this order:
 
 1. Positions are cut into pieces at multiples of `ALIGNED_PIECE`, and pieces into tiles. Both are
    counted from position 0.
@@ -11,16 +11,16 @@ sequences in the batch. Each token is summed in this order:
    token's maximum, sum and output exactly as they are.
 3. Pieces are joined from first to last, starting from the sinks. Either one program joins all
    pieces of its tile, or programs store the states of their pieces and `merge_partials` joins them
-   with the same operations. Fused multiply-adds are explicit in both.
+   with the same operations. Both use explicit fused multiply-adds.
 
 The work list has one item per tile of a chunk's query tokens, with all pieces that they see. A
-decode is one item with all its pieces, or one item per piece: the sums are the same. The list is
-made on the device, like the list of `decode_plan.py`. Every sequence reads a shared prefix
+decode is one item with all its pieces, or one item per piece; both give the same sums. The list is
+made on the device, like the list in `decode_plan.py`. Each sequence reads a shared prefix
 separately.
 
-Sources: splits of a fixed size instead of a fixed number of splits, and the same order for prefill
-and decode, are from "Defeating Nondeterminism in LLM Inference" (He and Thinking Machines Lab
-2025). vLLM's `VLLM_BATCH_INVARIANT` has one split; SGLang's deterministic mode has splits of a
+Sources: "Defeating Nondeterminism in LLM Inference" (He and Thinking Machines Lab 2025) proposes
+splits of a fixed size instead of a fixed number of splits, and the same order for prefill and
+decode. vLLM's `VLLM_BATCH_INVARIANT` has one split; SGLang's deterministic mode has splits of a
 fixed size.
 """
 
@@ -57,8 +57,8 @@ from batchinfer.kernels.split_kv import (
     store_partials,
 )
 
-# Positions per piece; a multiple of every tile. For long contexts, joining pieces of this length
-# costs little, and several programs can compute a sequence that is longer than a piece.
+# Positions per piece, a multiple of every tile size. Pieces of this length take little time to
+# join, and several programs can compute a sequence that is longer than a piece.
 ALIGNED_PIECE = 2048
 
 
@@ -72,7 +72,7 @@ class BatchInvariantWork:
     partials: Partials
     max_pieces: int  # 1: each decode is one item
     piece: int  # positions per piece
-    tokens: int  # most query tokens of a tile
+    tokens: int  # query tokens per tile, at most
     window: int
 
 
@@ -100,7 +100,8 @@ def plan_batch_invariant(
         max_context_len: upper bound on `context_lens`.
         num_launches: number of attention layers that use the list, each once.
         piece: positions per piece (default: `ALIGNED_PIECE`). The bits of results depend on it.
-        splits: true to allow one item per piece of a decode, if the results fit the workspace.
+        splits: true to allow one item per piece of a decode if the partial results fit into the
+            workspace.
     """
     num_sequences, device = len(context_lens), context_lens.device
     piece = piece or ALIGNED_PIECE
@@ -140,7 +141,8 @@ def plan_batch_invariant(
 
 
 def batch_invariant_config(heads: Heads) -> LaunchConfig:
-    """Return the launch shape: at least 64 rows, the fewest that a Hopper warp group multiplies.
+    """Return the launch shape: at least 64 rows, the smallest number that a Hopper warp group can
+    multiply.
 
     In a decode, most rows are empty. This costs nothing, because reading the context takes longer
     than multiplying. Tiles are as long as the registers allow.
@@ -158,7 +160,7 @@ def batch_invariant_config(heads: Heads) -> LaunchConfig:
 
 
 def batch_invariant_query_tile(heads: Heads) -> int:
-    """Return the query tokens per program: the argument `tokens` of `plan_batch_invariant`."""
+    """Return the query tokens per program, for the argument `tokens` of `plan_batch_invariant`."""
     return batch_invariant_config(heads).rows // heads.group
 
 
@@ -178,9 +180,9 @@ def batch_invariant_attention(
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,  # [Hq]
 ) -> None:
-    """Compute attention into `out`. The cache already holds this step's keys and values.
+    """Compute attention into `out`. The cache must already hold this step's keys and values.
 
-    Rows of `query` and `out` from query_starts[S] on are not read or written.
+    Rows from query_starts[S] on are neither read in `query` nor written in `out`.
 
     Args:
         work: from `plan_batch_invariant` for the same lengths and window.
@@ -322,8 +324,8 @@ def _batch_invariant_kernel(
                 total_max, total_sum, decay, weight = join_sums(
                     total_max, total_sum, piece_max, piece_sum
                 )
-                # Registers cannot hold both sums, so they are added through memory, 16 columns at a
-                # time.
+                # Registers cannot hold both sums, so they are stored in memory and added 16 columns
+                # at a time.
                 at = totals_ptr + tl.program_id(0) * (2 * ROWS * cache.VALUE_BLOCK)
                 at += rows[:, None] * cache.VALUE_BLOCK
                 piece_at = at + ROWS * cache.VALUE_BLOCK

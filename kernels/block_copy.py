@@ -4,8 +4,8 @@ Formula, for every pair c:
 
     pool[pairs[c, 1], ...] = pool[pairs[c, 0], ...]
 
-Layout: a block is a contiguous row with the keys and values of all layers, or a row per layer. The
-kernel copies bits.
+Layout: a block is a contiguous row with the keys and values of all layers, or one row per layer.
+The kernel copies bits, whatever the dtype.
 
 Source: copy-on-write of shared blocks in PagedAttention (Kwon et al. 2023, arXiv:2309.06180).
 """
@@ -28,8 +28,8 @@ def block_copy(
 ) -> None:
     """Copy blocks within the pool.
 
-    Pairs are copied in any order. Destinations must be distinct, and no destination may also be a
-    source.
+    The order of copies is not defined. Destinations must be distinct, and no destination may also
+    be a source.
     """
     check_launchable("block_copy", pool, pairs)
     if pool.stride(-1) != 1 or not pairs.is_contiguous():

@@ -1,4 +1,4 @@
-"""A causal convolution with its state in pool slots: arguments, and a reference in plain torch."""
+"""A causal convolution with its state in pool slots: its weights, and a reference in torch."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,8 @@ from batchinfer.kernels.recurrent_state import PagedStates
 
 @dataclass(frozen=True)
 class CausalConvWeights:
-    """Weights of a convolution of each channel. Tensors are float32 and contiguous."""
+    """Weights of a convolution that treats each channel separately. Tensors are float32 and
+    contiguous."""
 
     conv: torch.Tensor
     """[conv_width, channels]"""
@@ -29,8 +30,8 @@ def causal_conv(
     states: PagedStates,
     out: torch.Tensor,  # [T, channels]
 ) -> None:
-    """Convolve packed sequences and update their states, the last products of ``inputs`` and
-    ``before``, in place. Before its first token, a sequence has zeros."""
+    """Convolve packed sequences, and update their states in place. A state holds the last products
+    of ``inputs`` and ``before``. A sequence's first token is preceded by zeros."""
     for table, rows, zeros in states.sequences():
         x = inputs[rows].double()
         if before is not None:

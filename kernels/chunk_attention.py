@@ -1,9 +1,9 @@
 """Attention for prefill chunks: sequences that compute several tokens in this step.
 
-One program computes a tile of a sequence's query tokens over all positions that they see. Tiles
-that all rows see completely need no masks. The list of tiles is made on the device, once for all
-layers (see `decode_plan.py`). It has no tiles for decodes, so the size of a launch depends only on
-its chunks.
+One program computes a tile of a sequence's query tokens over all positions that they see. Tiles of
+positions that all rows see need no masks. The list of query tiles is made on the device, once for
+all layers (see `decode_plan.py`). It has no tiles for decodes, so the size of a launch depends only
+on the step's chunks.
 """
 
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ class ChunkWork:
 
     items: torch.Tensor  # [N, 2] int32: sequence, and index of the tile's first query token in it
     num_items: torch.Tensor  # [1] int32
-    tokens: int  # most query tokens of a tile
+    tokens: int  # query tokens per tile, at most
 
 
 def plan_chunks(
@@ -94,13 +94,13 @@ def _plan_chunks_kernel(
 
 
 def chunk_config(heads: Heads) -> LaunchConfig:
-    """Return the launch shape: 128 rows, or the heads of one token if a group has more.
+    """Return the launch shape: usually 128 rows, or the heads of one token if a group has more.
 
     With 128 rows, each loaded element of keys and values is multiplied 128 times. At 350 TFLOP/s,
     an H200 then reads 2.7 TB/s from its L2 cache; with 64 rows it would read 5.4 TB/s. Warp groups
     (compute capability 9.0 and later) multiply from shared memory, which leaves registers for long
     tiles. Long tiles spread the cost per row and tile over more keys. Tiles are shorter for float8,
-    because its conversion takes registers, and for float32, which has no tensor cores.
+    because its conversion takes registers, and for float32, which tensor cores do not multiply.
     """
     if heads.query_bytes == 4:
         return LaunchConfig(padded(heads.group), tile=16, num_warps=8, num_stages=2)
@@ -121,7 +121,7 @@ def chunk_config(heads: Heads) -> LaunchConfig:
 
 
 def query_tile(heads: Heads) -> int:
-    """Return the query tokens per program: the argument `tokens` of `plan_chunks`."""
+    """Return the query tokens per program, for the argument `tokens` of `plan_chunks`."""
     return chunk_config(heads).rows // heads.group
 
 

@@ -271,7 +271,7 @@ def _time_shape(
     x = torch.linspace(1, -1, max(_ROWS) * width).to(dtype).view(-1, width)
     packed = {kernel.name: kernel.pack(weight) for kernel in kernels}
     best = {(name, rows): math.inf for name in packed for rows in _ROWS}
-    # The first round always runs, however long it takes.
+    # There is one extra round, because kernels prepare for the shape in the first one.
     for number in range(1 + _ROUNDS):
         if number and time.perf_counter() > ends:
             break

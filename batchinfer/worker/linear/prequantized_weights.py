@@ -38,7 +38,7 @@ class Float8Weight:
             ValueError: a weight's number of outputs is not a multiple of the block size.
         """
         if any(len(weight.codes) % BLOCK for weight in weights):
-            raise ValueError(f"weights can be joined only if their outputs are multiples of {BLOCK}")
+            raise ValueError(f"only weights with a multiple of {BLOCK} outputs can be joined")
         codes, scales = (
             torch.cat([getattr(weight, name) for weight in weights]) for name in ("codes", "scales")
         )

@@ -59,7 +59,7 @@ def check_family(folder: Path, raw: Mapping[str, Any]) -> str:
 
 
 def config_of(folder: Path) -> Any:
-    """Read a folder's config by transformers; raises errors of any type."""
+    """Let transformers read a folder's config. It may raise errors of any type."""
     with quiet_transformers():
         return AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
 
@@ -68,7 +68,7 @@ def load_config(folder: Path, runner: Runner = "generate") -> PreTrainedConfig:
     """Return the folder's config, and check that its family can be run.
 
     The runner ``pooling`` also accepts a body that was saved without an output head, or with a
-    classification head. Its embeddings then replace the head, whose output is not used.
+    classification head. The embeddings then serve as the output head, whose logits are not used.
 
     Raises:
         ModelError: config.json is missing or broken, or the family cannot be run.
@@ -105,7 +105,7 @@ def _layout(values: Mapping[str, Any]) -> KVLayout:
 
 
 def _reason(error: Exception) -> str:
-    """Return an error's reason on one line. A validator's report is cut to its first sentence."""
+    """Return an error's text on one line. A validator's report is cut to its first sentence."""
     text = " ".join(str(error).split())
     return readable(_PREAMBLE.sub("", text).partition(". Errors:")[0])
 

@@ -1,8 +1,8 @@
 """Checks the values of a config.json before a model is built from them.
 
-The values determine the length of loops and the size of allocations. Sizes are therefore bounded
-here, far above the sizes of any model. transformers and the shapes of the weights check the other
-values.
+The values determine the length of loops and the size of allocations. This module therefore limits
+sizes, far above those of any model. transformers, and the comparison with the weights' shapes,
+check the other values.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any
 from batchinfer.engine.kv.layout import KVLayout
 
 MAX_DEPTH = 32
-"""Most levels of nested objects and lists; published configs have six levels."""
+"""Largest depth of nested objects and lists; published configs have at most six levels."""
 MAX_POSITIONS = 2**31 - 1
-"""Largest number of positions, because they are computed in 32 bits."""
+"""Largest number of positions, which are computed with 32 bits."""
 
 _POSITIVE = frozenset(
     [
@@ -28,7 +28,7 @@ _POSITIVE = frozenset(
         *("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank"),
     ]
 )
-"""Keys of numbers that are 1 or more in every model."""
+"""Keys whose numbers are 1 or more in every model."""
 _POSITIONS = frozenset({"max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"})
 _LAYERS = frozenset({"num_hidden_layers", "n_layer", "num_layers", "n_layers"})
 _MAX_LAYERS = 2048
@@ -101,7 +101,7 @@ def _check_heads(num_heads: int, layout: KVLayout) -> None:
 
 
 def _is_whole(value: Any) -> bool:
-    # A list has a number for each layer, which ``KVLayout`` checks.
+    # A list has a number for each layer; ``KVLayout`` checks its length.
     return all(type(number) is int for number in (value if isinstance(value, list) else [value]))
 
 
@@ -126,7 +126,7 @@ def _check_kind(key: str, value: Any) -> None:
 
 
 def _check_rope(name: str, values: Mapping[str, Any]) -> None:
-    """Check the parameters of rotary positions, which may be nested by layer type."""
+    """Check the parameters of rotary positions. Some configs have them for each layer type."""
     for key, value in values.items():
         if isinstance(value, Mapping):
             _check_rope(f"{name}.{key}", value)

@@ -2,9 +2,9 @@
 
 A multimodal wrapper (``Qwen3VLForConditionalGeneration``, ``Mistral3ForConditionalGeneration``) has
 a language model and towers for images and sound. Text prompts do not need the towers, so the towers
-are not built or loaded. The weights are loaded by transformers' wrapper class, without towers,
-because it knows all names in published checkpoints. The language model is then taken out of the
-wrapper and run like any other causal model.
+are not built or loaded. transformers' wrapper class, without its towers, loads the weights, because
+it knows all names in published checkpoints. The language model is then taken out of the wrapper and
+run like any other causal model.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def is_wrapper(config: PreTrainedConfig) -> bool:
 def causal_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
     """Return the class of the causal language model to run; None if the model writes no text.
 
-    For the language models of some wrappers, transformers has no causal class. Then a class is made
-    from the body and a head, and registered with transformers.
+    For the language models of some wrappers, transformers has no causal class. In this case, make
+    a class from the body and a head, and register it with transformers.
     """
     text = type(config.get_text_config()) if is_wrapper(config) else type(config)
     if is_wrapper(config) and text not in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -61,7 +61,7 @@ def causal_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
 def changed_logits(config: PreTrainedConfig) -> str | None:
     """Return the config key that makes a wrapper change its logits, or None.
 
-    Only causal classes made here are affected, because they do not apply such changes.
+    Only causal classes made by this module are affected, because they do not make such changes.
     """
     if not getattr(causal_class(config), "has_added_head", False):
         return None
@@ -80,8 +80,9 @@ def saved_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
 
 
 def headless_names(config: PreTrainedConfig) -> dict[str, str]:
-    """Return the tasks of transformers' classes without an output head, by class name: the class of
-    the body, and classes with a classification head. Empty for wrappers."""
+    """Return transformers' classes without an output head: a mapping from class name to the task
+    that such a model can run. It has the body's class and the class with a classification head, and
+    is empty for wrappers."""
     if is_wrapper(config):
         return {}
     tasks = {"embed": MODEL_MAPPING, "classify": MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING}
@@ -96,10 +97,10 @@ def language_model_config(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def read_language_model(folder: Path | None, config: PreTrainedConfig, **options: Any) -> Any:
-    """Read the causal model of a wrapper. Returns the model and transformers' report on loading it.
+    """Read the causal model of a wrapper. Return the model and transformers' report on loading it.
 
     Args:
-        folder: the wrapper's folder; None if ``options`` have the tensors (``state_dict``).
+        folder: the wrapper's folder; None if ``options`` contains the tensors (``state_dict``).
         options: options of ``from_pretrained``.
     """
     wrapper_class = saved_class(config)
@@ -117,7 +118,7 @@ def language_model(wrapper: PreTrainedModel) -> nn.Module:
 
 
 def whole_on_meta(config: PreTrainedConfig) -> tuple[PreTrainedModel, str, str]:
-    """Build the model, without its towers, whose layer names checkpoints and adapters use.
+    """Build the model whose layer names are used in checkpoints and adapters, without its towers.
 
     Returns:
         The model on the ``meta`` device, the name of its body, and the name of the body in the
@@ -152,7 +153,7 @@ def _body_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
 
 
 def _extract(wrapper: PreTrainedModel) -> PreTrainedModel:
-    """Make a causal model of a wrapper's language model and head."""
+    """Make a causal model from a wrapper's language model and head."""
     config = wrapper.config.get_text_config()
     head, embeddings = wrapper.get_output_embeddings(), wrapper.get_input_embeddings()
     config.tie_word_embeddings = head.weight is embeddings.weight
@@ -165,7 +166,7 @@ def _extract(wrapper: PreTrainedModel) -> PreTrainedModel:
 
 def _without_towers(wrapper_class: type[PreTrainedModel]) -> type[PreTrainedModel]:
     """Return a subclass that has only the language model and the head. It keeps the name and module
-    of the class, because transformers looks up the renaming of tensors by them.
+    of the class, by which transformers finds the rules for renaming tensors.
     """
 
     class Wrapper(wrapper_class):  # type: ignore[misc]
@@ -182,7 +183,7 @@ def _without_towers(wrapper_class: type[PreTrainedModel]) -> type[PreTrainedMode
 
 
 def _keep(module: nn.Module, kept: list[nn.Module]) -> bool:
-    """Delete submodules, except ``kept`` and their parents. Returns True if some remain."""
+    """Delete submodules, except ``kept`` and their parents. Return True if some remain."""
     if any(module is each for each in kept):
         return True
     for name, child in list(module.named_children()):

@@ -1,7 +1,7 @@
-"""Builds the model of a config.json without memory for weights, to check that it can be built.
+"""Builds the model of a config.json, without memory for its weights, to check that this works.
 
-transformers' errors about unexpected values do not name the key. A search therefore looks for a key
-without which the model can be built.
+If transformers cannot build a model, its errors do not name the key with the wrong value. A search
+therefore looks for a key without which the model can be built.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from batchinfer.worker.model.language_model import language_model_config
 from batchinfer.worker.model.quiet_transformers import quiet_transformers
 
 _PARAMETERS_PER_BYTE = 4
-"""Most parameters per byte of a file: two of 4 bits each, doubled because a tied output head is
-counted twice."""
+"""Largest number of parameters per byte of a file: two with 4 bits each, doubled because a tied
+output head is counted twice."""
 _SMALL = 1 << 22
 """Models with at most this number of parameters always fit in memory. Their shapes are compared
 when they are loaded."""
 _SEARCH_S = 3.0
-"""Time limit of the search, in processor seconds, which do not depend on other processes."""
+"""Time limit of the search, in seconds of processor time, which other processes do not affect."""
 _TOKENS = 4
 
 
 def build_on_meta(config: PreTrainedConfig, **options: Any) -> nn.Module:
-    """Build the causal model of a config on the ``meta`` device, without values."""
+    """Build the causal model of a config on the ``meta`` device, without memory for weights."""
     with quiet_transformers(), torch.device("meta"):
         model = AutoModelForCausalLM.from_config(language_model_config(config), **options)
     assert isinstance(model, nn.Module)
@@ -91,7 +91,7 @@ def blame(folder: Path, attempt: Callable[[PreTrainedConfig], object]) -> str:
     """Find the key of config.json without which ``attempt`` succeeds.
 
     Returns:
-        The key and its value as the start of a message; "" if the search does not find a key.
+        The key and its value as the start of a message; "" if the search finds no key.
     """
     until = time.thread_time() + _SEARCH_S
     raw = read_config(folder)
@@ -115,7 +115,7 @@ def _succeeds(attempt: Callable[[PreTrainedConfig], object], raw: Mapping[str, A
 
 
 def _changes(raw: Mapping[str, Any]) -> Iterator[tuple[str, Any, dict[str, Any]]]:
-    """Yield each key, its value, and the config with the family's default, or 1, for the key."""
+    """Yield each key, its value, and a config in which the family's default or 1 replaces it."""
     for key, value in raw.items():
         if key != "model_type":
             yield key, value, {name: kept for name, kept in raw.items() if name != key}

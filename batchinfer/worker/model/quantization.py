@@ -1,7 +1,8 @@
-"""Checks the quantization of a checkpoint, and quantizes weights by torchao. torchao replaces only
-the weights of transformers' modules, so the logits are the same as in transformers. The embedding
-and the output head keep their dtype, as in transformers. Weights of other formats are dequantized
-when loaded (``quantized``).
+"""Checks the quantization of a checkpoint, and quantizes weights with torchao.
+
+torchao replaces only the weights of transformers' modules, so the logits are the same as in
+transformers. The embedding and the output head keep their dtype, as in transformers. The package
+``quantized`` dequantizes weights of other formats when they are loaded.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _SAVED_TYPES = (
     "IntxWeightOnlyConfig",
     "Int8DynamicActivationIntxWeightConfig",
 )
-"""torchao configurations of checkpoints that can be loaded. Each was tested on a CPU."""
+"""torchao configurations with which a checkpoint can be loaded. Each was tested on a CPU."""
 _PLAIN_TYPES = ("torch.dtype", "MappingType", "PerRow", "PerGroup", "PerAxis", "PerTensor")
 _PARTS = ("Algorithm", "Format", "Preference", "Granularity")
 _GROUPS = (128, 64, 32)
@@ -60,7 +61,7 @@ def check_quantization(config: Mapping[str, Any], wanted: str | None, device_typ
         raise ModelError(
             f"not yet: the model's weights are quantized by {shown} (quant_method of "
             "quantization_config in config.json); use the original checkpoint, or a checkpoint "
-            f"quantized by one of {', '.join((*METHODS, _TORCHAO))}"
+            f"quantized with one of {', '.join((*METHODS, _TORCHAO))}"
         )
     if wanted is not None and (saved_as is None or wanted in TORCHAO_METHODS):
         method = "int8" if device_type == "cpu" else "fp8"
@@ -113,15 +114,16 @@ def _default_type(saved: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def quantize(model: Any, method: str, device: torch.device) -> None:
-    """Quantize a model's linear layers, except the output head, by torchao, one after the other.
+    """Quantize a model's linear layers with torchao, one after the other, except the output head.
 
     Args:
-        model: a model whose weights have the dtype of its computation.
+        model: a model whose weights have the dtype that it computes in.
         method: one of ``TORCHAO_METHODS``.
         device: device that each layer is moved to.
 
     Raises:
-        ModelError: the model has no such layers, or torchao does not support their shape or dtype.
+        ModelError: the model has no linear layers that can be quantized, or torchao does not
+            support their shape or dtype.
     """
     import torchao.quantization as ao
 
@@ -152,7 +154,7 @@ def quantize(model: Any, method: str, device: torch.device) -> None:
 
 
 def is_plain(linear: object) -> TypeGuard[nn.Linear]:
-    """Return True if a module is torch's linear layer with a weight that is not quantized."""
+    """Return True if a module is a ``torch.nn.Linear`` whose weight is not quantized."""
     return type(linear) is nn.Linear and type(linear.weight) is nn.Parameter
 
 

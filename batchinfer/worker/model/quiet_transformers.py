@@ -14,7 +14,8 @@ from transformers.utils import logging
 def quiet_transformers(
     show_share: Callable[[float], None] = lambda share: None,
 ) -> Iterator[None]:
-    """Inside, let transformers log only errors, and show no progress bars and no FutureWarning.
+    """Inside the ``with`` block, make transformers log only errors, and hide its progress bars and
+    FutureWarnings.
 
     Args:
         show_share: called with the progress that the bars would show, from 0 to 1.
@@ -32,7 +33,7 @@ def quiet_transformers(
     before = set_hook(bar)
     try:
         with warnings.catch_warnings():
-            # transformers warns of deprecated keys, which published configs have.
+            # transformers warns about deprecated keys, which published configs still have.
             warnings.simplefilter("ignore", FutureWarning)
             yield
     finally:

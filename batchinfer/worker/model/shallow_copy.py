@@ -1,7 +1,7 @@
-"""Copies the first layers of a model, with sliding windows that a few tokens exceed.
+"""Copies the first layers of a model, with sliding windows that are shorter than a few tokens.
 
-A family's code treats all layers of a kind alike. Comparing the first layer of each kind is
-therefore enough, at a hundredth of the cost.
+A family's code treats all layers of a kind alike. Comparing the first layer of each kind with
+transformers is therefore enough, and takes a hundredth of the time.
 """
 
 from __future__ import annotations
@@ -22,23 +22,24 @@ from batchinfer.worker.model.quantization import is_plain
 _MIN_LAYERS, _MAX_LAYERS = 2, 8
 _SHORT_WINDOW = 7
 _SHORT_CHUNK = 8
-"""Tokens of a shortened chunk: a multiple of the block size in ``family_check``."""
+"""Length of a shortened chunk, in tokens: a multiple of the block size in ``family_check``."""
 _WINDOW = re.compile(r"\w*window(_size)?")
 _MAX_VOCAB_SIZE = 4096
-"""Largest vocabulary of the copy. Otherwise, most of its weights would be embeddings."""
+"""Largest vocabulary of the copy. With the whole vocabulary, most of its weights would be
+embeddings."""
 _NOT_BY_LAYER = frozenset({"ssm_multipliers"})
-"""Lists in configs without an entry for each layer."""
+"""Lists in configs whose entries do not belong to layers, even if there are as many."""
 _MAX_COPIED_BYTES = 2 << 30
 _SHARE_OF_FREE = 0.25
 
 
 @dataclass(frozen=True)
 class ShallowCopy:
-    """The first layers of a model, in transformers' class."""
+    """The first layers of a model, as an instance of transformers' class."""
 
     model: nn.Module
     windows: Mapping[str, int]
-    """Sliding windows of the whole model that the copy shortens, by the key of the config."""
+    """Sliding windows of the whole model, in tokens, that the copy shortens, by config key."""
     in_float32: bool
     """True if the weights are copies in float32, False if they are shared with the whole model."""
 
@@ -52,13 +53,13 @@ def shallow_copy(model: PreTrainedModel, max_model_len: int, free_bytes: int) ->
     """Copy the first layers of a model as transformers loaded it.
 
     Args:
-        max_model_len: longest sequence in tokens; windows of this size or more stay as they are.
+        max_model_len: longest sequence, in tokens; windows of at least this size are not shortened.
         free_bytes: free memory of the device. If the copy takes at most a quarter of this memory
             and at most 2 GiB, it is in float32, so that rounding does not hide differences.
             Otherwise it shares the model's weights.
 
     Raises:
-        Exception: of any type, from the model's code, if the copy cannot be built.
+        Exception: the copy cannot be built; the model's code may raise any type.
     """
     config = copy.deepcopy(model.config)
     text = config.get_text_config()
@@ -88,8 +89,8 @@ def _shorten_windows(text: Any, max_model_len: int) -> dict[str, int]:
 
 
 def _keep_layers(text: Any, count: int) -> None:
-    """Cut the config, and its lists with an entry for each layer, to the first layers. Every layer
-    type stays, unless the types have different shapes."""
+    """Cut the config, and its lists with an entry for each layer, to the first layers. Keep a layer
+    of every type, unless layers differ in shape."""
     num_layers, values = text.num_hidden_layers, text.to_dict()
     shapes = values.get("per_layer_config") or {}
     listed = {"layer_types", "layers_block_type"} & values.keys()  # else derived from other keys
@@ -119,8 +120,8 @@ def _cut_vocabulary(text: Any) -> None:
 def _num_layers(model: PreTrainedModel) -> int:
     """Return the number of first layers that include a layer of each kind.
 
-    Beyond ``_MAX_LAYERS``, only layers of other classes count. In Bamba, for example, layer 9 is
-    the first layer that attends.
+    Beyond ``_MAX_LAYERS``, a layer is included only if its modules are of other classes. In Bamba,
+    for example, layer 9 is the first layer that attends.
     """
     num_layers: int = model.config.get_text_config().num_hidden_layers
     lists = (module for module in model.modules() if isinstance(module, nn.ModuleList))
@@ -157,14 +158,14 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _fill(model: nn.Module, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None) -> None:
-    """Fill a model on the ``meta`` device with tensors by name; tied weights stay tied."""
+    """Give a model on the ``meta`` device the tensors of the same names. Tied weights stay tied."""
     cast: dict[int, torch.Tensor] = {}
     for prefix, module in model.named_modules():
         for members in (module._parameters, module._buffers):
             for leaf, shaped in [item for item in members.items() if item[1] is not None]:
                 assert shaped is not None
                 tensor = tensors[f"{prefix}.{leaf}" if prefix else leaf]
-                # The model's tensor has the whole vocabulary, or all layers.
+                # The original tensor may have more tokens or layers than the copy.
                 if tensor.shape != shaped.shape:
                     tensor = tensor[tuple(slice(size) for size in shaped.shape)]
                 if dtype is not None and tensor.is_floating_point():

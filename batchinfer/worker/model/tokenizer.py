@@ -1,8 +1,8 @@
 """Loads a model folder's tokenizer and its end-of-sequence ids.
 
-A separate process tries a tokenizer file first. It may safely loop, run out of memory or crash:
-native code reads the file's patterns and tables, and a crash in it would end the job without a
-message.
+First, a separate process tries to load a tokenizer file. Native code reads the file's patterns and
+tables, and a bad file can make it loop forever, run out of memory or crash. In the job's process, a
+crash would end the job without a message.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _MARKUP = re.compile(r"<.*>|\[.*\]", re.DOTALL)
 
 _CPU_S = 60
 _WALL_S = 600
-"""Limit of wall time, in seconds, for a process that sleeps or gets no processor time."""
+"""Limit of elapsed time, in seconds, for a process that sleeps or gets no processor time."""
 _MEMORY_BYTES = 4 << 30
 _PANICKED = 3
 # sys.path is replaced first: it begins with the current folder, which may contain any modules.
@@ -68,9 +68,10 @@ class TokenizerParts:
     backend: Tokenizer
     chat_template: str | None
     special_tokens: Mapping[str, str]
-    """Texts of special tokens by role, such as ``{"bos_token": "<s>"}``, for chat templates."""
+    """Texts of special tokens, keyed by role, such as ``{"bos_token": "<s>"}``, for chat
+    templates."""
     control_tokens: frozenset[str]
-    """Texts of added tokens that control the model."""
+    """Texts of the added tokens that have a special meaning for the model."""
     clean_up_tokenization_spaces: bool
     has_token_type_ids: bool
     """True if token type ids mark the tokens of a pair's second text."""
@@ -89,7 +90,7 @@ def load_tokenizer(
         ModelError: the tokenizer is missing, needs its own code, or has damaged files.
     """
     folder = resolve_folder(name, revision, CONFIG_FILES, key=key)
-    # Checked first, because transformers would blame the tokenizer.
+    # Check config.json first. If it is damaged, transformers would blame the tokenizer.
     read_json(folder / "config.json")
     if "auto_map" in (read_json(folder / "tokenizer_config.json") or {}):
         raise ModelError(
@@ -129,8 +130,8 @@ def load_tokenizer(
 
 
 def lowers_case(name: str, revision: str | None) -> bool:
-    """Return True if sentence-transformers lowercases a model's texts: ``do_lower_case`` in
-    sentence_bert_config.json."""
+    """Return True if sentence-transformers lowercases a model's texts, because
+    sentence_bert_config.json sets ``do_lower_case``."""
     folder = resolve_folder(name, revision, CONFIG_FILES)
     values = read_json(folder / "sentence_bert_config.json")
     return isinstance(values, Mapping) and values.get("do_lower_case") is True
@@ -145,11 +146,11 @@ def lower_cased(backend: Tokenizer) -> Tokenizer:
 
 
 def eos_token_ids(folder: Path, config: Mapping[str, Any], vocab_size: int) -> frozenset[int]:
-    """Return the end-of-sequence token ids of generation_config.json, or else of the config, or
-    else of the tokenizer.
+    """Return the end-of-sequence token ids from generation_config.json, or else from the config, or
+    else from the tokenizer.
 
     Raises:
-        ModelError: the ids are not token ids of the model; names file and key.
+        ModelError: the ids are not token ids of the model. The message names the file and the key.
     """
     sources: tuple[tuple[str, Mapping[str, Any] | None], ...] = (
         ("generation_config.json: ", read_json(folder / "generation_config.json")),
@@ -176,7 +177,7 @@ def eos_token_ids(folder: Path, config: Mapping[str, Any], vocab_size: int) -> f
 
 
 def check_vocabulary(folder: Path, tokenizer: str | None, vocab_size: int) -> None:
-    """Check that a model has embeddings for all ids of its tokenizer.json, if it has this file.
+    """Check that a model has embeddings for all token ids in its tokenizer.json, if that exists.
 
     Args:
         tokenizer: value of ``model.tokenizer``.
@@ -232,8 +233,8 @@ def _control_tokens(backend: Tokenizer) -> frozenset[str]:
 
 
 def try_tokenizer(path: Path) -> None:
-    """Load a tokenizer.json and decode each of its tokens in a process with limits, once for the
-    same content. Does nothing if this Python cannot start processes.
+    """Load a tokenizer.json and decode each of its tokens, in a process with limits on time and
+    memory, once for each file content. Do nothing if this Python cannot start processes.
 
     Raises:
         ModelError: the process crashed or exceeded its limits.

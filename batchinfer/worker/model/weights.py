@@ -81,7 +81,8 @@ def load_weights(
         max_model_len: longest sequence in tokens, which decides LongRoPE frequencies.
         quantization: value of ``model.quantization``.
         show_share: called with the share of the weights that is loaded, from 0 to 1.
-        random: use the class's initial weights instead of files, the same in each run on a device.
+        random: True to use random initial weights instead of files. They are the same in every run
+            on a device.
 
     Raises:
         ModelError: the files cannot be read or do not match the config, or ``random`` is set for a
@@ -149,7 +150,7 @@ def load_options(dtype: torch.dtype, attention: str) -> dict[str, Any]:
         "use_safetensors": True,
         "trust_remote_code": False,
         "local_files_only": True,
-        "ignore_mismatched_sizes": True,  # ``check_loaded`` reports tensors of wrong shape by name
+        "ignore_mismatched_sizes": True,  # ``check_loaded`` names tensors of wrong shape
         "output_loading_info": True,
     }
 
@@ -161,11 +162,11 @@ def _read(
 
     Args:
         saved_as: format of quantized weights, which are dequantized one at a time as they are
-            loaded; None lets transformers read the files.
+            loaded; None: transformers reads the files itself.
 
     Returns:
         The model, transformers' report on loading it, and the names of tensors that the model
-        need not have.
+        may lack.
     """
     options = load_options(getattr(torch, dtype), ATTENTION_NAME)
     if saved_as is None:
@@ -183,8 +184,8 @@ def _read(
 
 
 def _unused_head(model: PreTrainedModel) -> set[str]:
-    """Return the tensors of the output head of a model that was saved without one. The head of some
-    families cannot be tied to the embeddings; tasks of such models do not use it."""
+    """Return the names of the output head's tensors if a model was saved without a head. Its task
+    does not use a head, but in some families the head cannot be tied to the embeddings."""
     saved = model.config.architectures or [""]
     if saved[0] not in headless_names(model.config):
         return set()
@@ -193,12 +194,12 @@ def _unused_head(model: PreTrainedModel) -> set[str]:
 
 
 def _misplaced(model: PreTrainedModel, unused: Collection[str]) -> list[str]:
-    """Return the ``unused`` tensors of the model's layers, embeddings and output head. A model
-    without them would write other text.
+    """Return the ``unused`` tensors that belong to the model's layers, embeddings or output head.
+    Without these tensors, the model would write other text.
 
-    Other unused tensors do not matter: value heads, classifiers and draft layers, masks and rotary
-    frequencies of older versions of transformers, and extra layers that predict later tokens
-    (``num_nextn_predict_layers``).
+    Other unused tensors do not matter: value heads, classifiers and draft layers; masks and rotary
+    frequencies that older versions of transformers saved; and extra layers that predict later
+    tokens (``num_nextn_predict_layers``).
     """
     decoder, prefix = model.base_model, f"{model.base_model_prefix}."
     parts = {name for name, _ in (*decoder.named_children(), *model.named_children())}
@@ -224,11 +225,11 @@ def check_loaded(
     report: Mapping[str, Any],
     optional: Collection[str] = (),
 ) -> None:
-    """Check that weight files have all parameters of a model, and no other tensors of its layers.
+    """Check that weight files have all parameters of a model, and no other tensors for its layers.
 
     Args:
         report: transformers' report on loading the model (``output_loading_info``).
-        optional: names of tensors that the model need not have.
+        optional: names of tensors that the model may lack.
 
     Raises:
         ModelError: names the tensors.
@@ -270,12 +271,12 @@ def _shape(size: Collection[int]) -> str:
 
 
 def fix_longrope(model: torch.nn.Module, max_model_len: int) -> None:
-    """Choose the LongRoPE frequencies by ``max_model_len``, in tokens, once for all steps.
-    transformers chooses them by the longest position in a batch, so other rows would change a row's
-    tokens. Models without LongRoPE stay as they are.
+    """Choose the LongRoPE frequencies for ``max_model_len`` tokens, once for all steps.
+    transformers chooses them by the largest position in a batch, so other rows of the batch could
+    change a row's output. Models without LongRoPE stay as they are.
 
     Raises:
-        ModelError: the model's choice cannot be fixed.
+        ModelError: the frequencies cannot be fixed.
     """
     fixed = 0
     for module in model.modules():
@@ -283,7 +284,7 @@ def fix_longrope(model: torch.nn.Module, max_model_len: int) -> None:
             _fix(module, max_model_len)
             fixed += 1
     if fixed == 0 and uses_longrope(getattr(model, "config", None)):
-        raise ModelError("the model uses longrope, but has no module with the rotary frequencies")
+        raise ModelError("the model uses longrope, but none of its modules has rotary frequencies")
 
 
 def _fix(module: torch.nn.Module, max_model_len: int) -> None:
@@ -292,8 +293,8 @@ def _fix(module: torch.nn.Module, max_model_len: int) -> None:
     like = frequencies.new_zeros(1)
     alone = torch.tensor([[0, 1]], device=frequencies.device)
     with_last = torch.tensor([[0, 1, max_model_len - 1]], device=frequencies.device)
-    # A call with the last position makes transformers choose. Setting another rope_type keeps this
-    # choice.
+    # A call with the last position makes transformers choose the frequencies. With another
+    # rope_type, it never chooses again.
     module(like, position_ids=with_last)
     module.rope_type = "default"  # type: ignore[assignment]
     expected = module(like, position_ids=with_last)

@@ -1,1 +1,1 @@
-"""Recurrent layers of hybrid models, whose state lies in slots of the KV pool."""
+"""Runs the recurrent layers of hybrid models, whose states are in slots of the KV pool."""

@@ -16,22 +16,22 @@ from batchinfer.worker.recurrent.paged_states import choose_kernel, paged_states
 
 
 class LayerInputs(NamedTuple):
-    """Projections of T packed tokens."""
+    """What a layer's projections compute for T packed tokens."""
 
     qkv: torch.Tensor
     """[T, channels] queries and keys of all key heads, then values, before the convolution."""
     gate: torch.Tensor
     """[T, Hv * Dv] gate of the output."""
     decay: torch.Tensor
-    """[T, Hv * decay_width] input of the decay."""
+    """[T, Hv * decay_width] numbers from which the decay is computed."""
     beta: torch.Tensor
     """[T, Hv] logit of the writing strength."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """Names of the parts of transformers' layer in a family. A part of a submodule has a dotted
-    name."""
+    """Names of a layer's parts in one of transformers' families. Parts of submodules have dotted
+    names."""
 
     qkv: tuple[str, ...] = ("in_proj_qkv",)
     """Projections whose outputs are queries, keys and values, in this order."""
@@ -43,9 +43,9 @@ class Family:
     key_heads: str = "num_k_heads"
     key_width: str = "head_k_dim"
     second_gate: str = ""
-    """Projection of the output of ``gate``, if the gate is the product of two projections."""
+    """Projection that is applied to the output of ``gate``; empty: none."""
     second_decay: str = ""
-    """Projection of the output of ``decay``, if the decay is the product of two projections."""
+    """Projection that is applied to the output of ``decay``; empty: none."""
     decay_module: str = ""
     """Module with the constants of the decay; empty: the layer itself."""
     by_key_head: bool = False
@@ -108,11 +108,11 @@ FAMILIES = {
     "Qwen3_5GatedDeltaNet": _QWEN3_5,
     "Qwen3_5MoeGatedDeltaNet": _QWEN3_5,
 }
-"""Families by the name of transformers' class of their layers."""
+"""Families, keyed by the name of their layers' class in transformers."""
 
 
 def forward(self: Any, hidden_states: torch.Tensor, **_: Any) -> torch.Tensor:
-    """Replaces the layer's own forward pass; takes and returns [1, T, H]."""
+    """Run the layer on [1, T, H] instead of its own forward pass, and return [1, T, H]."""
     family = FAMILIES[type(self).__name__]
     if (weights := getattr(self, "_paged_weights", None)) is None:
         weights = self._paged_weights = weights_of(self, family)
@@ -122,7 +122,7 @@ def forward(self: Any, hidden_states: torch.Tensor, **_: Any) -> torch.Tensor:
 
 
 def run_layer(inputs: LayerInputs, weights: GatedDeltaWeights, layer: int) -> torch.Tensor:
-    """Run a layer between its projections; returns [T, Hv * Dv].
+    """Run the part of a layer between its projections, and return [T, Hv * Dv].
 
     Args:
         layer: number of the layer in the model.
@@ -141,7 +141,7 @@ def run_layer(inputs: LayerInputs, weights: GatedDeltaWeights, layer: int) -> to
 
 
 def weights_of(layer: Any, family: Family) -> GatedDeltaWeights:
-    """Return the weights of transformers' layer that are not projections."""
+    """Return the weights of transformers' layer, except those of projections."""
     norm, decay = getattr(layer, family.norm), layer.get_submodule(family.decay_module)
     return GatedDeltaWeights(
         conv=layer.conv1d.weight[:, 0].T.float().contiguous(),

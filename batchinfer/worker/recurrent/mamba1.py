@@ -18,7 +18,7 @@ LAYERS = ("FalconMambaMixer", "JambaMambaMixer", "MambaMixer")
 
 
 def forward(self: Any, hidden_states: torch.Tensor, **_: Any) -> torch.Tensor:
-    """Replaces the layer's own forward pass; takes and returns [1, T, H]."""
+    """Run the layer on [1, T, H] instead of its own forward pass, and return [1, T, H]."""
     if getattr(self, "_paged_weights", None) is None:
         self._paged_weights = short_conv.weights_of(self.conv1d, silu=True), weights_of(self)
     conv, weights = self._paged_weights
@@ -44,7 +44,7 @@ def forward(self: Any, hidden_states: torch.Tensor, **_: Any) -> torch.Tensor:
 
 
 def weights_of(layer: Any) -> Mamba1Weights:
-    """Return the weights of the scan of transformers' layer."""
+    """Return the weights that the scan in transformers' layer uses."""
     return Mamba1Weights(
         decay_rate=layer.A_log.float().exp().T.contiguous(),
         skip=layer.D.float().contiguous(),

@@ -20,11 +20,11 @@ LAYERS = (
     "NemotronHMamba2Mixer",
     "Zamba2MambaMixer",
 )
-"""Names of transformers' classes, which differ in optional parts alone."""
+"""Names of transformers' classes, which differ only in optional parts."""
 
 
 def forward(self: Any, hidden_states: torch.Tensor, **_: Any) -> torch.Tensor:
-    """Replaces the layer's own forward pass; takes and returns [1, T, H]."""
+    """Run the layer on [1, T, H] instead of its own forward pass, and return [1, T, H]."""
     if (weights := getattr(self, "_paged_weights", None)) is None:
         weights = self._paged_weights = weights_of(self)
     scales = getattr(self, "mup_vector", None)  # Falcon-H1 scales inputs and outputs
@@ -44,7 +44,7 @@ def forward(self: Any, hidden_states: torch.Tensor, **_: Any) -> torch.Tensor:
         native=native.mamba2,
         reference=reference.mamba2,
     )
-    # Products of B and C can exceed float16, in which the scan multiplies.
+    # The chunked scan rounds products of B and C to the model's dtype. They may overflow float16.
     states = paged_states(self.layer_idx, has_scan=out.dtype != torch.float16)
     compute(values, gate, dt, weights=weights, states=states, out=out)
     output: torch.Tensor = self.out_proj(out)
@@ -52,7 +52,7 @@ def forward(self: Any, hidden_states: torch.Tensor, **_: Any) -> torch.Tensor:
 
 
 def weights_of(layer: Any) -> Mamba2Weights:
-    """Return the weights of transformers' layer that are not projections."""
+    """Return the weights of transformers' layer, except those of projections."""
     norm = layer.norm if hasattr(layer.norm, "weight") else None
     bias = layer.conv1d.bias
     low, high = layer.time_step_limit

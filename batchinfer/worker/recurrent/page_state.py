@@ -1,8 +1,8 @@
-"""Lets a model's recurrent layers keep their state in the KV pool.
+"""Makes a model's recurrent layers keep their state in the KV pool.
 
 transformers' own forward pass of a recurrent layer ignores where sequences begin in a packed row.
-Only that method is replaced: the layer keeps its projections, which other code quantizes, packs and
-adapts.
+Only the ``forward`` method is replaced. The layer keeps its projections, which other modules
+quantize, pack and extend with adapters.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _FORWARDS: dict[str, Callable[..., torch.Tensor]] = {
     **dict.fromkeys(mamba2.LAYERS, mamba2.forward),
     **dict.fromkeys(short_conv.LAYERS, short_conv.forward),
 }
-"""Forward passes by the name of transformers' class. They take and return [1, T, H]."""
+"""Forward passes, keyed by the name of transformers' class. They take and return [1, T, H]."""
 
 
 def page_recurrent_state(model: nn.Module) -> None:
-    """Let a model's recurrent layers keep their state in the pool of the forward context."""
+    """Make a model's recurrent layers keep their state in the pool of the forward context."""
     for module in model.modules():
         layer: Any = module
         if forward := _FORWARDS.get(type(layer).__name__):
@@ -36,5 +36,5 @@ def page_recurrent_state(model: nn.Module) -> None:
 
 
 def _name_layer(attention: Any, _: Any, options: dict[str, Any]) -> None:
-    """Tell an attention module that several layers share which layer runs."""
+    """Tell an attention module, which several layers share, which of these layers runs."""
     attention.layer_idx = options["layer_idx"]

@@ -1,4 +1,4 @@
-"""Gives the kernels of recurrent layers their states of the current step."""
+"""Gives the kernels of recurrent layers the states of the current step's sequences."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Kernel = Callable[..., None]
 def choose_kernel(
     like: torch.Tensor, conv_width: int, *, triton: Kernel, native: Kernel, reference: Kernel
 ) -> Kernel:
-    """Return the kernel for a device and dtype: the reference if no other kernel supports them.
+    """Return the kernel for a device and dtype, or the reference if no kernel supports them.
 
     Args:
         like: a tensor of the layer's dtype and device.
@@ -55,7 +55,7 @@ def paged_states(layer: int, *, has_scan: bool = False) -> PagedStates:
 
 @functools.cache
 def places_of(layout: StateLayout, number: int) -> StatePlaces:
-    """Return the place of the state of recurrent layer ``number``."""
+    """Return where slots hold the state of the model's ``number``-th recurrent layer, from 0."""
     shape, matrices, convolutions = layout.shape, layout.matrices, layout.convolutions
     return StatePlaces(
         columns=matrices.piece_elements // shape.key_width,

@@ -17,7 +17,7 @@ LAYERS = ("Lfm2ShortConv", "Lfm2MoeShortConv", "Lfm3ShortConv")
 
 
 def forward(self: Any, hidden_states: torch.Tensor, **_: Any) -> torch.Tensor:
-    """Replaces the layer's own forward pass; takes and returns [1, T, H]."""
+    """Run the layer on [1, T, H] instead of its own forward pass, and return [1, T, H]."""
     if (weights := getattr(self, "_paged_weights", None)) is None:
         weights = self._paged_weights = weights_of(self.conv, silu=False)
     before, after, values = self.in_proj(hidden_states[0]).chunk(3, dim=1)
@@ -34,10 +34,13 @@ def convolve(
     before: torch.Tensor | None = None,
     after: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Convolve a step's tokens [T, channels], multiplied by ``before``; multiply by ``after``.
+    """Return the causal convolution of a step's tokens.
 
     Args:
+        inputs: [T, channels].
         layer: number of the layer in the model.
+        before: [T, channels] factors of the inputs, or None.
+        after: [T, channels] factors of the outputs, or None.
     """
     out = torch.empty_like(inputs, memory_format=torch.contiguous_format)
     compute = choose_kernel(

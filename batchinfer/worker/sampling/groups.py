@@ -1,7 +1,7 @@
-"""Groups of samples that are drawn in one call.
+"""Splits a step's samples into groups that are drawn in one call.
 
-D = distributions in a group. Samples that draw from the same row of logits with the same parameters
-share a distribution.
+D = number of distributions in a group. Samples that draw from the same row of logits with the same
+parameters share a distribution.
 """
 
 from __future__ import annotations
@@ -53,6 +53,6 @@ def group_samples(
 
 
 def is_filtered(batch: SamplingBatch, vocab: int) -> Bool:
-    """Return [K] True where top-k or top-p excludes any of ``vocab`` tokens."""
+    """Return bool [K], True where top-k or top-p excludes any of ``vocab`` tokens."""
     filtered: Bool = ((batch.top_k > 0) & (batch.top_k < vocab)) | (batch.top_p < 1)
     return filtered

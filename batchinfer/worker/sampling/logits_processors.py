@@ -1,4 +1,4 @@
-"""Logits processors that run before temperature: masks, biases, bans, allowed ids, penalties.
+"""Edits logits before temperature is applied: masks, biases, bans, allowed ids, penalties.
 
 Their meaning and order follow vLLM's ``v1/sample/sampler.py`` and
 ``model_executor/layers/utils.py``. A ban is a bias of -inf.
@@ -24,7 +24,7 @@ _Change = Callable[[Tensor, SamplingBatch, Int64], None]
 def run_processors(logits: Tensor, processed: Sequence[ProcessedRow]) -> None:
     """Run users' functions on their rows of ``logits`` [R, V], in place.
 
-    If they make logits infinite, only these tokens remain, equally likely.
+    If functions set logits of a row to +inf, only these tokens remain, and are equally likely.
 
     Raises:
         TypeError, ValueError: a function returns something other than logits.
@@ -41,7 +41,7 @@ def run_processors(logits: Tensor, processed: Sequence[ProcessedRow]) -> None:
             if row.shape != logits.shape[1:]:
                 raise ValueError(
                     f"logits processor {name} returned a tensor of shape "
-                    f"{tuple(row.shape)}; the shape must be that of the logits, "
+                    f"{tuple(row.shape)}; it must have the shape of the logits, "
                     f"{tuple(logits.shape[1:])}"
                 )
         only = row.isposinf()
@@ -49,7 +49,7 @@ def run_processors(logits: Tensor, processed: Sequence[ProcessedRow]) -> None:
 
 
 def edited_samples(batch: SamplingBatch) -> Bool:
-    """Return [K] True where a processor changes the sample's logits."""
+    """Return bool [K], True where a processor changes the sample's logits."""
     edited = np.zeros(len(batch.logits_rows), np.bool_)
     for samples, _ in LOGITS_PROCESSORS:
         edited[samples(batch)] = True
@@ -107,9 +107,10 @@ def _penalized_samples(batch: SamplingBatch) -> Int32:
 def _penalize(logits: Tensor, batch: SamplingBatch, rows: Int64) -> None:
     """Apply repetition, frequency and presence penalties.
 
-    Repetition (Keskar et al. 2019, arXiv:1909.05858) divides positive and multiplies other
-    logits of tokens in the prompt or the output. Then, as in the OpenAI API, a token that is c
-    times in the output loses ``frequency * c``, and ``presence`` if c > 0.
+    The repetition penalty (Keskar et al. 2019, arXiv:1909.05858) applies to tokens in the prompt or
+    the output: positive logits are divided by it, other logits are multiplied. Then, as in the
+    OpenAI API, a token that occurs c times in the output loses ``frequency * c``, and ``presence``
+    if c > 0.
     """
     samples = _penalized_samples(batch)
     applies = rows[samples] >= 0
@@ -147,8 +148,9 @@ LOGITS_PROCESSORS: tuple[tuple[_Samples, _Change], ...] = (
     (lambda batch: batch.allowed_samples, _keep_allowed),
     (_penalized_samples, _penalize),
 )
-"""In order of application, (function that returns a processor's samples, function that changes the
-logits). The second function gets the row of each sample, [K]; -1 = no row."""
+"""The processors in the order in which they are applied. Each is a pair: a function that returns
+the samples that the processor applies to, and a function that changes their logits. The second
+function gets the row of each sample, [K]; -1 = no row."""
 
 
 def _rewrite(
@@ -157,7 +159,7 @@ def _rewrite(
     token_ids: Tensor,  # int64 [P, n], padded with -1
     change: Callable[[Tensor, Tensor], Tensor],
 ) -> None:
-    """Replace logits by ``change(ids, logits at the ids)``, both [P, n].
+    """Replace the logits of ``token_ids`` with ``change(ids, logits of the ids)``, all [P, n].
 
     A token that is listed twice is written twice with the same value, so the order of writes does
     not matter.
@@ -178,7 +180,7 @@ def forbid_masked(logits: Tensor, rows: Int32, masks: Int32) -> None:
         logits: [R, V] floating point.
         rows: [M] indices of rows.
         masks: [M, words] bit ``i % 32`` of word ``i // 32`` is set if token ``i`` is allowed;
-            tokens after the last word are not.
+            tokens beyond the last word are not allowed.
     """
     if cpu_attention.supports(logits.dtype):
         row_ops.apply_token_bitmask(logits, torch.from_numpy(rows), torch.from_numpy(masks))

@@ -1,6 +1,7 @@
 """Logits and log-probabilities of the tokens that a result reports.
 
-R = rows of logits, K = samples, V = vocabulary, L = most alternatives, W = most named ids.
+R = rows of logits, K = samples, V = vocabulary size, L and W = largest numbers of alternatives and
+of named ids per sample.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ class RowStats(NamedTuple):
     max_logprob: Tensor  # float32 [R] log-probability of the most likely token
 
     def logprobs(self, rows: Tensor, logits: Tensor) -> Tensor:
-        """Return log-probabilities of ``logits`` [K, any], which are from ``rows`` [K]."""
+        """Return the log-probabilities of ``logits`` [K, any], which are from ``rows`` [K]."""
         return (logits - self.maximum[rows][:, None]) + self.max_logprob[rows][:, None]
 
 
 def row_stats(logits: Tensor, chunk: int) -> tuple[RowStats, Tensor]:
-    """Return statistics of the rows of ``logits`` [R, V], and the lowest id of each row's most
-    likely tokens, int64 [R]. torch computes them for ``chunk`` rows at a time, kernels for all
-    rows."""
+    """Return statistics of the rows of ``logits`` [R, V], and the id of each row's most likely
+    token (the lowest id of equally likely tokens), int64 [R]. If the logits must be converted to
+    float32, ``chunk`` rows are processed at a time."""
     if logits.is_cuda or cpu_attention.supports(logits.dtype):
         return _row_stats_by_kernel(logits)
     compute = _row_stats_by_kernel if cpu_attention.supports(torch.float32) else _row_stats_by_torch
@@ -58,8 +59,8 @@ def _row_stats_by_kernel(logits: Tensor) -> tuple[RowStats, Tensor]:
 def empty_stats(logits: Tensor) -> RowStats:
     """Return uninitialized statistics, which a kernel fills in.
 
-    The tensors are separate allocations, because Triton compiles another variant for an address
-    that is not aligned.
+    Each tensor is a separate allocation, because Triton would compile another variant of the kernel
+    for an address that is not aligned.
     """
     return RowStats(*(logits.new_empty(len(logits), dtype=torch.float32) for _ in range(2)))
 
@@ -67,7 +68,7 @@ def empty_stats(logits: Tensor) -> RowStats:
 class Reported(NamedTuple):
     """Logits or log-probabilities to report for K samples, on their device."""
 
-    # Float32 [K, 1 + L + W] values of the token, the most likely tokens and the named tokens.
+    # Float32 [K, 1 + L + W] values of the drawn token, the most likely tokens and the named tokens.
     values: Tensor
     ranks: Tensor  # int64 [K] 1 = most likely; 0 for samples without log-probabilities
     top_token_ids: Tensor  # int64 [K, L] best first
@@ -91,7 +92,7 @@ def look_up(
         token_ids: int64 [K] on the device.
         wanted: [K] number of most likely tokens to report; -1: report nothing, not even the rank of
             the sample's token.
-        named_token_ids: [K, W] below V, padded with -1, whose value is -inf.
+        named_token_ids: [K, W] ids below V, padded with -1; the value of padding is -inf.
         num_top: L, at most V.
         chunk: number of rows to process at a time.
     """
@@ -132,7 +133,8 @@ def _top_logits(
     logits: Tensor, rows: Int32, wanted: Int32, num_top: int, chunk: int
 ) -> tuple[Tensor, Tensor]:
     """Return the most likely tokens [K, L] of each sample's row, best first, and their logits.
-    Equally likely tokens are ordered by id. Samples without log-probabilities have zeros and -inf.
+    Equally likely tokens are ordered by id. Samples without log-probabilities get ids 0 and logits
+    -inf.
     """
     ids = torch.zeros((len(rows), num_top), dtype=torch.int64, device=logits.device)
     values = torch.full(ids.shape, -torch.inf, device=logits.device)

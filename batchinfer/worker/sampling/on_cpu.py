@@ -1,10 +1,10 @@
-"""Draws samples on a CPU: in C if the C code supports the logits' dtype, else by torch.
+"""Draws samples on a CPU: in C if the C code supports the logits' dtype, else with torch.
 
-A sample's random numbers depend only on its key and counter. Philox-4x32-10 of Salmon, Moraes,
-Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011), makes four random words of
-a counter of four 32-bit words and a key of two words.
+A sample's random number depends only on its key and counter. Philox-4x32-10 (Salmon, Moraes, Dror
+and Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011) computes four random words from a
+counter of four 32-bit words and a key of two words.
 
-D = distinct distributions among the K samples; V = vocabulary.
+D = number of distinct distributions among the K samples; V = vocabulary size.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from batchinfer.worker.sampling.output import NO_TOKEN_LEFT, NONFINITE, Draws
 from batchinfer.worker.sampling.top_k_top_p import integer_weights, left_out
 
 RANDOM_BITS = 24
-"""Bits of a draw: as many as a float32 in [0, 1) can hold exactly."""
+"""Number of random bits per draw: as many as a float32 in [0, 1) can hold exactly."""
 
 _ROUNDS = 10
 _WORD = np.uint64(0xFFFFFFFF)
@@ -38,7 +38,7 @@ def draw_on_cpu(logits: Tensor, batch: SamplingBatch, chunk: int) -> Draws:
     Args:
         logits: [R, V]; tokens that masks forbid become -inf.
         batch: parameters of the K samples.
-        chunk: number of distributions to process at a time if they need a workspace.
+        chunk: number of distributions to process at a time if their logits must be copied.
     """
     forbid_masked(logits, batch.masked_rows, batch.masks)
     stats, argmax = row_stats(logits, chunk)
@@ -76,7 +76,7 @@ def _draw_in_workspace(
     """Draw a group from copies of its rows. Either all or none of its samples have temperature 0.
 
     Returns:
-        Token ids [k], and the reasons why samples have no token [k] (0 = the sample has a token).
+        Token ids [k], and codes [k] for why a sample has no token (0 = it has a token).
     """
     edited = logits[torch.from_numpy(batch.logits_rows[group.heads])].float()
     edit_logits(edited, batch, group.heads)
@@ -93,8 +93,12 @@ def _draw_in_workspace(
 
 
 def _failures(maximum: Tensor, of_nothing: int) -> Tensor:
-    """Return the reasons [R] why rows with these largest logits [R] have no token; 0 = the row has
-    a token. ``of_nothing`` is the reason if all logits of a row are -inf."""
+    """Return for each row [R] the code for why no token can be drawn; 0 = a token can be drawn.
+
+    Args:
+        maximum: [R] largest logit of each row.
+        of_nothing: code for rows whose logits are all -inf.
+    """
     failing = torch.where(maximum.isneginf(), of_nothing, NONFINITE)
     return failing.masked_fill_(maximum.isfinite(), 0)
 
@@ -122,8 +126,8 @@ def _draw_natively(
 ) -> Tensor:
     """Draw token ids [k] in C, one row at a time.
 
-    ``_weights`` and ``_draw`` return the same tokens in ten times the time. Their ``exp`` may
-    differ in the last bit, which changes about one token in some millions.
+    ``_weights`` and ``_draw`` return the same tokens, but take ten times as long. Their ``exp`` may
+    differ in the last bit, which changes about one token in a few million.
     """
     chosen = torch.zeros(len(group.samples), dtype=torch.int64)
     arrays = {name: getattr(batch, name)[group.heads] for name in batch.DISTRIBUTION}
@@ -134,13 +138,18 @@ def _draw_natively(
 
 
 def _weights(logits: Tensor, maximum: Tensor, batch: SamplingBatch, heads: Int64) -> Tensor:
-    """Return probabilities as integers, int64 [D, V], after temperature and filters. ``logits`` are
-    [D, V], their row maxima ``maximum`` [D, 1], and ``heads`` [D] the first sample of each
-    distribution."""
+    """Return integers, int64 [D, V], that are proportional to the probabilities after temperature
+    and filters.
+
+    Args:
+        logits: [D, V].
+        maximum: [D, 1] largest logit of each row.
+        heads: [D] first sample of each distribution.
+    """
     min_p = batch.min_p[heads]
     shifted = logits - maximum
-    # A row without a finite maximum is drawn as if all tokens were equally likely. Its token is
-    # dropped later.
+    # If a row's maximum is not finite, the row is drawn as if all tokens were equally likely. Its
+    # token is dropped later.
     shifted.masked_fill_(~maximum.isfinite(), 0)
     relative = shifted.div_(torch.from_numpy(batch.temperature[heads, None])).exp_()
     if min_p.any():
@@ -153,10 +162,14 @@ def _weights(logits: Tensor, maximum: Tensor, batch: SamplingBatch, heads: Int64
 
 
 def _draw(weights: Tensor, distributions: Tensor, group: SampleGroup, bits: Int64) -> Tensor:
-    """Return the first token in id order whose cumulative weight exceeds u times the total.
+    """Return, for each sample, the first token in id order whose cumulative weight exceeds
+    u times the total weight.
 
-    Integers make this exact, so a token of weight 0 is never drawn. ``distributions`` [k] are rows
-    of ``weights``; ``bits`` [K] are the numbers u in units of 2**-RANDOM_BITS.
+    Integers make this exact, so a token of weight 0 is never drawn.
+
+    Args:
+        distributions: [k] row of ``weights`` for each sample.
+        bits: [K] the samples' random numbers u, in units of 2**-RANDOM_BITS.
     """
     uniform = torch.from_numpy(bits[group.samples])
     place = torch.arange(len(uniform)) - torch.from_numpy(group.starts)[distributions]
@@ -171,8 +184,8 @@ def _draw(weights: Tensor, distributions: Tensor, group: SampleGroup, bits: Int6
 
 
 def philox_4x32(counter: UInt64, key: UInt64) -> UInt64:
-    """Return random words [4, K] for counters [4, K] and keys [2, K]: 32-bit words, stored in 64
-    bits."""
+    """Return random words [4, K] for counters [4, K] and keys [2, K]. All words have 32 bits, and
+    are stored in 64 bits."""
     left, right = counter[[0, 2]], counter[[1, 3]]
     for _ in range(_ROUNDS):
         product = (left * _MULTIPLIERS)[::-1]
@@ -184,7 +197,7 @@ def philox_4x32(counter: UInt64, key: UInt64) -> UInt64:
 def random_bits(seed: UInt64, stream: UInt64, sample_index: Int32, position: Int32) -> Int64:
     """Return a uniform number in [0, 2**RANDOM_BITS) for each token to be drawn.
 
-    The key is the seed, the counter is (stream low, stream high, sample index, position).
+    The key is the seed. The counter is (low word of the stream, high word, sample index, position).
 
     Args:
         seed: [K].
@@ -193,7 +206,7 @@ def random_bits(seed: UInt64, stream: UInt64, sample_index: Int32, position: Int
         position: [K] number of output tokens before this token.
 
     Returns:
-        Numbers [K]; divided by 2**RANDOM_BITS, they are uniform in [0, 1).
+        [K] integers.
     """
     places = sample_index.astype(np.uint64), position.astype(np.uint64)
     counter = np.stack((stream & _WORD, stream >> _WORD_BITS, *places))

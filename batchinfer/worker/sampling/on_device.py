@@ -1,7 +1,7 @@
-"""Draws samples by the Triton kernels, on CUDA: one launch edits logits, another draws tokens.
+"""Draws samples on a CUDA device with Triton kernels that edit logits and draw tokens.
 
-All parameters of a step's samples are sent in one copy. Samples with edited logits have a separate
-launch, or several launches if the copies of their logits take too much memory.
+All parameters of a step's samples are sent in one copy. Samples with edited logits have separate
+launches: one pair, or several pairs if the copies of their logits would take too much memory.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ _Arrays = dict[str, npt.NDArray[np.generic]]
 _EDITED_ELEMENTS = 2**26
 """Largest number of edited logits in memory at a time."""
 _ROW_BYTES, _TILE_BYTES, _MOST_FOUND_BYTES = 64, 8, 2**16
-"""Bytes of the kernel's workspace for each row, for each 128 logits, and at most for candidates."""
+"""Bytes of the kernel's workspace: for each row, for every 128 logits of a row, and at most for a
+row's candidates."""
 
 
 def workspace_bytes(rows: int, vocab: int) -> int:
-    """Return the most bytes that drawing from ``rows`` rows of ``vocab`` logits takes on the
-    device."""
+    """Return an upper bound on the device memory, in bytes, for drawing from ``rows`` rows of
+    ``vocab`` logits."""
     tiles = -(-vocab // 128)
     # The number of segments of tiles is a power of two. Each has space for 256 values and ids.
     candidates = min(_MOST_FOUND_BYTES, 2 * tiles * 256 * 8)
@@ -40,7 +41,7 @@ def workspace_bytes(rows: int, vocab: int) -> int:
 
 
 def draw_on_device(logits: Tensor, batch: SamplingBatch) -> Draws:
-    """Draw every sample without waiting. No size depends on data on the device.
+    """Draw every sample. The host does not wait, because no size depends on data on the device.
 
     Args:
         logits: [R, V] on a CUDA device; tokens that masks forbid become -inf.
@@ -161,8 +162,8 @@ def _edit_arrays(batch: SamplingBatch, heads: Int64, vocab: int) -> _Arrays:
 
 
 def _seen_tokens(batch: SamplingBatch, place: Int64, part: str) -> tuple[Int64, Int32]:
-    """Return the distribution (-1 = not in this group) and the id of each token in the prompts or
-    in the outputs to which penalties apply."""
+    """Return each token that penalties apply to, in the prompts or in the outputs (``part``): the
+    tokens' distributions (-1 = not in this group) and their ids."""
     if batch.penalties is None:
         return np.empty(0, np.int64), np.empty(0, np.int32)
     padded = getattr(batch.penalties, f"{part}_token_ids")

@@ -1,4 +1,4 @@
-"""Samples of a step: kept on the device for the next step, and copied to the host."""
+"""Keeps a step's samples on the device for the next step, and copies them to the host."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ exclude all tokens."""
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """The K samples of R rows of logits, on the device that drew them."""
+    """The K samples that were drawn from R rows of logits, on the device that drew them."""
 
     token_ids: Tensor  # int64 [K]
     logprobs: Tensor  # float32 [K]
-    failures: Tensor  # [K] 0, or the reason for no token; then its token and log-probability are 0
+    failures: Tensor  # [K] 0, or why a sample has no token; its token and log-probability are 0
     stats: RowStats
 
 
 class SampleHandle:
-    """Samples of a step. The constructor starts their copy to the host; ``result`` waits only for
-    it.
+    """Samples of a step. The constructor starts to copy them to the host; ``result`` waits only for
+    this copy.
 
     Args:
         token_ids: int64 [K], on any device.
         logprobs: float32 [K].
-        failures: [K] 0, or the reason for no token; True counts as ``NONFINITE``.
+        failures: [K] 0, or why a sample has no token; True counts as ``NONFINITE``.
         reported: ranks, alternatives and named ids; None if no sample requested any. Its first
             column is not used.
     """
@@ -53,7 +53,7 @@ class SampleHandle:
         if reported is not None:
             self._num_top = reported.top_token_ids.shape[1]
             columns += [reported.ranks, reported.top_token_ids, reported.values[:, 1:]]
-        # One matrix needs only one copy. It is int32; float32 columns are stored as their bits.
+        # A single int32 matrix needs only one copy. Float32 columns are stored as their bits.
         self._packed = HostCopy(torch.cat([_as_int32(column) for column in columns], dim=1))
 
     @classmethod

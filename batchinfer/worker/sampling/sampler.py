@@ -2,11 +2,11 @@
 
 Probabilities are integers in units of 2**-40 of the most likely token's probability, so sums over
 the vocabulary are exact and do not depend on their order. A row therefore gets the same token
-alone, in any batch and in any chunk, with any number of samples. Rounding cuts off less than 1e-12
-of the most likely token's probability.
+alone, in any batch and in any chunk, with any number of samples. Rounding changes a probability by
+less than 1e-12 of the most likely token's probability.
 
-K samples draw from R rows of logits; D = distinct distributions among them; L = most alternatives
-reported; V = vocabulary.
+K samples draw from R rows of logits, which make D distinct distributions. L = largest number of
+alternatives that a sample reports; V = vocabulary size.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from batchinfer.worker.sampling.top_k_top_p import integer_weights, left_out
 from batchinfer.worker.transfer import to_device
 
 _WORKSPACE_ELEMENTS = {"cpu": 2**19, "cuda": 2**24}
-"""Most logits that torch processes at a time, but at least one row. On a CPU, they fit into a
-cache."""
+"""Largest number of logits that torch processes at a time, but at least one row. On a CPU, this
+many fit into a cache."""
 _WORKSPACE_BYTES_EACH = 64
 """Bytes of workspace per logit. Measured: 24 for temperature, 28 for a small top-k, 51 for a top-k
-of nearly the vocabulary, 54 for top-p on flat rows. The remainder is for sorting alternatives on a
-device."""
+of nearly the vocabulary, 54 for top-p on flat rows. The remaining bytes are for sorting
+alternatives on a CUDA device."""
 
 
 def workspace_bytes(rows: int, vocab: int, device_type: str) -> int:
-    """Return the most bytes that sampling needs in addition to ``rows`` rows of ``vocab``
-    logits."""
+    """Return an upper bound on the bytes that sampling needs in addition to ``rows`` rows of
+    ``vocab`` logits."""
     elements = min(rows * vocab, max(vocab, _WORKSPACE_ELEMENTS[device_type]))
     by_torch = elements * _WORKSPACE_BYTES_EACH
     if device_type == "cpu":
         return by_torch + native_sampling.draw_bytes(vocab)
-    # Torch finds alternatives after the draws.
+    # Alternatives are found after the draws, when the draws' workspace is free again.
     return max(by_torch, device_workspace_bytes(rows, vocab))
 
 
@@ -55,17 +55,17 @@ def workspace_rows(vocab: int, device_type: str) -> int:
 class Sampler:
     """Turns logits and sampling parameters into tokens. Holds no state.
 
-    The order of operations is vLLM's. Users' functions and token masks of grammars come first.
-    Log-probabilities are taken from these logits, unless ``LogprobsMode`` selects others. Then bias
-    and bans, allowed ids and penalties are applied. At temperature 0, the most likely token is
-    chosen. Otherwise, temperature, min-p, top-k and top-p are applied, and a uniform number selects
-    a token by cumulative probability in id order. The number is from Philox, keyed by (seed,
-    stream, sample index, position).
+    The order of operations is the same as in vLLM. Users' functions and the token masks of grammars
+    come first. Log-probabilities are taken from the resulting logits, unless ``LogprobsMode``
+    selects others. Then bias and bans, allowed ids and penalties are applied. At temperature 0, the
+    most likely token is chosen. Otherwise, temperature, min-p, top-k and top-p are applied, and a
+    uniform random number selects a token by cumulative probability in id order. The random number
+    comes from Philox and depends on the seed, the stream, the sample index and the position.
     """
 
     @torch.inference_mode()
     def __call__(self, logits: Tensor, batch: SamplingBatch) -> SampleHandle:
-        """Draw a token for every sample, and start one copy from device to host without waiting.
+        """Draw a token for every sample, and start to copy the results to the host.
 
         A sample is marked nonfinite if its unedited row contains NaN or +inf, or only -inf. If its
         bans and allowed ids exclude all tokens, it is also marked as having no token left. Its
@@ -96,14 +96,15 @@ class Sampler:
 
 
 def report(logits: Tensor, batch: SamplingBatch, draws: Draws, chunk: int) -> Reported | None:
-    """Return log-probabilities of all samples, or the values that their ``LogprobsMode`` selects.
+    """Return all samples' log-probabilities, or the values that their ``LogprobsMode`` selects.
 
     Args:
         logits: [R, V] logits from which the samples were drawn.
         chunk: number of rows to process at a time.
 
     Returns:
-        None if no sample requests log-probabilities. Samples without a token have 0.
+        The values, or None if no sample requests log-probabilities. The value is 0 for a sample
+        without a token.
     """
     wanted, modes = batch.num_logprobs, batch.logprobs_modes
     if wanted.max() < 0:
@@ -137,7 +138,7 @@ def _num_top(batch: SamplingBatch, logits: Tensor) -> int:
 def _report_processed(
     logits: Tensor, batch: SamplingBatch, samples: Int64, token_ids: Tensor, as_logits: Tensor
 ) -> Reported:
-    """Report ``samples`` [k], which drew ``token_ids`` [k], after all processors."""
+    """Report the values of ``samples`` [k], which drew ``token_ids`` [k], after all processors."""
     edited = _processed_logits(logits, batch, samples)
     named = None if batch.named_token_ids is None else batch.named_token_ids[samples]
     raw = look_up(
@@ -156,7 +157,7 @@ def _report_processed(
 def _processed_logits(logits: Tensor, batch: SamplingBatch, samples: Int64) -> Tensor:
     """Return the logits from which samples are drawn: edited, divided by the temperature, filtered.
 
-    For samples with temperature 0, they are only edited.
+    The logits of samples with temperature 0 are only edited.
 
     Args:
         logits: [R, V]; not changed.

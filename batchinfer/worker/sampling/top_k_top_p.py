@@ -1,8 +1,8 @@
-"""Top-k and top-p over integer weights. Whole rows are sorted only if a few candidates are not
-enough.
+"""Applies top-k and top-p to integer weights.
 
-Tokens have a total order: larger logits first, equal logits by ascending id. A filter keeps a
-prefix of this order, so it is determined by the last token kept.
+Whole rows are sorted only if the few most likely tokens are not enough. Tokens have a total order:
+larger logits first, equal logits by ascending id. Filters keep the first tokens of this order, so
+the last kept token determines a filter's result.
 """
 
 from __future__ import annotations
@@ -24,8 +24,11 @@ _WEIGHT_OF_MAX = 2.0**40
 
 
 def integer_weights(relative: Tensor) -> Tensor:
-    """Return probabilities relative to the most likely token's as int64. Overwrites the
-    argument."""
+    """Return int64 weights that are proportional to ``relative``, which is overwritten.
+
+    Args:
+        relative: float32 probabilities divided by the most likely token's probability.
+    """
     return relative.mul_(_WEIGHT_OF_MAX).long()
 
 
@@ -37,7 +40,7 @@ def left_out(weights: Tensor, logits: Tensor, top_k: Int32, top_p: Float32) -> T
 
     Args:
         weights: int64 [D, V], not negative; 0 for tokens that were removed before.
-        logits: float32 [D, V], which order the tokens.
+        logits: float32 [D, V], from which the order of tokens follows.
         top_k: [D] 0 = all.
         top_p: [D].
     """
@@ -61,13 +64,17 @@ def left_out(weights: Tensor, logits: Tensor, top_k: Int32, top_p: Float32) -> T
 def _last_kept(
     weights: Tensor, candidates: Tensor, most: Tensor, share: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return ids [d, 1] of the last tokens kept, and bool [d], true if the ``candidates`` [d, n]
-    were enough. These are the n most likely tokens in order."""
+    """Return the ids [d, 1] of the last tokens that are kept, and bool [d], true if the candidates
+    were enough to find them.
+
+    Args:
+        candidates: [d, n] ids of the n most likely tokens, in order.
+    """
     size, vocab = candidates.shape[1], weights.shape[1]
     mass = weights.gather(1, candidates).cumsum(1)
     end = (most - 1).clamp(max=size - 1)
     total = torch.where(most < vocab, mass.gather(1, end), weights.sum(1, keepdim=True))
-    # Both sides of the comparison are rounded in the same way to float64.
+    # Both sides of the comparison are rounded to float64 in the same way.
     before = (mass.double() < share * total.double()).sum(1, keepdim=True)
     enough = (before <= end) | (size == vocab)
     return candidates.gather(1, torch.minimum(before, end)), enough[:, 0]
@@ -77,7 +84,7 @@ def most_likely(logits: Tensor, size: int) -> Tensor:
     """Return the ids of the ``size`` most likely tokens, in order.
 
     The vocabulary is cut into blocks. Only the ``size`` blocks with the largest maxima can contain
-    one of the ``size`` most likely tokens. Among blocks with equal maxima, lower blocks come first.
+    one of the ``size`` most likely tokens. Blocks with equal maxima are ordered by their index.
 
     Args:
         logits: float32 [D, V].
@@ -104,15 +111,15 @@ def most_likely(logits: Tensor, size: int) -> Tensor:
 def _first_ids(values: Tensor, ids: Tensor, size: int) -> Tensor:
     """Return the ids of the ``size`` largest values, by descending value, then by ascending id.
 
-    An int64 key has the value, as an integer of the same order, in its upper half and the
-    complement of the id in its lower half. No two keys are equal, so any selection algorithm gives
-    the same result.
+    Each value gets an int64 key. Its upper half is an integer that sorts like the value; its lower
+    half is the complement of the id. No two keys are equal, so any selection algorithm gives the
+    same result.
     """
     keys = (_ascending(values).long() << 32).add_(_ID_MASK - ids)
     return _ID_MASK - (keys.topk(size, dim=1).values & _ID_MASK)
 
 
 def _ascending(values: Tensor) -> Tensor:
-    """Return int32 numbers of the same shape and the same order as float32 ``values``."""
+    """Return int32 numbers, of the same shape, that sort like float32 ``values``."""
     bits = (values + 0.0).view(torch.int32)  # -0.0 becomes 0.0, because they are equal
     return bits.bitwise_xor_((bits >> 31).bitwise_and_(_HIGHEST_INT32))

@@ -1,5 +1,7 @@
-"""Variants of the sampling kernels that a job's steps may launch, as batches of one sample. Drawing
-these batches before the first step compiles every variant, so no step waits for the compiler.
+"""Finds the variants of the sampling kernels that a job's steps may launch.
+
+It makes a batch of one sample for each variant. Drawing these batches before the first step
+compiles every variant, so that no step waits for the compiler.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from batchinfer.config import SamplingParams
 from batchinfer.engine.step import SamplingBatch, SamplingColumns
 
 _Unset = Mapping[str, tuple[object, ...]]
-"""Names of parameters, and the values that have no effect."""
+"""For each parameter, the values that have no effect."""
 _NO_EDITS: _Unset = {
     "presence_penalty": (0.0,),
     "frequency_penalty": (0.0,),
@@ -30,23 +32,23 @@ _NO_GRAMMARS: _Unset = {"structured_outputs": (None,), "max_reasoning_tokens": (
 
 
 class KernelVariant(NamedTuple):
-    """The variant of the kernels that one launch uses."""
+    """The kernel variant that one launch uses."""
 
     edited: bool
     """True if logits are edited before the draw."""
     draws: bool
     """True if some samples have a temperature above 0."""
     filters: bool
-    """True if top-k or top-p filters some of these samples."""
+    """True if top-k or top-p filters tokens for some of these samples."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingVariants:
-    """All variants that steps of some sampling parameters may launch."""
+    """All variants that steps with given sampling parameters may launch."""
 
     launches: frozenset[KernelVariant]
     mask_words: int
-    """Words of a row's token mask; 0: no grammar restricts a sample."""
+    """Number of 32-bit words in a row's token mask; 0: no grammar restricts any sample."""
     scores: bool
     """True if log-probabilities of prompts are computed."""
     forced_tokens: bool
@@ -66,7 +68,7 @@ class SamplingVariants:
         """Return the variants for steps with samples of any of these parameters.
 
         Args:
-            vocab: number of tokens of the model.
+            vocab: size of the model's vocabulary.
             own: names of parameters that each row may override.
             forced_tokens: true if every sample's token is given.
         """
@@ -79,7 +81,7 @@ class SamplingVariants:
             draws |= _are_set(row_params, own, {"temperature": (0.0,)})
             if "beam_width" in own:
                 draws |= {False}
-            # A top-k of at least the vocabulary excludes nothing.
+            # A top-k that is at least the vocabulary size excludes nothing.
             no_top_k = () if 0 < row_params.top_k < vocab else (row_params.top_k,)
             filters |= _are_set(row_params, own, {"top_k": no_top_k, "top_p": (1.0,)})
             masked |= True in _are_set(row_params, own, _NO_GRAMMARS)
@@ -96,8 +98,8 @@ class SamplingVariants:
         )
 
     def batches(self) -> Iterator[SamplingBatch]:
-        """Yield a batch with one row of logits for each variant. The first has the token mask, if
-        any."""
+        """Yield a batch with one row of logits for each variant. Only the first batch has a token
+        mask, if masks are used."""
         masks: dict[str, Any] = {}
         if self.mask_words:
             words = np.full((1, self.mask_words), -1, np.int32)

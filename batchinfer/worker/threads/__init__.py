@@ -1,1 +1,2 @@
-"""Chooses CPU threads and their cores; fewer threads while other processes compute."""
+"""Chooses the number of CPU threads and their cores. Uses fewer threads while other processes keep
+the cores busy."""

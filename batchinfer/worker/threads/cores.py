@@ -2,8 +2,9 @@
 
 When other processes keep the cores busy, Linux moves unbound threads. Two threads may then share a
 core, and all other threads wait for them. With a busy process on each of four cores, steps took
-3.55 times as long as on a quiet machine, and 2.36 times with bound threads. If the busy processes
-had the lowest priority, the times were 1.35 and 1.0 (W1, float32, AVX2, 2026-11-23).
+3.55 times as long as on a quiet machine; with bound threads, 2.36 times as long. If the busy
+processes had the lowest priority, the factors were 1.35 and 1.0 (workload W1, float32, AVX2,
+2026-11-23).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pathlib import Path
 from batchinfer.kernels.cpu.thread_affinity import TeamCores
 
 _VARIABLES = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY")
-"""Environment variables. If any is set, the user has chosen where threads run."""
+"""Environment variables that choose where threads run. If any is set, threads are not bound here."""
 
 Cores = Sequence[Set[int]]
 """For each thread, the logical cores that it may run on."""
@@ -31,8 +32,8 @@ def choose_cores(count: int, own: Set[int], siblings: Callable[[int], Set[int]])
         siblings: returns the logical cores that share a physical core with a logical core.
 
     Returns:
-        None unless there are as many cores as threads. If there are more, other processes may use
-        some.
+        The logical cores of each thread, or None unless there are as many cores as threads. With
+        more cores than threads, binding would be worse: other processes may use some cores.
     """
     if count == len(own):
         return [{core} for core in sorted(own)]
@@ -41,9 +42,9 @@ def choose_cores(count: int, own: Set[int], siblings: Callable[[int], Set[int]])
 
 
 def core_siblings(core: int, topology: str = "/sys/devices/system/cpu") -> Set[int]:
-    """Return the logical cores of a core's physical core; only the core itself if unknown.
+    """Return the logical cores on the same physical core as ``core``; only ``core`` if unknown.
 
-    Format: "0,4" or "0-1" (the kernel's Documentation/admin-guide/cputopology.rst).
+    Linux lists them as "0,4" or "0-1" (the kernel's Documentation/admin-guide/cputopology.rst).
     """
     try:
         text = Path(topology, f"cpu{core}", "topology", "thread_siblings_list").read_text("ascii")
@@ -54,10 +55,10 @@ def core_siblings(core: int, topology: str = "/sys/devices/system/cpu") -> Set[i
 
 
 class ThreadCores:
-    """Binds the threads that compute for one Python thread, only while they compute.
+    """Binds the OpenMP threads that compute for one Python thread, only while they compute.
 
     Args:
-        environ: environment. If an OpenMP variable in it controls binding, this class binds
+        environ: the environment. If an OpenMP variable in it controls binding, this class binds
             nothing.
     """
 
@@ -70,7 +71,8 @@ class ThreadCores:
 
     @contextmanager
     def bound(self, count: int) -> Iterator[None]:
-        """Bind the ``count`` OpenMP threads that this Python thread starts inside.
+        """Bind the ``count`` OpenMP threads that compute for this Python thread inside the ``with``
+        block.
 
         Afterwards this Python thread is unbound, because threads that it starts inherit its cores.
         """

@@ -1,11 +1,11 @@
 """Thread governor: computes on fewer threads while other processes use the cores.
 
-Every matrix product waits for its slowest thread, so a thread without a core delays all others.
-This shows in the run delay: the time that threads were ready to run but did not run (the second
-number of ``/proc/PID/schedstat``, see the kernel's Documentation/scheduler/sched-stats.rst). If the
-run delay is large, the governor measures whether fewer threads are faster. It is used only for
-batch-invariant kernels, which give the same bits with any number of threads. Other kernels may
-split a row's sums among threads.
+Every matrix multiplication waits for its slowest thread, so a thread without a core delays all
+others. Such delays increase the run delay: the time for which threads were ready to run but did not
+run (the second number of ``/proc/PID/schedstat``, see the kernel's
+Documentation/scheduler/sched-stats.rst). If the run delay is large, the governor measures whether
+fewer threads are faster. It is used only for batch-invariant kernels, which give the same bits with
+any number of threads. Other kernels may split a row's sums among threads.
 """
 
 from __future__ import annotations
@@ -19,26 +19,28 @@ _LOG = logging.getLogger(__name__)
 
 _WINDOW_S = 0.25
 _WINDOW_STEPS = 6
-"""A window of steps is judged when it has this number of steps and ``_WINDOW_S`` seconds."""
+"""A window of steps is judged when it has this many steps that took ``_WINDOW_S`` seconds."""
 _PATIENCE_S = 2.0
-"""A window with fewer steps is judged after this number of seconds."""
+"""A window with fewer steps is judged when its steps took this many seconds."""
 _SLOW = 2.0
-"""Fewer threads are tried only if steps take this many times as long as on a quiet machine."""
+"""Fewer threads are tried only if steps take at least this many times as long as on a quiet
+machine."""
 _DELAYED = 0.25
-"""Run delay per second, summed over all threads, that shows that other processes use the cores."""
+"""Run delay per second, summed over all threads, from which on other processes are assumed to use
+the cores."""
 _WORTH = 0.9
-"""Fewer threads are kept if steps take at most this share of the time on more threads."""
+"""Fewer threads are kept if steps take at most this share of the time that more threads took."""
 _FIRST_PAUSE, _LAST_PAUSE = 4, 128
-"""First and largest number of windows without a trial after all trials failed. The number doubles
-each time they fail again."""
+"""Smallest and largest number of windows to wait after all trials failed. The number doubles each
+time that all trials fail again."""
 
 
 def run_delay(tasks: str = "/proc/self/task") -> float | None:
-    """Return the seconds that this process's threads were ready to run but did not run. Threads
-    that have ended do not count. Return None if the kernel does not measure it.
+    """Return the time for which this process's threads were ready to run but did not run, in
+    seconds, or None if the kernel does not measure it. Threads that have ended are not counted.
 
     Args:
-        tasks: folder with a folder for each thread.
+        tasks: folder that contains a folder for each thread.
     """
     delays: list[int] = []
     try:
@@ -81,25 +83,26 @@ class _Window:
         return {size: median(paces) for size, paces in self._paces.items()}
 
     def ratio_to(self, before: dict[int, float]) -> float | None:
-        """Return the ratio of the times of steps to ``before``; None if no sizes are the same."""
+        """Return the median ratio of this window's times to ``before``, compared for steps of the
+        same size; None if no sizes are the same."""
         paces = self.medians().items()
         ratios = [pace / before[size] for size, pace in paces if before.get(size)]
         return median(ratios) if ratios else None
 
     def is_lost_to(self, before: dict[int, float]) -> bool:
-        """Return true if a trial is so slow that it can end early: steps may take a hundred times
-        as long."""
+        """Return true if a trial is so slow that it should end early, because steps may take a
+        hundred times as long."""
         ratio = self.ratio_to(before)
         return ratio is not None and ratio > (1.0 if self.seconds >= _WINDOW_S else _SLOW)
 
 
 class ThreadGovernor:
-    """Chooses the number of threads by the times of earlier steps.
+    """Chooses the number of threads from the times of earlier steps.
 
     Args:
-        most: number of threads at the start, and largest number of threads.
-        delay: returns the process's run delay in seconds. While it is None, fewer threads are not
-            tried.
+        most: largest number of threads, with which the governor starts.
+        delay: returns the process's run delay in seconds. While it returns None, fewer threads are
+            not tried.
     """
 
     def __init__(self, most: int, delay: Callable[[], float | None] = run_delay) -> None:
@@ -107,9 +110,9 @@ class ThreadGovernor:
         """Number of threads for the next step."""
         self._most = most
         self._read_delay = delay
-        # All threads, three quarters (others may use a core or two), a half, a quarter, ...
+        # All threads, three quarters (other processes may use a core or two), a half, a quarter, ...
         self._counts = {most >> by for by in range(most.bit_length())} | {most - most // 4}
-        # Seconds per token on all threads while no other process runs.
+        # Seconds per token on all threads while no other process uses the cores.
         self._quiet: dict[int, float] = {}
         self._num_logged = 0
         self._window = _Window()
@@ -118,20 +121,20 @@ class ThreadGovernor:
 
     def begin(self) -> int:
         """Return the number of threads for the step that begins now."""
-        # Read here, so that delays between steps do not count.
+        # Read the delay here, so that delays before the window's first step do not count.
         if self._most > 1 and self._window.is_empty:
             self._window.delay = self._read_delay()
         return self.count
 
     def observe(self, tokens: int, seconds: float) -> None:
-        """Record the time since ``begin`` for a step of ``tokens`` on ``count`` threads."""
+        """Record the time that a step of ``tokens`` tokens took on ``count`` threads."""
         if self._most > 1:
             self._window.add(tokens, seconds)
             next(self._decisions)
 
     def _decide(self) -> Generator[None, None, None]:
-        """Judge one window of steps after the other, and set ``count``. It resumes after each
-        step."""
+        """Judge one window of steps after the other, and set ``count``. The generator is resumed
+        after each step."""
         pause = _FIRST_PAUSE
         while True:
             window = yield from self._next_window()
@@ -150,7 +153,7 @@ class ThreadGovernor:
     def _next_window(
         self, baseline: dict[int, float] | None = None
     ) -> Generator[None, None, _Window]:
-        """Wait until a window is full, or is clearly slower than ``baseline``."""
+        """Wait until a new window is full, or is clearly slower than ``baseline``."""
         self._window = window = _Window()
         while not (window.is_full or (baseline and window.is_lost_to(baseline))):
             yield
@@ -167,11 +170,11 @@ class ThreadGovernor:
         return False
 
     def _worth_trying(self, window: _Window) -> list[int]:
-        """Return numbers of threads to try; none while all threads compute and have enough cores.
+        """Return numbers of threads to try; none while all threads are used and have enough cores.
 
         Fewer threads wait less for each other; more threads get a larger share of the machine's
-        cores. Waiting costs at most the share of time that threads were delayed, so numbers of
-        threads that would lose more are not tried.
+        cores. Fewer threads can save at most the share of time for which threads were delayed, so
+        numbers of threads that would lose more than this are not tried.
         """
         share = self._delayed_share(window)
         delayed = share is not None and share >= _DELAYED
@@ -187,16 +190,16 @@ class ThreadGovernor:
         return sorted(fewer, reverse=True) + sorted(c for c in self._counts if c > self.count)
 
     def _delayed_share(self, window: _Window) -> float | None:
-        """Return the run delay per second of a window; None if unknown, for example if no more
-        files can be opened."""
+        """Return a window's run delay per second, or None if it is unknown, for example because no
+        more files can be opened."""
         before, after = window.delay, self._read_delay()
         if before is None or after is None:
             return None
-        # The difference may be negative, because the delay of ended threads is lost.
+        # The difference may be negative, because threads that ended are no longer counted.
         return max(0.0, after - before) / window.seconds
 
     def _log_change(self) -> None:
-        """Log the first decrease of threads, and the first return to all threads."""
+        """Log the first decrease in the number of threads, and the first return to all threads."""
         if self.count < self._most and self._num_logged == 0:
             self._num_logged = 1
             _LOG.warning(

@@ -1,4 +1,4 @@
-"""Threads that compute on the CPU: chooses their number, and runs steps on them.
+"""Chooses the number of threads that compute on the CPU, and runs steps on them.
 
 torch and the C kernels share one OpenMP runtime, and both ask ``torch.get_num_threads()``.
 """
@@ -48,10 +48,10 @@ def choose_threads(
     """Choose the number of threads for this process.
 
     Args:
-        num_threads: ``engine.num_threads``, which has priority.
+        num_threads: ``engine.num_threads``, which has the highest priority.
         limits: cores that the process may use.
         torch_count: torch's choice: the number of physical cores, or the number that a caller set.
-        environ: environment. A number of threads in it has priority over ``limits``.
+        environ: the environment. A number of threads in it has priority over ``limits``.
     """
     if num_threads is not None:
         return ThreadCount(num_threads, "engine.num_threads", pinned=True)
@@ -77,15 +77,16 @@ def choose_threads(
 
 
 class TorchThreads:
-    """Sets torch's number of threads, and remembers the number that the caller of engines had
-    set."""
+    """Sets torch's number of threads, and remembers the number that the program had set before it
+    used an engine."""
 
     def __init__(self) -> None:
         self._default = 0
         self._last = 0
         """Number that an engine set last, in any Python thread. Later Python threads inherit it."""
         self._here = threading.local()
-        """For each Python thread, the number set last and the cores of its OpenMP threads."""
+        """For each Python thread, the number that an engine set last, and the cores of its OpenMP
+        threads."""
 
     def default(self) -> int:
         """Return the number of threads that torch would have without engines."""
@@ -95,8 +96,8 @@ class TorchThreads:
         return self._default
 
     def set(self, count: int) -> None:
-        """Let torch compute on ``count`` threads from now on, in this Python thread and in later
-        ones."""
+        """Make torch use ``count`` threads from now on, in this Python thread and in Python threads
+        that start later."""
         self.default()
         if torch.get_num_threads() != count:
             torch.set_num_threads(count)
@@ -105,8 +106,8 @@ class TorchThreads:
 
     @contextmanager
     def team(self, count: int) -> Iterator[None]:
-        """Set the number of threads. Inside, bind each thread to a core if there are as many
-        cores."""
+        """Set the number of threads. Inside the ``with`` block, bind each thread to a core if there
+        are as many cores as threads."""
         self.set(count)
         if not hasattr(self._here, "cores"):
             self._here.cores = ThreadCores()
@@ -121,13 +122,13 @@ TORCH_THREADS = TorchThreads()
 class StepThreads:
     """Threads that compute steps: always ``count``, or the number that a governor chooses.
 
-    torch keeps one number per Python thread, and other engines of the process may use another
-    number, so it is set again for each step.
+    torch has one number per Python thread, and other engines in the process may set another number,
+    so each step sets it again.
 
     Args:
-        governed: true to let a governor choose up to ``count`` threads. Only for batch-invariant
-            kernels, whose results do not depend on the number of threads, and only if the user did
-            not set the number.
+        governed: true to let a governor choose up to ``count`` threads, unless the user set the
+            number. Only for batch-invariant kernels, whose results do not depend on the number of
+            threads.
         clock: returns seconds.
     """
 
@@ -145,7 +146,8 @@ class StepThreads:
 
     @contextmanager
     def step(self, num_tokens: int) -> Iterator[None]:
-        """Set the threads for a step of ``num_tokens`` tokens, which is computed inside."""
+        """Set the threads for a step of ``num_tokens`` tokens, which runs inside the ``with``
+        block."""
         count = self._count if self.governor is None else self.governor.begin()
         began = self._clock()
         with TORCH_THREADS.team(count):
@@ -155,7 +157,7 @@ class StepThreads:
 
 
 class ThreadedRunner:
-    """Runs the steps of another runner on ``threads``. That runner must compute a step in
+    """Runs the steps of another runner on ``threads``. The other runner must finish a step in
     ``submit``."""
 
     def __init__(self, runner: Runner, threads: StepThreads) -> None:

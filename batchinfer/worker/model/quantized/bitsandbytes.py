@@ -1,9 +1,9 @@
-"""The format of bitsandbytes: 4 bits (NF4 or FP4, perhaps with nested scales), 8 (LLM.int8()).
+"""Reads bitsandbytes' formats with 4 bits (NF4, FP4; nested scales or not) and 8 (LLM.int8()).
 
 Source: bitsandbytes' ``functional.py`` (``QuantState``, ``dequantize_4bit``,
 ``int8_vectorwise_dequant``). A 4-bit weight is a flat array of bytes. Each byte has two codes, with
 the first code in its upper half. Codes are indices into a table, and ``blocksize`` consecutive
-numbers share a scale. A tensor holds the sizes as JSON text.
+numbers share a scale. A separate tensor holds the shape and the block sizes as JSON text.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class BitsAndBytes:
 
 @dataclass(frozen=True)
 class _State:
-    """The values of a 4-bit weight's JSON."""
+    """The values in the JSON text of a 4-bit weight."""
 
     shape: tuple[int, ...]
     blocksize: int
@@ -66,7 +66,7 @@ class _State:
 
     @property
     def is_by_rows(self) -> bool:
-        """True if the weight is [out, in] and no two outputs share a scale."""
+        """True if the weight is [out, in], and no scale is shared by two outputs."""
         return len(self.shape) == 2 and self.shape[1] % self.blocksize == 0
 
 

@@ -1,8 +1,8 @@
-"""The format compressed-tensors of llm-compressor: packed or unpacked integers, and float8.
+"""Reads llm-compressor's format, compressed-tensors: packed or unpacked integers, and float8.
 
 Source: the library's ``compressors/pack_quantized``, ``compressors/naive_quantized`` and
-``quantization/lifecycle/forward_helpers.py``. Layers form groups (``config_groups``) with different
-numbers of bits. Activations (``input_activations``) keep the model's dtype here.
+``quantization/lifecycle/forward_helpers.py``. Groups of layers (``config_groups``) may have
+different numbers of bits. This project does not quantize activations (``input_activations``).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _FORMATS = (
     *("mixed-precision", "dense"),
 )
 _MATCH_S = 1.0
-"""Time limit for matching a pattern, because a hostile pattern could run forever."""
+"""Time limit for matching a pattern, in seconds. A malicious pattern could take forever."""
 _PACKED, _SCALE, _ZEROS = ".weight_packed", ".weight_scale", ".weight_zero_point"
 _SHAPE, _GROUP_OF = ".weight_shape", ".weight_g_idx"
 
@@ -54,10 +54,10 @@ class _Scheme:
     has_zeros: bool
 
     def rank(self, module: str) -> int:
-        """Return how the group matches a module: 0 by name, 1 by pattern, 2 by class, 3 for no
-        match.
+        """Return how the group matches a module: 0: by name, 1: by pattern, 2: by class, 3: not at
+        all.
 
-        Classes are not compared, because only linear layers are saved quantized.
+        Any class matches, because only linear layers are saved quantized.
         """
         if module in self.targets:
             return 0
@@ -67,7 +67,7 @@ class _Scheme:
 
 
 class CompressedTensors:
-    """A checkpoint of compressed-tensors."""
+    """A checkpoint in the compressed-tensors format."""
 
     ends: Mapping[str, str] = dict.fromkeys((_PACKED, _SCALE, _ZEROS, _SHAPE, _GROUP_OF), ".weight")
 
@@ -177,7 +177,7 @@ def _int8_weight(
 
 
 def _check_scales(scales: Stored, shape: tuple[int, ...], scheme: _Scheme) -> int:
-    """Check the scales of a weight; returns the number of scales of each output."""
+    """Check the scales of a weight, and return the number of scales per output."""
     *experts, height, width = shape
     if scheme.group_size and width > scheme.group_size and width % scheme.group_size:
         raise ModelError(

@@ -15,7 +15,8 @@ def one_of(saved: Mapping[str, Any], key: str, known: tuple[Any, ...], default: 
 
     Args:
         saved: ``quantization_config``, or an object in it.
-        key: key in ``saved``, preceded by the keys of the object if ``saved`` is one.
+        key: the key, with the path to it from ``quantization_config`` (for the message); its last
+            part is looked up in ``saved``.
         default: value of a missing key.
 
     Raises:
@@ -44,7 +45,7 @@ def group_size(saved: Mapping[str, Any], key: str = "group_size") -> int | None:
 
 
 def block_of(saved: Mapping[str, Any], key: str) -> tuple[int, int] | None:
-    """Return the number of rows and columns of a block, or None if the key is null.
+    """Return the numbers of rows and columns of a block, or None if the key is null or missing.
 
     Raises:
         ModelError: names the key.

@@ -1,8 +1,8 @@
-"""Formats of float8 weights: ``fp8`` (Qwen, DeepSeek, Mistral; AutoFP8), ModelOpt, FBGEMM.
+"""Reads formats of float8 weights: ``fp8`` (Qwen, DeepSeek, Mistral; AutoFP8), ModelOpt, FBGEMM.
 
-A weight is codes * scales. One scale belongs to the whole weight, to each output or to each block,
-as in transformers' ``integrations/finegrained_fp8.py``. Scales of activations are ignored:
-activations keep the model's dtype.
+A weight is codes * scales. As in transformers' ``integrations/finegrained_fp8.py``, there is one
+scale for the whole weight, for each output or for each block. Scales of activations are ignored,
+because activations keep the model's dtype.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _SCALES = ("F32", "BF16", "F16", "F8_E8M0")
 
 @dataclass(frozen=True)
 class Float8:
-    """Float8 weights, each with a tensor of scales."""
+    """A format in which each float8 weight has a tensor of scales."""
 
     name: str
     scale_ends: tuple[str, ...]
-    """Suffixes of the names of scales, which differ between tools."""
+    """Suffixes that tools give to the names of scales."""
     block: tuple[int, int] | None = None
     """Number of rows and columns that share a scale. None means one scale for each row or for the
     whole weight; the shape of the scales decides."""
@@ -48,7 +48,10 @@ class Float8:
 
 
 def float8_weight(codes: Stored, scales: Stored, block: tuple[int, int] | None) -> Quantized:
-    """Make a weight of ``codes`` [..., out, in], experts first, and scales, as in ``Float8``.
+    """Make a weight from ``codes`` [..., out, in], experts first, and their scales.
+
+    Args:
+        block: as in ``Float8``.
 
     Raises:
         ModelError: shapes or dtypes do not match.

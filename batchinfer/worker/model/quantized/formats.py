@@ -1,4 +1,4 @@
-"""Chooses a quantized checkpoint's format by config.json, and reads its weights as floats."""
+"""Finds a quantized checkpoint's format in config.json, and reads its weights as floats."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from batchinfer.worker.model.quantized.stored_tensors import Quantized, Stored, 
 
 
 class Format(Protocol):
-    """A format of quantized weights. The names of the tensors decide which weights are quantized;
-    lists of excluded modules are not read."""
+    """A format of quantized weights. The names of a checkpoint's tensors show which weights are
+    quantized, so lists of excluded modules in config.json are not needed."""
 
     @property
     def name(self) -> str:
@@ -29,17 +29,18 @@ class Format(Protocol):
 
     @property
     def ends(self) -> Mapping[str, str]:
-        """Suffixes of the names of tensors that belong to a weight. Replacing a suffix by its value
-        gives the weight's name."""
+        """Suffixes of the names of tensors that belong to a weight. Replacing a suffix with its
+        value gives the weight's name."""
         ...
 
     def weight(self, name: str, parts: Mapping[str, Stored]) -> Quantized | None:
-        """Return the quantized weight that these tensors represent; None if they are no quantized
-        weight.
+        """Return the quantized weight that these tensors represent, or None if they do not
+        represent a quantized weight.
 
         Args:
             name: name of the weight.
-            parts: the weight's tensors by suffix, and under "" if a tensor has the weight's name.
+            parts: the weight's tensors, keyed by suffix; the key of a tensor with the weight's own
+                name is "".
 
         Raises:
             ModelError: a tensor is missing, or its shape or dtype contradicts other tensors or
@@ -91,8 +92,8 @@ _ACTIVATION_SCALES = (
     *(".output_scale", ".output_zero_point", "activation_scale"),
     *(".k_scale", ".v_scale", ".q_scale", ".prob_scale"),
 )
-"""Suffixes of scales for activations or KV. They are ignored, because activations and KV keep their
-dtype."""
+"""Suffixes of scales for activations or KV. Such scales are ignored, because activations and KV are
+not quantized with them."""
 
 
 @dataclass(frozen=True)
@@ -110,15 +111,15 @@ class Dequantized:
 def dequantized_tensors(
     paths: Iterable[Path], saved_as: Format, dtype: torch.dtype
 ) -> dict[str, Stored | Dequantized]:
-    """Return the tensors of safetensors files by their names in an unquantized checkpoint.
+    """Return the tensors of safetensors files, keyed by their names in an unquantized checkpoint.
 
-    Headers are read and checked now, numbers are read when a tensor is indexed.
+    Headers are read and checked immediately; numbers are read when a tensor is indexed.
 
     Args:
         dtype: dtype in which the weights are loaded.
 
     Raises:
-        ModelError: tensors of a weight are missing or do not match.
+        ModelError: a weight's tensors are missing or do not match.
     """
     weights: dict[str, dict[str, Stored]] = {}
     for tensor in (each for path in paths for each in stored_tensors(path)):

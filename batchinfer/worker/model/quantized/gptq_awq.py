@@ -1,13 +1,14 @@
-"""The formats GPTQ (2, 4 or 8 bits) and AWQ (4 bits): integers packed into 32-bit words.
+"""Reads GPTQ (2, 4 or 8 bits) and AWQ (4 bits) weights: integers packed into 32-bit words.
 
 GPTQ (source: GPTQModel's ``nn_modules/qlinear/torch.py`` and ``utils/model.py``): a word of
-``qweight`` holds neighboring inputs, a word of ``qzeros`` neighboring outputs, lowest bits first.
+``qweight`` holds the numbers of neighboring inputs, and a word of ``qzeros`` those of neighboring
+outputs. The first number is in the lowest bits.
 The first version of the format (``checkpoint_format: gptq``; newer tools call the key ``format``)
 saves each zero point minus one; the second version (``gptq_v2``) saves the zero points themselves.
 
 AWQ (source: AutoAWQ's ``awq/modules/linear/gemm.py`` and ``awq/utils/packing_utils.py``): a word
-holds eight neighboring outputs in the order 0, 2, 4, 6, 1, 3, 5, 7. The first dimension of numbers
-is the inputs; the first dimension of zero points and scales is the groups of inputs.
+holds eight neighboring outputs in the order 0, 2, 4, 6, 1, 3, 5, 7. Numbers have a row for each
+input; zero points and scales have a row for each group of inputs.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from batchinfer.worker.model.quantized.stored_tensors import (
 
 _AWQ_BITS = 4
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Position in a word of each of its eight outputs."""
+"""For each of a word's eight outputs, its position in the word."""
 
 
 class Gptq:
@@ -77,8 +78,8 @@ class Gptq:
     def _integers(self, name: str, tensors: Tensors) -> IntegerWeight:
         scales, words = tensors[".scales"].T, tensors[".qzeros"]
         if self._zeros_less_one:
-            # GPTQModel also adds and subtracts the ones on whole words, with carries between
-            # numbers.
+            # Add 1 to all numbers of a word at once. As in GPTQModel, a carry changes the next
+            # number.
             ones = sum(1 << shift for shift in range(0, WORD_BITS, self._bits))
             words = words + torch.tensor(ones, dtype=torch.int64).to(torch.int32)
         zeros = unpack(words, self._bits).T[: len(scales)]
@@ -95,7 +96,7 @@ class Gptq:
 
 
 class Awq:
-    """The layout of AWQ that AutoAWQ calls ``gemm``."""
+    """AWQ's layout that AutoAWQ calls ``gemm``."""
 
     name = "awq"
     ends: Mapping[str, str] = {f".{part}": ".weight" for part in ("qweight", "qzeros", "scales")}

@@ -17,8 +17,8 @@ def words_for(count: int, bits: int) -> int:
 
 
 def unpack(words: torch.Tensor, bits: int) -> torch.Tensor:
-    """Unpack int32 words [..., n] of 2, 4 or 8 ``bits``, lowest bits first, to uint8
-    [..., n * 32 / bits]."""
+    """Unpack int32 words [..., n] into uint8 numbers [..., n * 32 / bits]. Each number has 2, 4 or
+    8 ``bits``; the first number of a word is in its lowest bits."""
     # torch runs only on little-endian hosts.
     data = words.flatten().view(torch.uint8).view(*words.shape[:-1], 4 * words.shape[-1])
     if bits == 8:
@@ -29,10 +29,10 @@ def unpack(words: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def check_groups(name: str, group_of: torch.Tensor, groups: int) -> None:
-    """Check the group numbers [in] of the inputs of a weight that has ``groups`` groups.
+    """Check the group number of each input of a weight, ``group_of`` [in].
 
     Raises:
-        ModelError: a group does not exist.
+        ModelError: a number is not in [0, ``groups``).
     """
     first, last = int(group_of.min()), int(group_of.max())
     if not 0 <= first <= last < groups:
@@ -50,7 +50,7 @@ class IntegerWeight:
     numbers: torch.Tensor  # [out, in] int8 or uint8
     scales: torch.Tensor  # [out or 1, groups]
     zeros: torch.Tensor | None = None  # same shape as scales, same range as numbers; None: all 0
-    group_of: torch.Tensor | None = None  # [in]; None if each group is a range of equal size
+    group_of: torch.Tensor | None = None  # [in]; None: groups are ranges of equal size
 
     def __post_init__(self) -> None:
         inputs, groups = self.numbers.shape[1], self.scales.shape[1]
@@ -58,7 +58,7 @@ class IntegerWeight:
             raise ValueError(f"{inputs} inputs cannot be divided into {groups} equal groups")
 
     def dequantize(self) -> torch.Tensor:
-        """Return the weight [out, in] in float32, exact if scales have at most 16 bits."""
+        """Return the weight [out, in] in float32, which is exact if scales have at most 16 bits."""
         values = self.numbers.contiguous().float()
         if self.zeros is not None:
             values -= self._spread(self.zeros.float())
@@ -82,7 +82,7 @@ class BlockWeight:
     def dequantize(self) -> torch.Tensor:
         """Return the weight [out, in] in float32."""
         height, width = self.codes.shape
-        # On a CPU, a table is four times as fast as torch's conversion.
+        # On a CPU, looking codes up in a table is four times as fast as torch's conversion.
         every = torch.arange(256, dtype=torch.uint8).view(self.codes.dtype).float()
         values = every.index_select(0, self.codes.view(torch.uint8).flatten().int())
         values = values.view(height, width)
@@ -102,12 +102,12 @@ LowBitCodes = IntegerWeight | TableWeight | BlockWeight
 
 
 def spread(scales: torch.Tensor, shape: tuple[int, int], block: tuple[int, int]) -> torch.Tensor:
-    """Repeat the scale of each block for its elements, in dimensions that do not broadcast.
+    """Repeat the scale of each block for its elements, unless the dimension broadcasts.
 
     Args:
         scales: [ceil(out / block[0]), ceil(in / block[1])].
         shape: (out, in).
-        block: number of rows and columns of a block; the last blocks may be smaller.
+        block: numbers of rows and columns of a block; the last blocks may be smaller.
     """
     for axis, (size, length) in enumerate(zip(block, shape, strict=True)):
         if scales.shape[axis] not in (1, length):

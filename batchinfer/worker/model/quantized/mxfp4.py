@@ -1,8 +1,9 @@
-"""The format MXFP4 of gpt-oss's experts: pairs of 4-bit floats, with a scale for every 32 numbers.
+"""Reads gpt-oss's experts in MXFP4: pairs of 4-bit floats, with a scale for every 32 numbers.
 
 Source: the OCP Microscaling Formats specification, and transformers' ``integrations/mxfp4.py`` for
-the layout. The lower half of a byte comes first. A scale is a power of two, saved as its exponent
-plus 127. Experts are saved as [experts, out, in] and used as [experts, in, out].
+the layout. The first number of a pair is in the lower half of the byte. A scale is a power of two,
+saved as its exponent plus 127. Experts are saved as [experts, out, in] and used as
+[experts, in, out].
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _BLOCK_BYTES = 16
 
 
 class Mxfp4:
-    """The layout of MXFP4 in gpt-oss."""
+    """gpt-oss's layout of MXFP4."""
 
     name = "mxfp4"
     ends: Mapping[str, str] = {"_blocks": "", "_scales": ""}
@@ -45,14 +46,14 @@ class Mxfp4:
 
 
 def _dequantize(tensors: Tensors) -> torch.Tensor:
-    """Convert one expert from [out, blocks, 16] bytes to [in, out]."""
+    """Convert one expert's bytes [out, blocks, 16] to float32 [in, out]."""
     blocks, scales = tensors["_blocks"], tensors["_scales"]
     values = _PAIRS.index_select(0, blocks.flatten().int()).view(*scales.shape, -1)
     return values.mul_(_powers(scales).unsqueeze(-1)).flatten(1).T
 
 
 def _codes(tensors: Tensors) -> TableWeight:
-    """Convert one expert to [out, in] codes."""
+    """Convert one expert's bytes to codes [out, in]."""
     blocks = tensors["_blocks"]
     codes = torch.stack([blocks & 15, blocks >> 4], dim=-1).flatten(1)
     return TableWeight(codes, _FLOAT4, _powers(tensors["_scales"]))

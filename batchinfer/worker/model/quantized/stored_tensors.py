@@ -15,11 +15,11 @@ from batchinfer.worker.model.quantized.low_bit import BlockWeight, IntegerWeight
 
 FLOATS = ("F32", "F16", "BF16")
 Tensors = Mapping[str, torch.Tensor]
-"""The tensors of a weight, by suffix."""
+"""The tensors of a weight, keyed by suffix."""
 
 
 class Stored:
-    """A tensor in a file that ``safe_open`` opened; it is read each time it is indexed."""
+    """A tensor in an open safetensors file. It is read each time it is indexed."""
 
     def __init__(self, file: Any, name: str) -> None:
         header = file.get_slice(name)
@@ -29,8 +29,8 @@ class Stored:
         """The dtype's name in safetensors, such as ``F32``, ``BF16``, ``F8_E4M3`` or ``U8``."""
 
     def read(self, expert: int | None = None) -> torch.Tensor:
-        """Read the tensor, or an expert's part of it; tensors of fewer than 2 dimensions apply to
-        all experts."""
+        """Read the tensor, or an expert's part of it. Tensors with fewer than 2 dimensions are the
+        same for all experts."""
         tensor: torch.Tensor
         if expert is None or len(self.shape) < 2:
             tensor = self._file.get_tensor(self.name)
@@ -50,20 +50,20 @@ def stored_tensors(path: Path) -> Iterator[Stored]:
 
 @dataclass(frozen=True)
 class Quantized:
-    """A quantized weight that consists of several tensors. Their headers were checked."""
+    """A quantized weight that consists of several tensors, whose headers were checked."""
 
     shape: tuple[int, ...]
     """Shape of the weight: [out, in], or [experts, out, in]."""
     parts: Mapping[str, Stored]
-    """The tensors by suffix. Experts are the first dimension."""
+    """The tensors, keyed by suffix. Their first dimension is the experts, if there are any."""
     dequantize: Callable[[Tensors], torch.Tensor]
     """Converts the tensors of the weight, or of one expert, to the weight in float32."""
     by_expert: bool = False
     """True if experts are dequantized one at a time."""
     low_bit: Callable[[Tensors], LowBitCodes] | None = None
     """Converts the tensors of the weight, or of one expert, to [out, in] codes for a low-bit
-    kernel. The codes equal the weight except for a last rounding. None if the weight has no such
-    codes."""
+    kernel. The codes times their scales equal the weight up to rounding. None if the weight has no
+    such codes."""
 
     @classmethod
     def of_low_bit(
@@ -72,7 +72,7 @@ class Quantized:
         parts: Mapping[str, Stored],
         low_bit: Callable[[Tensors], IntegerWeight | BlockWeight],
     ) -> Quantized:
-        """Make a weight of integers or float8 blocks."""
+        """Make a weight whose codes are integers or float8 blocks."""
 
         def dequantize(tensors: Tensors) -> torch.Tensor:
             return low_bit(tensors).dequantize()
@@ -80,7 +80,7 @@ class Quantized:
         return cls(shape, parts, dequantize, len(shape) > 2, low_bit)
 
     def read(self, dtype: torch.dtype) -> torch.Tensor:
-        """Read the weight in float32, or in ``dtype`` if experts are dequantized one at a time.
+        """Read the weight in float32, or, if experts are dequantized one at a time, in ``dtype``.
 
         Raises:
             ModelError: a scale is NaN or infinite.
@@ -106,7 +106,7 @@ class Quantized:
     def _tensors(self, expert: int | None = None) -> Tensors:
         tensors = {end: part.read(expert) for end, part in self.parts.items()}
         for end, part in self.parts.items():
-            # A scale of NaN would make the logits of each row NaN.
+            # A NaN scale would make all logits of every row NaN.
             is_scale = end and part.dtype in FLOATS  # some files save codes as floats
             if is_scale and not torch.isfinite(tensors[end]).all():
                 raise ModelError(f"{part.name} contains NaN or infinity; fetch the model again")
@@ -114,7 +114,7 @@ class Quantized:
 
 
 def part_of(weight: str, parts: Mapping[str, Stored], end: str) -> Stored:
-    """Return the tensor of a weight with the suffix ``end``.
+    """Return a weight's tensor with the suffix ``end``.
 
     Raises:
         ModelError: the tensor is missing.
@@ -149,5 +149,5 @@ def _in_words(shape: tuple[int, ...]) -> str:
 
 
 def experts_and_matrix(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return (experts, out, in) or (out, in) of a shape; missing dimensions become 1."""
+    """Return a shape as (experts, out, in) or (out, in); missing dimensions become 1."""
     return (1, 1, *shape)[-max(len(shape), 2) :]
