@@ -1,4 +1,4 @@
-"""Copy whole blocks between slots of the KV pool.
+"""Copies whole blocks between slots of the KV pool.
 
 Formula, for every pair c:
 

@@ -3,7 +3,7 @@ sequences that compute several tokens.
 
 Formula, for a chunk of a head with unit keys K [C, Dk], scaled unit queries Q, values V [C, Dv],
 strengths b [C], the matrix M [Dk, Dv] before the chunk, and the sum G[i] of the logarithms of the
-decays up to token i (a number, or one for each key channel):
+decays up to token i (one number, or one for each key channel):
 
     A[i, j] = b[i] sum over d of K[i, d] K[j, d] exp(G[i, d] - G[j, d])     for j < i
     P[i, j] =      sum over d of Q[i, d] K[j, d] exp(G[i, d] - G[j, d])     for j <= i
@@ -11,16 +11,17 @@ decays up to token i (a number, or one for each key channel):
     out = (Q exp G) M + P D
     M = exp(G[last]) M + (K exp(G[last] - G))^T D
 
-D has what each token writes: the delta between its value and what the matrix recalls, which depends
-on what the earlier tokens of the chunk write. The inverse solves this (UT transform; Yang et al.
-2024, https://arxiv.org/abs/2412.06464, https://arxiv.org/abs/2406.06484; Kimi Team 2025,
-https://arxiv.org/abs/2510.26692). One kernel computes (I + A)^-1 diag(b) and P for all chunks at
-once, the other one passes from chunk to chunk.
+D holds what each token writes: the delta between its value and what the matrix recalls. The delta
+depends on what the earlier tokens of the chunk write, so D is the solution of a linear system (UT
+transform; Yang et al. 2024, https://arxiv.org/abs/2412.06464, https://arxiv.org/abs/2406.06484;
+Kimi Team 2025, https://arxiv.org/abs/2510.26692). One kernel computes (I + A)^-1 diag(b) and P for
+all chunks in parallel. Another kernel then computes the chunks of a sequence one after the other.
 
-All exponents are at most 0. With a decay per channel, a sum over channels is a matrix product if
-its factors are exp(G[i] - R) and exp(R - G[j]), where R is the sum at a token between j and i.
-The first token of each 16 serves as R for tokens before it. Within 16 tokens, exp(G[i] - G[j]) is
-computed for each pair.
+All exponents are at most 0. With a decay per channel, exp(G[i] - G[j]) must be split into the
+factors exp(G[i] - R) and exp(R - G[j]), where R is G at a token between j and i, so that the sums
+over channels become matrix multiplications. Chunks are cut into parts of 16 tokens. For tokens i
+and j in different parts, R is G at the first token of i's part. For tokens in the same part,
+exp(G[i] - G[j]) is computed for each pair.
 """
 
 import torch
@@ -33,7 +34,7 @@ from batchinfer.kernels.launch import OPTIONS, compute_capability
 from batchinfer.kernels.recurrent_state import PagedStates
 
 _CHANNELS = 64  # channels of keys that are multiplied at a time
-_CHANNELS_BY_ROW = 32  # with a decay for each channel
+_CHANNELS_BY_ROW = 32  # the same for layers with a decay for each channel
 
 
 def chunk_gated_delta(
@@ -48,7 +49,8 @@ def chunk_gated_delta(
 ) -> None:
     """Scan the sequences of a work list, and update their states.
 
-    Factors of products are rounded to the model's dtype, and the products are added in float32.
+    Factors of matrix multiplications are rounded to the model's dtype; products are summed in
+    float32.
 
     Args:
         out: outputs before the norm and the gate. Rows of other sequences are not written.
@@ -105,17 +107,17 @@ def chunk_gated_delta(
 @triton.jit
 def _solve_chunks_kernel(
     mixed_ptr,  # [T, queries, keys, values of all heads]
-    decay_ptr,  # [T, NUM_HEADS], or [T, NUM_HEADS * KEY_WIDTH] with BY_ROW
+    decay_ptr,  # [T, NUM_HEADS], or [T, NUM_HEADS * KEY_WIDTH] if BY_ROW
     beta_ptr,  # [T, NUM_HEADS]
     decay_rate_ptr,  # [NUM_HEADS]
-    dt_bias_ptr,  # [NUM_HEADS], or [NUM_HEADS * KEY_WIDTH] with BY_ROW
+    dt_bias_ptr,  # [NUM_HEADS], or [NUM_HEADS * KEY_WIDTH] if BY_ROW
     solved_ptr,  # [T, NUM_HEADS, CHUNK] receives (I + A)^-1 diag(b)
     scores_ptr,  # [T, NUM_HEADS, CHUNK] receives P
-    scales_ptr,  # [T, NUM_HEADS, 4] receives factors of a token
-    totals_ptr,  # [T, NUM_HEADS * KEY_WIDTH] receives G with BY_ROW
-    reading_ptr,  # [T, NUM_HEADS * KEY_WIDTH] receives queries times exp(G) with BY_ROW
-    recalling_ptr,  # [T, NUM_HEADS * KEY_WIDTH] receives keys times exp(G) with BY_ROW
-    writing_ptr,  # [T, NUM_HEADS * KEY_WIDTH] receives keys times exp(G[last] - G) with BY_ROW
+    scales_ptr,  # [T, NUM_HEADS, 4] receives four factors for each token
+    totals_ptr,  # [T, NUM_HEADS * KEY_WIDTH] receives G; only if BY_ROW
+    reading_ptr,  # [T, NUM_HEADS * KEY_WIDTH] receives queries times exp(G); only if BY_ROW
+    recalling_ptr,  # [T, NUM_HEADS * KEY_WIDTH] receives keys times exp(G); only if BY_ROW
+    writing_ptr,  # [T, NUM_HEADS * KEY_WIDTH] receives keys times exp(G[last] - G); only if BY_ROW
     items_ptr,  # [max_items, 2] sequence, index of the chunk's first token in it
     num_items_ptr,  # [1]
     query_starts_ptr,
@@ -135,8 +137,8 @@ def _solve_chunks_kernel(
 ):
     """One program for each chunk and head.
 
-    The factors of a token multiply its key for recall, its query, its key for writing, and the
-    matrix. With BY_ROW, G is not part of these factors.
+    A token's four factors scale its key when it recalls, its query, its key when it writes, and the
+    matrix. They include decays unless BY_ROW.
     """
     num_keys: tl.constexpr = NUM_KEY_HEADS * KEY_WIDTH
     num_channels: tl.constexpr = 2 * num_keys + NUM_HEADS * VALUE_WIDTH
@@ -220,7 +222,7 @@ def _solve_chunks_kernel(
 
 @triton.jit
 def _squares(x):
-    """Sums of the squares of rows."""
+    """Return the sum of the squares of each row."""
     x = x.to(tl.float32)
     return tl.sum(x * x, axis=1)
 
@@ -241,13 +243,14 @@ def _add_products_by_row(
     KEY_WIDTH: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Add the products of some channels, each with its decay. Products with later tokens are
-    wrong."""
+    """Add the products of BLOCK_ROWS channels, each with its decay. Products with later tokens are
+    wrong, and the caller drops them."""
     dtype: tl.constexpr = key.dtype
     key, query = key.to(tl.float32), query.to(tl.float32)
     places, mask = tl.arange(0, CHUNK), (rows < KEY_WIDTH)[None, :]
     part = places // 16
-    # Products with earlier parts of 16 tokens: the factors meet at the first token of a part.
+    # Products with tokens of earlier parts, which have 16 tokens each: R is G at the first token of
+    # the later token's part.
     meets = tl.minimum(part * 16, count - 1)[:, None] * total_stride + rows[None, :]
     since = tl.exp(tl.minimum(total - tl.load(totals + meets, mask=mask, other=0.0), 0.0))
     key_since, query_since = (key * since).to(dtype), (query * since).to(dtype)
@@ -259,7 +262,7 @@ def _add_products_by_row(
         in_part = (part == number)[:, None]
         similar += tl.where(in_part, tl.dot(key_since, until, input_precision="ieee"), 0.0)
         scores += tl.where(in_part, tl.dot(query_since, until, input_precision="ieee"), 0.0)
-    # Products within a part: each token with the token of this number in its part.
+    # Products within a part: multiply each token by the token with this number in the same part.
     for number in range(16):
         other = tl.minimum(part * 16 + number, count - 1)[:, None]
         decayed = tl.load(totals + other * total_stride + rows[None, :], mask=mask, other=0.0)
@@ -273,9 +276,9 @@ def _add_products_by_row(
 
 @triton.jit
 def _inverse(lower, CHUNK: tl.constexpr, LOG_CHUNK: tl.constexpr, PRECISION: tl.constexpr):
-    """Inverse of I + lower [CHUNK, CHUNK], where `lower` is 0 on and above the diagonal.
+    """Return the inverse of I + lower [CHUNK, CHUNK], where `lower` is 0 on and above the diagonal.
 
-    The inverses of diagonal blocks give those of blocks twice as large:
+    The inverses of two diagonal blocks give the inverse of a block twice as large:
     [[a, 0], [c, b]]^-1 = [[a^-1, 0], [-b^-1 c a^-1, b^-1]].
     """
     row, column = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
@@ -294,10 +297,10 @@ def _chunk_gated_delta_kernel(
     solved_ptr,  # [T, NUM_HEADS, CHUNK]
     scores_ptr,  # [T, NUM_HEADS, CHUNK]
     scales_ptr,  # [T, NUM_HEADS, 4]
-    totals_ptr,  # [T, NUM_HEADS * KEY_WIDTH] G with BY_ROW
-    reading_ptr,  # [T, NUM_HEADS * KEY_WIDTH] queries times exp(G) with BY_ROW
-    recalling_ptr,  # [T, NUM_HEADS * KEY_WIDTH] keys times exp(G) with BY_ROW
-    writing_ptr,  # [T, NUM_HEADS * KEY_WIDTH] keys times exp(G[last] - G) with BY_ROW
+    totals_ptr,  # [T, NUM_HEADS * KEY_WIDTH] G; only if BY_ROW
+    reading_ptr,  # [T, NUM_HEADS * KEY_WIDTH] queries times exp(G); only if BY_ROW
+    recalling_ptr,  # [T, NUM_HEADS * KEY_WIDTH] keys times exp(G); only if BY_ROW
+    writing_ptr,  # [T, NUM_HEADS * KEY_WIDTH] keys times exp(G[last] - G); only if BY_ROW
     out_ptr,  # [T, NUM_HEADS * VALUE_WIDTH]
     items_ptr,  # [max_items, 2] sequence, 0
     num_items_ptr,  # [1]
@@ -383,7 +386,7 @@ def _chunk_gated_delta_kernel(
         tl.store(outs, out, mask=value_mask)
         delta *= tl.load(scales + 2, mask=is_token, other=0.0)[:, None]
         key_mask = is_token[None, :] & row_mask[:, None]
-        # Loading the keys again in this order is cheaper than transposing them.
+        # Loading the keys again in transposed order is cheaper than transposing them.
         if BY_ROW:
             keys = writing_ptr + (tokens[None, :] * NUM_HEADS + head) * KEY_WIDTH + rows[:, None]
             final = start + tl.minimum(begin + CHUNK, count) - 1
@@ -395,7 +398,7 @@ def _chunk_gated_delta_kernel(
             matrix *= tl.load(scales_ptr + ((start + begin) * NUM_HEADS + head) * 4 + 3)
         key = tl.load(keys, mask=key_mask, other=0.0)
         matrix = tl.dot(key, delta.to(dtype), matrix, input_precision="ieee")
-    # Pointers that stay in registers during the loop would leave too few for it.
+    # Compute the pointers again. If they stayed in registers, the loop would have too few.
     state = state_pointers(
         slots_ptr,
         tables_ptr,

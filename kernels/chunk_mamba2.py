@@ -1,12 +1,13 @@
 """Mamba-2's chunked scan over matrices in pool slots, for sequences that compute several tokens.
 
-Formula, for a chunk of a head, with the values X [C, P], B and C of its group [C, N], time steps d,
-the matrix M [N, P] before the chunk, and G[i] = -decay_rate (d[0] + ... + d[i]):
+Formula, for a chunk of L tokens and a head, with values X [L, P], B and C [L, N] of the head's
+group, time steps d [L], the matrix M [N, P] before the chunk, and
+G[i] = -decay_rate (d[0] + ... + d[i]):
 
     Y = diag(exp G) C M + W X + skip X     W[i, j] = exp(G[i] - G[j]) d[j] (C B^T)[i, j] for j <= i
     M = exp(G[last]) M + B^T diag(d exp(G[last] - G)) X
 
-The state-space dual form of Dao and Gu 2024, https://arxiv.org/abs/2405.21060, section 6.
+This is the state-space dual form (Dao and Gu 2024, https://arxiv.org/abs/2405.21060, section 6).
 """
 
 import torch
@@ -18,7 +19,7 @@ from batchinfer.kernels.launch import OPTIONS
 from batchinfer.kernels.mamba2 import Mamba2Weights
 from batchinfer.kernels.recurrent_state import PagedStates
 
-_HEADS = 16  # heads of a program that adds up time steps
+_HEADS = 16  # heads per program of `_sum_steps_kernel`
 _ROWS = 64  # elements of B and C that are multiplied at a time
 
 
@@ -33,7 +34,8 @@ def chunk_mamba2(
 ) -> None:
     """Scan the sequences of a work list, and update their states.
 
-    Factors of products are rounded to the model's dtype, and the products are added in float32.
+    Factors of matrix multiplications are rounded to the model's dtype; products are summed in
+    float32.
 
     Args:
         out: outputs before the gate and the norm. Rows of other sequences are not written.
@@ -248,7 +250,7 @@ def _chunk_mamba2_kernel(
         writes += rows[:, None]
         write = tl.load(writes, mask=is_token[None, :] & row_mask[:, None], other=0.0)
         matrix = tl.dot(write, new, matrix * tl.exp(last), input_precision="ieee")
-    # Pointers that stay in registers during the loop would leave too few for it.
+    # Compute the pointers again. If they stayed in registers, the loop would have too few.
     state = state_pointers(
         slots_ptr,
         tables_ptr,

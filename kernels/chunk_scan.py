@@ -1,8 +1,8 @@
 """Parts of the chunked scans of recurrent layers: lists of chunks, and columns of states.
 
 A chunk has up to 64 tokens of one sequence. The first chunk of a sequence starts at its first token
-in the step. A scan passes from chunk to chunk: it multiplies matrices within a chunk, and keeps
-some columns of a head's matrix in registers between chunks.
+in the step. A scan computes a sequence's chunks one after the other, with matrix multiplications
+within a chunk. Each program keeps some columns of a head's matrix in registers between chunks.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import triton.language as tl
 from batchinfer.kernels.chunk_attention import ChunkWork, plan_chunks
 
 CHUNK = 64
-"""Most tokens of a chunk."""
+"""Largest number of tokens in a chunk."""
 _WHOLE = 1 << 30  # more tokens than any sequence has
 _MAX_ELEMENTS = 4096  # elements of a matrix that a program keeps in registers
 
@@ -25,7 +25,7 @@ _MAX_ELEMENTS = 4096  # elements of a matrix that a program keeps in registers
 class ScanWork:
     """The sequences of a step that compute several tokens, and their chunks.
 
-    All recurrent layers share it. The tokens of other sequences are computed one by one.
+    All recurrent layers share these lists. Other sequences have only one token in the step.
     """
 
     sequences: ChunkWork
@@ -53,7 +53,7 @@ def plan_scan(
 
 
 def column_block(num_rows: int, num_columns: int) -> int:
-    """Return the number of a matrix's columns that a program keeps in registers."""
+    """Return how many columns of a matrix a program keeps in registers."""
     rows = max(16, triton.next_power_of_2(num_rows))
     return int(max(16, min(triton.next_power_of_2(num_columns), _MAX_ELEMENTS // rows)))
 
@@ -63,7 +63,7 @@ def state_pointers(
     slots_ptr,
     tables_ptr,
     sequence,
-    columns,  # [BLOCK_COLUMNS] numbers among the columns of all heads
+    columns,  # [BLOCK_COLUMNS] indices into the columns of all heads
     rows,  # [BLOCK_ROWS]
     slot_stride,
     table_stride,
@@ -72,7 +72,8 @@ def state_pointers(
     COLUMNS: tl.constexpr,
     PER_SLOT: tl.constexpr,
 ):
-    """Return pointers [BLOCK_ROWS, BLOCK_COLUMNS] to columns, which may lie in several pieces."""
+    """Return pointers [BLOCK_ROWS, BLOCK_COLUMNS] to columns, which may be in several pieces of the
+    state."""
     piece = first + columns // COLUMNS
     slots = tl.load(tables_ptr + sequence * table_stride + piece // PER_SLOT).to(tl.int64)
     starts = slots * slot_stride + piece % PER_SLOT * (ROWS * COLUMNS) + columns % COLUMNS
@@ -81,7 +82,7 @@ def state_pointers(
 
 @triton.jit
 def softplus(x):
-    """Return log(1 + e^x). It is linear above 20, as in torch."""
+    """Return log(1 + e^x), or x above 20, as in torch."""
     e = tl.exp(tl.minimum(x, 20.0))
     logarithm = tl.where(e < 1e-3, e - 0.5 * e * e, tl.log(1.0 + e))
     return tl.where(x > 20.0, x, logarithm)

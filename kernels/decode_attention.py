@@ -1,9 +1,10 @@
 """Attention for decodes: sequences that compute one token in this step.
 
-Each program repeatedly takes an item, a piece of a context and a KV head, from the work list.
-`merge_partials` merges the pieces of a context; a context of one piece is written directly. The
-result does not depend on the program that computes a piece or on the order of pieces.
-`shared_attention.py` first computes the pieces that several sequences share.
+Each program repeatedly takes a piece of a context and a KV head from the work list.
+`merge_partials` merges the results of a context's pieces; if a context has only one piece, its
+result is written directly. The result does not depend on which program computes a piece, or on the
+order in which pieces are computed. `shared_attention.py` first computes the pieces that several
+sequences share.
 """
 
 from typing import Any
@@ -35,11 +36,11 @@ _FLOAT8_WIDTH = 32
 def decode_config(heads: Heads, *, split: bool = False) -> LaunchConfig:
     """Return the launch shape for one query token.
 
-    Rows are the heads of a group, at least 16 for `tl.dot`. Split queries (float8 GEMMs) have 4 or
-    8 heads, which are columns of the GEMMs. A tile has 128 tokens (256 for split queries) or 32 KB,
-    whichever is less. Two more tiles are loaded while a tile is computed. The cost per tile is thus
-    spread over the same number of bytes for narrow heads and narrow dtypes. With four warps, the
-    registers of a multiprocessor hold three such programs.
+    Rows are the heads of a group, padded to at least 16 for `tl.dot`. Split queries (float8 GEMMs)
+    have 4 or 8 heads, which are columns of the GEMMs. A tile has 128 tokens (256 for split queries)
+    or 32 KB, whichever is less, so that narrow heads and narrow dtypes have longer tiles. Two more
+    tiles are loaded while a tile is computed. With four warps, the registers of a multiprocessor
+    hold three such programs.
     """
     tile = tile_tokens(heads, most=256 if split else 128)
     rows = (4 if heads.group <= 4 else MAX_HEADS) if split else padded(heads.group)
@@ -47,8 +48,8 @@ def decode_config(heads: Heads, *, split: bool = False) -> LaunchConfig:
 
 
 def multiplies_float8(query: torch.dtype, heads: Heads, *, transposed: bool) -> bool:
-    """Return true if decodes use float8 GEMMs: warp groups support them, and a group's heads
-    fit."""
+    """Return true if decodes use float8 GEMMs: the device's warp groups support them, and the heads
+    of a group fit into one GEMM."""
     fits = heads.cache_bytes == 1 and transposed and heads.group <= MAX_HEADS
     return fits and query == torch.bfloat16 and heads.capability == 90
 
@@ -61,7 +62,7 @@ def attend_decodes(
     Args:
         shared: from `shared_arguments`.
         launch: index of this launch among those that use the work list.
-        transposed: blocks store values transposed (`is_transposed`).
+        transposed: true if blocks store values transposed (`is_transposed`).
     """
     num_kv_heads = shared["NUM_KV_HEADS"]
     split = multiplies_float8(shared["query_ptr"].dtype, heads, transposed=transposed)

@@ -1,17 +1,17 @@
 """The work list of a step's decodes: the pieces of their contexts.
 
 A context is cut into pieces of `DECODE_PIECE` tokens. The length is constant, so that the order of
-a row's sums does not depend on other rows of the step. Only if the partial results would take more
-than `MAX_WORKSPACE_BYTES` do the longest contexts get longer pieces. The list is made on the
-device, once for all layers with the same window, from the lengths in device memory, so that a
+a row's sums does not depend on other rows of the step. If the partial results would take more than
+`MAX_WORKSPACE_BYTES`, the longest contexts get longer pieces instead. The list is made once for all
+layers with the same window. It is made on the device from the lengths in device memory, so that a
 captured step can be replayed with other lengths.
 
 If several sequences have a whole piece in the same blocks, the list has one shared item per tile of
 sequences (`shared_attention.py`) instead of one item per sequence. Sequences that share a prefix
 are adjacent in `order`, so a shared piece belongs to a run of sequences: sequences i and i + 1 of
 `order` share piece p if shared_lens[i + 1] reaches the end of the piece. A run ends at a sequence
-that does not decode, or whose pieces have another length. Shared items come after single items.
-They always fit, because each shared item replaces at least one single item.
+that does not decode, or whose pieces have another length. Shared items come after single items in
+the list. They always fit into it, because each shared item replaces at least one single item.
 """
 
 import math
@@ -25,26 +25,29 @@ from batchinfer.kernels.attention_loop import padded
 from batchinfer.kernels.launch import OPTIONS
 from batchinfer.kernels.split_kv import MAX_WORKSPACE_BYTES, Partials, pieces
 
-DECODE_PIECE = 512  # tokens; a multiple of every tile
+DECODE_PIECE = 512  # in tokens; a multiple of every tile size
 SEQUENCES_AT_ONCE = 1024  # sequences that a planning program processes at a time
-_SHARED_ROWS = 64  # rows of a shared piece's tile, the fewest that a Hopper warp group multiplies
+# Rows of a shared piece's tile: the smallest number that a Hopper warp group can multiply.
+_SHARED_ROWS = 64
 
 
 @dataclass(frozen=True)
 class DecodeWork:
     """Work list of a step for one window, and memory for the results of its pieces."""
 
-    items: torch.Tensor  # [S * max_pieces, 2] int32: sequence (of a shared item: the index in
-    # `order` of its first sequence), and piece
-    counters: torch.Tensor  # [2, 1 + num_launches] int32, for single and for shared items: number
-    # of items, then the items that each launch has taken
+    # [S * max_pieces, 2] int32: sequence and piece. For a shared item, the index of its first
+    # sequence in `order`, instead of the sequence.
+    items: torch.Tensor
+    # [2, 1 + num_launches] int32, for single and for shared items: the number of items, then the
+    # number of items that each launch has taken.
+    counters: torch.Tensor
     partials: Partials
     max_pieces: int
     piece: int  # tokens per piece
     window: int
     order: torch.Tensor | None  # [S] int32; None: no prefixes are shared
     decode_shared: torch.Tensor | None  # [S] int32: shared_lens if both sequences decode, else 0
-    tile_sequences: int  # most sequences of a shared item
+    tile_sequences: int  # sequences of a shared item, at most
 
 
 def plan_decode(
@@ -66,12 +69,13 @@ def plan_decode(
     Args:
         order: all sequences, with sequences that share a prefix adjacent. Ignored if there is a
             window.
-        shared_lens: leading tokens that each sequence of `order` shares with the previous one, in
-            the same blocks and before the query tokens of both. Ignored if there is a window.
+        shared_lens: number of leading tokens that each sequence of `order` shares with the previous
+            sequence. They are in the same blocks, and before the query tokens of both sequences.
+            Ignored if there is a window.
         max_context_len: upper bound on `context_lens`.
         num_launches: number of attention layers that use the list, each once.
-        num_splits: most pieces per context (default: from `max_context_len`). All values give
-            correct results.
+        num_splits: largest number of pieces per context (default: from `max_context_len`). All
+            values give correct results.
     """
     num_sequences, device = len(context_lens), context_lens.device
     group = num_heads // num_kv_heads
@@ -116,7 +120,8 @@ def plan_decode(
 
 
 def default_num_splits(num_sequences: int, num_heads: int, value_width: int, reach: int) -> int:
-    """Return the number of pieces that cover `reach` tokens, limited by the workspace."""
+    """Return the number of pieces that cover `reach` tokens, or fewer if the workspace is too
+    small."""
     # One more than the quotient, because a window may start inside a piece.
     wanted = -(-reach // DECODE_PIECE) + 1 if reach > DECODE_PIECE else 1
     affordable = MAX_WORKSPACE_BYTES // (4 * num_sequences * num_heads * (value_width + 2))
@@ -124,7 +129,8 @@ def default_num_splits(num_sequences: int, num_heads: int, value_width: int, rea
 
 
 def shared_rows(group: int) -> int:
-    """Return the rows of a shared item's tile: sequences times the query heads of a KV head."""
+    """Return the number of rows of a shared item's tile: a row for each sequence and each query
+    head of a KV head."""
     return max(_SHARED_ROWS, padded(group))
 
 
@@ -171,8 +177,8 @@ def _lengths(
     max_pieces,
     PIECE: tl.constexpr,
 ):
-    """Return the sequences at these places, their numbers of pieces (0 if a sequence does not
-    decode), and a mask of sequences whose pieces have PIECE tokens."""
+    """Return the sequences at `places`, their numbers of pieces (0 if a sequence does not decode),
+    and a mask that is true if a sequence's pieces have PIECE tokens."""
     in_range = (places >= 0) & (places < num_sequences)
     sequences = places
     if order_ptr is not None:
@@ -187,7 +193,7 @@ def _lengths(
 
 @triton.jit
 def _shared_on_both_sides(shared_lens_ptr, places, num_sequences):
-    """Return the leading tokens shared with the previous and with the next sequence."""
+    """Return the numbers of leading tokens shared with the previous and with the next sequence."""
     before = tl.load(shared_lens_ptr + places, mask=places < num_sequences, other=0)
     after = tl.load(shared_lens_ptr + places + 1, mask=places + 1 < num_sequences, other=0)
     return before, after
@@ -211,8 +217,8 @@ def _list_shared(
 ):
     """Append the shared pieces, and return the new number of items.
 
-    Each run of sequences that share a piece is cut into tiles. An item consists of the place of a
-    tile's first sequence, and the piece.
+    Each run of sequences that share a piece is cut into tiles. An item consists of the index of a
+    tile's first sequence in the order, and the piece.
     """
     longest = tl.full([], 0, tl.int32)
     for start in range(0, num_sequences, SEQUENCES):
@@ -221,7 +227,7 @@ def _list_shared(
         longest = tl.maximum(longest, tl.max(shared))
     for piece in range(0, longest // PIECE):
         end = (piece + 1) * PIECE
-        run = tl.full([], 0, tl.int32)  # place of the run's first sequence
+        run = tl.full([], 0, tl.int32)  # index of the run's first sequence in the order
         for start in range(0, num_sequences, SEQUENCES):
             places = start + tl.arange(0, SEQUENCES)
             before, after = _shared_on_both_sides(decode_shared_ptr, places, num_sequences)

@@ -1,10 +1,10 @@
-"""Conversion of keys and values to and from the float8 e4m3fn of a KV cache.
+"""Converts keys and values to and from the float8 e4m3fn of a KV cache.
 
 Formula: round to nearest, ties to even, with a scale of 1. Numbers beyond +-448 become +-448. NaN
 stays NaN, except that a NaN among transposed values moves to the key of its token and head. The
 conversion to float8 uses integer arithmetic, which is the same on every device. The conversion from
-float8 uses the device's instruction from compute capability 8.9 on. Other devices get the cache as
-bytes and use integer arithmetic. Both are exact.
+float8 uses a hardware instruction from compute capability 8.9 on. Other devices read the cache as
+bytes and use integer arithmetic. Both ways are exact.
 
 Format: sign, 4 bits of exponent with a bias of 7, 3 bits of mantissa; no infinity, and one NaN (OCP
 8-bit floating point; Micikevicius et al. 2022, arXiv:2209.05433).
@@ -25,7 +25,8 @@ def as_bytes(cache: torch.Tensor) -> torch.Tensor:
 
 
 def as_readable(cache: torch.Tensor) -> torch.Tensor:
-    """View a float8 cache as bytes if the device cannot convert float8, for kernels that read."""
+    """Return a cache for kernels that read it: a float8 cache as bytes if the device cannot convert
+    float8, otherwise the cache itself."""
     return cache if converts_fp8(cache.device) else as_bytes(cache)
 
 
@@ -74,7 +75,8 @@ def widen(
     DTYPE: tl.constexpr,
 ):
     if stored.dtype == tl.uint8:
-        # float16 has the same fields, with one more exponent bit and a bias of 15.
+        # float16 has the same fields, with one more exponent bit, a bias of 15, and more mantissa
+        # bits.
         code = stored.to(tl.int16)
         bits = ((code & 0x80) << 8) | ((code & 0x7F) << 7)
         wide = bits.to(tl.int16).to(tl.float16, bitcast=True) * 256.0
@@ -102,8 +104,8 @@ def in_float16(
     x,  # [ROWS, WIDTH] float32, converted from bfloat16
 ):  # [ROWS, WIDTH] float16 and [ROWS] float32, whose product is x
     # float16 has all mantissa bits of bfloat16 but not its range. Multiply each row by a power of
-    # two so that its largest number is at least 2^14. Rounding errors are then below 2^-24
-    # absolute.
+    # two, so that its largest number is at least 2^14. Then the absolute rounding errors are below
+    # 2^-24.
     largest = tl.max(tl.abs(x), 1)
     exponent = tl.maximum(largest.to(tl.int32, bitcast=True) >> 23, 15)
     up = ((268 - exponent) << 23).to(tl.float32, bitcast=True)

@@ -1,4 +1,4 @@
-"""Quantization to float8 e4m3fn: weights by 128 x 128 blocks, rows by groups of 128 columns.
+"""Quantizes to float8 e4m3fn: weights in 128 x 128 blocks, rows in groups of 128 columns.
 
 This is the format of DeepSeek-V3's and Qwen3's FP8 checkpoints (`weight_scale_inv`,
 `weight_block_size` [128, 128], `activation_scheme: dynamic`): DeepSeek-AI 2024, arXiv:2412.19437,
@@ -10,8 +10,8 @@ for a row's group g of 128 columns (the last group may be shorter):
     largest = max(1e-10, max_k |x[t, k]|)
     scales[g, t] = largest / 448          codes[t, k] = round(x[t, k] * (448 / largest))
 
-in float32, to nearest and ties to even, with IEEE 754 divisions. A group with NaN or infinity gets
-a NaN scale, so that all outputs of its row are NaN.
+computed in float32 with IEEE 754 divisions. Rounding is to nearest, ties to even. A group with NaN
+or infinity gets a NaN scale, so that all outputs of its row are NaN.
 """
 
 import torch
@@ -22,7 +22,7 @@ from batchinfer.kernels.fp8 import FP8, as_readable, narrow
 from batchinfer.kernels.launch import OPTIONS, check_launchable
 
 BLOCK = 128
-"""Rows and columns of a weight that share a scale."""
+"""Number of rows and of columns of a block of a weight, which share a scale."""
 MOST = 448.0
 """The largest float8 e4m3fn number."""
 LEAST = 1e-10
@@ -44,8 +44,8 @@ def quantize_blocks(
     """
     codes = torch.empty(weight.shape, dtype=FP8, device=weight.device)
     scales = weight.new_empty(*map(num_blocks, weight.shape), dtype=torch.float32)
-    # One row of blocks at a time, because the whole weight in float32 would take four times the
-    # memory.
+    # Quantize one row of blocks at a time, because the whole weight in float32 would take four
+    # times as much memory as the codes.
     columns = num_blocks(weight.shape[1])
     for row in range(len(scales)):
         rows = slice(row * BLOCK, (row + 1) * BLOCK)
@@ -64,7 +64,8 @@ def scales_of(
     """Return the scales for the largest numbers of blocks or groups, and their inverses."""
     largest = largest.clamp_min(LEAST)
     largest = largest.where(largest.isfinite(), torch.nan)
-    # Divide by a tensor: to divide by a Python number, torch multiplies by its reciprocal.
+    # Divide by a tensor, because torch replaces a division by a Python number with a multiplication
+    # by its reciprocal.
     most = torch.full_like(largest, MOST)
     return largest / most, most / largest
 
@@ -81,7 +82,7 @@ def dequantize_blocks(
 
 
 def check_blocks(name: str, codes: torch.Tensor, scales: torch.Tensor) -> None:
-    """Raise ValueError if codes are not float8 or scales do not match their shape."""
+    """Raise ValueError if codes are not float8, or scales do not match the codes' shape."""
     expected = tuple(map(num_blocks, codes.shape))
     if codes.dtype != FP8 or scales.dtype != torch.float32 or tuple(scales.shape) != expected:
         raise ValueError(
@@ -107,8 +108,9 @@ def quantize_groups(
         )
     if x.stride(1) != 1 or codes.shape != x.shape or not codes.is_contiguous():
         raise ValueError(
-            f"quantize_groups: rows have strides {x.stride()} and codes shape {list(codes.shape)}; "
-            "the last dimension of rows, and all codes, must be contiguous"
+            f"quantize_groups: x is {list(x.shape)} with strides {x.stride()}, codes are "
+            f"{list(codes.shape)} with strides {codes.stride()}; codes must have the shape of x "
+            "and be contiguous, and each row of x must be contiguous"
         )
     if num_rows == 0:
         return
@@ -131,7 +133,7 @@ def quantize_groups(
 @triton.jit(do_not_specialize=["num_rows"])
 def _quantize_groups_kernel(
     x_ptr,  # [T, K]
-    codes_ptr,  # [T, K] float8, or the same as uint8
+    codes_ptr,  # [T, K] float8, or float8 viewed as uint8
     scales_ptr,  # [G, T] float32
     x_stride,
     num_rows,
@@ -147,7 +149,7 @@ def _quantize_groups_kernel(
     in_range = columns < WIDTH
     x = tl.load(x_ptr + row * x_stride + columns, mask=in_range, other=0.0).to(tl.float32)
     size = tl.abs(x)
-    # tl.max ignores NaN, so look for numbers that are not finite separately.
+    # Look for NaN and infinity separately, because tl.max ignores NaN.
     nonfinite = tl.max((size < float("inf")).to(tl.int32) ^ 1, 1)
     largest = tl.maximum(tl.max(size, 1), LEAST)
     largest = tl.where(nonfinite == 0, largest, float("nan"))

@@ -1,20 +1,20 @@
-"""Decode attention with bfloat16 queries that multiplies a float8 cache as it is stored.
+"""Decode attention with bfloat16 queries that multiplies a float8 cache without converting it.
 
 A bfloat16 has 8 bits of significand and a float8 e4m3 has 4, so a query is the sum of two float8
-terms, upper and lower. A softmax weight is also the sum of two terms. Both GEMMs are transposed:
-keys times queries, and values times weights. The cache is their first operand. A warp group takes
-64 of its rows (tokens, or columns of values) from shared memory. The terms of up to 8 heads fill
-the 16 columns of the second operand. The cache is never converted.
+terms, upper and lower. A softmax weight is also split into two terms. Both GEMMs are transposed:
+keys times queries, and values times weights. The cache is their first operand, of which a warp
+group takes 64 rows (tokens, or columns of values) from shared memory. The terms of up to 8 heads
+fill the 16 columns of the second operand.
 
 Tensor cores of an H100 keep about 14 bits of a float8 sum, so each tile is summed separately, and
 tiles are added in float32. Two float8 terms represent weights down to 2^-18 of the largest weight,
-so weights are relative to the largest weight of their own tile. The maximum `m`
-that `README.md` defines is here that of the last tile, or 2^-64 of the largest maximum before it,
-whichever is larger.
+so weights are relative to the largest weight of their own tile. `README.md` defines a maximum `m`
+of the scores. Here, it is the maximum of the latest tile, but not less than the largest maximum so
+far minus 64 (in powers of two).
 
-Blocks store values transposed, because float8 GEMMs need tokens, the dimension that they sum over,
-to be contiguous in both operands. Values are never NaN (`without_nan`), so a weight of 0 is enough
-to mask unused values.
+Blocks store values transposed, because float8 GEMMs sum over tokens, and need this dimension to be
+contiguous in both operands. Values are never NaN (`without_nan`), so a weight of 0 is enough to
+mask unused values.
 """
 
 import triton
@@ -23,16 +23,16 @@ import triton.language as tl
 from batchinfer.kernels.fp8 import narrow, widen
 
 MAX_HEADS = 8
-"""Most query heads per KV head whose terms fit into 16 columns."""
+"""Largest number of query heads per KV head, whose terms fill 16 columns."""
 
 
 @triton.jit
 def split_float8(
     x,  # [ROWS, WIDTH] float32, of bfloat16
-    CACHE_TYPE: tl.constexpr,  # float8, or the same as uint8
+    CACHE_TYPE: tl.constexpr,  # float8, or uint8 for float8 as bytes
 ):  # codes of the upper and of the lower terms [ROWS, WIDTH], and their scales [ROWS] float32
-    # Multiply each row by a power of two so that its largest number is at least 128. Bits below
-    # 2^-10 are then lost.
+    # Multiply each row by a power of two, so that its largest number is at least 128. Then only
+    # bits below 2^-10 are lost.
     largest = tl.max(tl.abs(x), 1)
     exponent = tl.minimum(tl.maximum(largest.to(tl.int32, bitcast=True) >> 23, 8), 253)
     up = ((261 - exponent) << 23).to(tl.float32, bitcast=True)
@@ -92,8 +92,8 @@ def attend_split(
             visible = visible & (tokens >= begin)
         scores = tl.where(visible[:, None], scores, float("-inf"))
 
-        # Scales are positive, so the maximum can be scaled instead of each score. Weights are
-        # scaled up to 2^8.
+        # Scales are positive, so scaling the maximum gives the maximum of the scaled scores.
+        # Subtracting 8 multiplies weights by 2^8.
         tile_max = tl.max(scores, 0)
         if cap is None:
             tile_max *= scales
@@ -117,8 +117,8 @@ def attend_split(
     return row_max, tl.sum(sums, 0), acc
 
 
-# A tile is cut into runs of adjacent tokens of one block. A thread copies parts of few runs, so it
-# computes few addresses. Other addresses differ from them by constants.
+# A tile is cut into runs of adjacent tokens of one block. A thread copies parts of only a few runs,
+# so it computes only a few addresses. Its other addresses differ from these by constants.
 @triton.jit
 def _runs(
     table_ptr,
@@ -154,7 +154,7 @@ def _load_keys(
     places = tl.arange(0, TILE // rows.shape[0]) * cache.key_token_units * unit
     tokens = rows.to(tl.int64)[:, None] * unit + places[None, :]
     tokens = _by_rows(tl.reshape(tokens, [TILE]))[:, None]
-    # Triton 3.6 loses known divisors of values in a reshape.
+    # Tell Triton a divisor of the offsets again, because version 3.6 loses it in a reshape.
     tokens = tl.multiple_of(tokens, [unit & -unit, unit & -unit])
     columns = tl.arange(0, cache.KEY_BLOCK)
     ptrs = (key_ptr + columns * cache.key_width_stride)[None, :] + tokens
@@ -180,7 +180,7 @@ def _load_values(
     return values
 
 
-# Of each 64 rows of a GEMM, a thread holds two rows that are 8 apart. Keys are read in an order
+# Of every 64 rows of a GEMM, a thread holds two rows that are 8 apart. Keys are read in an order
 # that makes a thread's rows adjacent tokens, so that their weights can be stored together for the
 # second GEMM, which sums over tokens.
 @triton.jit
@@ -204,8 +204,8 @@ def _by_tokens(rows):  # [TILE, N] in the order of rows -> in the order of token
 
 @triton.jit
 def _split(x, CACHE_TYPE: tl.constexpr):  # float32 up to 448 -> two float8 codes
-    # Convert through float16, which has enough bits for both terms: one instruction converts two
-    # numbers.
+    # Convert through float16, which has enough bits for both terms, because one instruction
+    # converts two float16 numbers to float8.
     x = x.to(tl.float16)
     upper = narrow(x, CACHE_TYPE)
     lower = narrow(x - widen(upper, tl.float16), CACHE_TYPE)
@@ -214,7 +214,7 @@ def _split(x, CACHE_TYPE: tl.constexpr):  # float32 up to 448 -> two float8 code
 
 @triton.jit
 def _operand(codes):
-    # If the device cannot multiply float8, use float16, which represents every float8.
+    # If the device cannot multiply float8, use float16, which represents every float8 number.
     return widen(codes, tl.float16) if codes.dtype == tl.uint8 else codes
 
 
@@ -228,7 +228,7 @@ def _as_columns(upper, lower, CACHE_TYPE: tl.constexpr):  # [N, HEADS] codes -> 
     if width < 16:
         columns = tl.join(columns, tl.zeros([rows, width], tl.uint8))
         columns = tl.reshape(tl.permute(columns, [0, 2, 1]), [rows, 2 * width])
-    # Convert codes to float8 last. Otherwise, Triton would have to find a layout for joined float8.
+    # Convert codes to float8 last, because Triton might not find a layout for joining float8.
     return _operand(columns.to(CACHE_TYPE, bitcast=True))
 
 

@@ -5,19 +5,19 @@ Formula, with G groups of 128 columns (the last group may be shorter):
     out[t, n] = bias[n] + sum_g weight_scales[n // 128, g] x_scales[g, t]
                                 sum_(k in g) weight[n, k] x[t, k]
 
-x is float8 with a scale for every row and group (`quantize_groups`), or 16 or 32 bits without
+x is float8 with a scale for every row and group (`quantize_groups`), or has 16 or 32 bits and no
 scales. In the latter case, weights are converted to the dtype of x in registers, which is exact.
 
 Accumulation: tensor cores sum each group from zero. Group sums are scaled and added in float32, in
 order. (An H100 keeps about 14 bits of a float8 sum, so longer sums would lose more bits.) If there
-are few tiles, the groups are cut into pieces, and a second kernel adds the pieces' sums in order.
-The same call therefore always gives the same bits. The number of pieces is the same for 1 to 64
-rows.
+are few tiles, the groups are divided into pieces, and a second kernel adds the pieces' sums in
+order. The same call therefore always gives the same bits. The number of pieces is the same for 1 to
+64 rows.
 
 Sources: DeepSeek-AI 2024, arXiv:2412.19437, section 3.3.2; the schedule is the same as in DeepGEMM
 (deepseek-ai/DeepGEMM, sm90_fp8_gemm_1d2d) and in vLLM's `w8a8_block_fp8_matmul`
-(vllm/model_executor/layers/quantization/utils/fp8_utils.py), but operands are exchanged for few
-rows.
+(vllm/model_executor/layers/quantization/utils/fp8_utils.py), except that for few rows the weight is
+the first operand.
 """
 
 from dataclasses import dataclass
@@ -36,12 +36,15 @@ from batchinfer.kernels.launch import (
     num_multiprocessors,
 )
 
-_GROUPED = 8  # tiles of rows that read the same tile of a weight in succession, from the L2 cache
-_FEW_ROWS = 64  # with at most this number of rows, reading the weights takes most of the time
-_PIECE_GROUPS = 2  # fewest groups per piece
-_SUMMED = 1024  # outputs per program that adds pieces
-_STAGES = 5  # most pipeline stages: with few rows, each program has 40 KiB of loads in flight
-# Bytes of a multiprocessor's shared memory that operands may take, by compute capability.
+# Tiles of rows that read the same tile of a weight one after the other, so that it stays in L2.
+_GROUPED = 8
+_FEW_ROWS = 64  # up to this number of rows, reading the weights takes most of the time
+_PIECE_GROUPS = 2  # smallest number of groups per piece
+_SUMMED = 1024  # outputs per program of the kernel that adds pieces
+# Largest number of pipeline stages. With few rows, each program has 40 KiB of loads in flight.
+_STAGES = 5
+# Bytes of a multiprocessor's shared memory that operands may take: on devices with little shared
+# memory, which are listed by compute capability, and on other devices.
 _SHARED_MEMORY, _MORE_SHARED_MEMORY = 96 * 2**10, 160 * 2**10
 _LITTLE_SHARED_MEMORY = (86, 89, 120)
 _TRITON_DTYPES = {
@@ -58,8 +61,8 @@ class _Tile:
     num_warps: int
     num_stages: int
     weight_first: bool
-    """True if weights are the first operand of the GEMM, false if x is. A warp group takes 64 rows
-    of the first operand, which can be converted in registers."""
+    """True if the weight is the first operand of the GEMM, false if x is. A warp group takes 64
+    rows of the first operand, and only this operand can be converted in registers."""
 
 
 def fp8_linear(
@@ -76,7 +79,7 @@ def fp8_linear(
     """Write x times the transposed weight to `out`, or add it to `out`.
 
     Args:
-        adds: add the product to `out`, and round once.
+        adds: true to add the product to `out`, rounding once.
         pieces: largest number of pieces; None: enough to keep the device busy.
 
     Raises:
@@ -152,13 +155,14 @@ def num_pieces(rows: int, outputs: int, width: int, device: torch.device) -> int
     """Return the default number of pieces."""
     tile = _tile(rows, 1, compute_capability(device))
     tiles = triton.cdiv(rows, tile.rows) * triton.cdiv(outputs, tile.outputs)
-    # A program with few rows occupies only a part of a multiprocessor.
+    # With few rows, a program occupies only a part of a multiprocessor.
     wanted = num_multiprocessors(device) * (2 if rows <= _FEW_ROWS else 1) // tiles
     return _even_pieces(num_blocks(width), wanted)
 
 
 def _even_pieces(groups: int, wanted: int) -> int:
-    """Return the largest number of pieces, at most `wanted`, such that no piece is empty."""
+    """Return how many pieces the groups fill, if they are divided evenly into at most `wanted`
+    pieces."""
     most = max(1, min(wanted, groups // _PIECE_GROUPS))
     return int(triton.cdiv(groups, triton.cdiv(groups, most)))
 
@@ -188,10 +192,10 @@ def _operand_dtype(x: torch.Tensor, readable: torch.Tensor) -> tl.dtype:
 def _fp8_linear_kernel(
     x_ptr,  # [T, K]
     x_scales_ptr,  # [G, T] float32, or None
-    weight_ptr,  # [N, K] float8, or the same as uint8
+    weight_ptr,  # [N, K] float8, or float8 viewed as uint8
     weight_scales_ptr,  # [ceil(N / 128), G] float32
     bias_ptr,  # [N], or None
-    out_ptr,  # [T, N]; if IN_PIECES [P, T, N] float32
+    out_ptr,  # [T, N]; if IN_PIECES, [P, T, N] float32
     x_stride,
     num_rows,
     piece_groups,  # groups per piece
@@ -278,7 +282,8 @@ def _place(
     OUTPUTS_BLOCK: tl.constexpr,
     GROUPED: tl.constexpr,
 ):
-    # GROUPED tiles of rows read all tiles of the weight together, so that both stay in L2.
+    # Programs that run together compute GROUPED tiles of rows for the same tiles of the weight, so
+    # that both stay in L2.
     program = tl.program_id(0)
     row_tiles = tl.cdiv(num_rows, ROWS)
     output_tiles: tl.constexpr = (OUTPUTS + OUTPUTS_BLOCK - 1) // OUTPUTS_BLOCK
@@ -291,7 +296,7 @@ def _place(
 
 @triton.jit
 def _operand(
-    stored,  # [...] float8 (or the same as uint8), or DTYPE
+    stored,  # [...] float8 (or float8 viewed as uint8), or DTYPE
     DTYPE: tl.constexpr,
     BY_WORDS: tl.constexpr,
 ):

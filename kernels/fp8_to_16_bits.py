@@ -1,7 +1,7 @@
-"""Conversion of float8 e4m3fn to 16 bits in registers, several numbers per instruction.
+"""Converts float8 e4m3fn to 16 bits in registers, several numbers per instruction.
 
-The conversion is exact. It uses the device's instructions from compute capability 8.9 on, and
-integer operations on four codes in a register on earlier devices. Only `widen_cache` preserves NaN.
+The conversion is exact. It uses hardware instructions from compute capability 8.9 on. On earlier
+devices, integer operations convert the four codes in a register. Only `widen_cache` preserves NaN.
 """
 
 import triton
@@ -9,7 +9,7 @@ import triton.language as tl
 
 from batchinfer.kernels.fp8 import widen
 
-# Triton's interpreter cannot run a device's instructions.
+# True if Triton's interpreter runs the kernels. It cannot run inline assembly.
 _INTERPRETED: tl.constexpr = tl.constexpr(triton.knobs.runtime.interpret)
 
 
@@ -17,11 +17,11 @@ _INTERPRETED: tl.constexpr = tl.constexpr(triton.knobs.runtime.interpret)
 def widen_cache(
     stored,  # [...] in the cache's dtype
     DTYPE: tl.constexpr,
-    NANS: tl.constexpr,  # numbers may be NaN
+    NANS: tl.constexpr,  # true if numbers may be NaN
 ):
-    """Convert like `widen`, but bytes to float16 four at a time."""
+    """Convert like `widen`, but convert bytes to float16 four at a time."""
     if (tl.uint8 == stored.dtype) & (tl.float16 == DTYPE) & (not _INTERPRETED):
-        # Move each byte, and its sign, to the fields of a float16.
+        # Move each byte's sign, exponent and mantissa to their places in a float16.
         wide = tl.inline_asm_elementwise(
             """
             {
@@ -40,8 +40,8 @@ def widen_cache(
             pack=4,
         )
         if NANS:
-            # Adding one unit of the mantissa carries into the highest exponent bit only for 0x7F
-            # (NaN).
+            # Only for 0x7F (NaN), adding one unit to the mantissa carries into the highest exponent
+            # bit.
             wide = tl.inline_asm_elementwise(
                 """
                 {
@@ -56,7 +56,7 @@ def widen_cache(
                 is_pure=True,
                 pack=2,
             )
-        wide *= 256.0  # the exponents' biases differ by 8
+        wide *= 256.0  # 2^8, because the exponents' biases differ by 8
     else:
         wide = widen(stored, DTYPE)
     return wide
@@ -64,12 +64,12 @@ def widen_cache(
 
 @triton.jit
 def widen_words(
-    stored,  # [...] float8, or the same as uint8, which must not be NaN
+    stored,  # [...] float8, or float8 viewed as uint8; never NaN
     DTYPE: tl.constexpr,  # float16 or bfloat16
 ):
-    """Convert float8 to 16 bits: four numbers, which fill a register, at a time."""
+    """Convert float8 to 16 bits, several numbers at a time."""
     if tl.float8e4nv == stored.dtype and tl.bfloat16 == DTYPE:
-        # Convert through float32, because Triton 3.9 would convert numbers one by one to bfloat16,
+        # Convert through float32, because Triton 3.9 would convert numbers to bfloat16 one by one,
         # which is slow.
         wide = tl.inline_asm_elementwise(
             """

@@ -1,9 +1,9 @@
-"""Gated DeltaNet and Kimi Delta Attention over recurrent states in pool slots: arguments, and a
-reference in plain torch.
+"""Gated DeltaNet and Kimi Delta Attention over recurrent states in pool slots: their weights, and a
+reference in torch.
 
-Gated DeltaNet (Yang et al. 2024, https://arxiv.org/abs/2412.06464) has one decay for each head,
-Kimi Delta Attention (Kimi Team 2025, https://arxiv.org/abs/2510.26692) one for each row of a head's
-matrix.
+Gated DeltaNet (Yang et al. 2024, https://arxiv.org/abs/2412.06464) has one decay for each head.
+Kimi Delta Attention (Kimi Team 2025, https://arxiv.org/abs/2510.26692) has one for each row of a
+head's matrix.
 """
 
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ class GatedDeltaWeights:
     """[Dv]"""
     norm_eps: float
     max_beta: float
-    """Largest strength with which a value is written: 1, or 2 where states may change sign."""
+    """Largest strength with which a value is written: 1, or 2 if states may change sign."""
     num_key_heads: int
     key_width: int
     with_silu: bool = True
@@ -36,7 +36,7 @@ class GatedDeltaWeights:
 
     @property
     def decay_width(self) -> int:
-        """Decays of a head: 1, or Dk, one for each row of its matrix."""
+        """Number of decays per head: 1, or Dk if each row of its matrix has a decay."""
         return len(self.dt_bias) // len(self.decay_rate)
 
 
@@ -51,9 +51,9 @@ def gated_delta(
     out: torch.Tensor,  # [T, Hv * Dv]
 ) -> None:
     """Run packed sequences through a layer, from the convolution to the gated norm, and update
-    their states in place. A sequence's first token starts from zeros.
+    their states in place. A sequence's state starts from zeros.
 
-    For each value head, with a state M [Dk, Dv], unit query q and key k, value v:
+    For each value head, with a state M [Dk, Dv], decay g, unit query q and key k, value v:
     ``M = diag(g) M; M += k (beta (v - k^T M)); out = norm(q^T M) * silu(gate)``.
     """
     shape = beta.shape[1], weights.key_width, len(weights.norm)

@@ -1,12 +1,12 @@
-"""The gated RMSNorm after a recurrence.
+"""Computes the gated RMSNorm after a recurrence.
 
 Formula, for groups of `width` elements:
 
     out = x / sqrt(mean(x^2) + eps) * weight * silu(gate)
 
-in float32, rounded to the dtype of `out` once. Without `with_silu`, the last factor is
-`sigmoid(gate)`. With `gate_first`, `x` is multiplied by `silu(gate)`
-before the norm. Without `weight` there is no norm.
+computed in float32, and rounded to the dtype of `out` once. Without `with_silu`, the last factor is
+`sigmoid(gate)`. With `gate_first`, `x` is multiplied by `silu(gate)` before the norm. Without
+`weight` there is no norm.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""Write the keys and values of a step's tokens into their slots of the KV pool.
+"""Writes the keys and values of a step's tokens into their slots of the KV pool.
 
 Formula, for every token t with slot_mapping[t] >= 0, and slot, offset = divmod(slot_mapping[t],
 block_size):
@@ -17,7 +17,7 @@ import triton.language as tl
 from batchinfer.kernels.fp8 import as_bytes, is_transposed, narrow, without_nan
 from batchinfer.kernels.launch import OPTIONS, check_launchable
 
-# Elements of keys, and of values, that one program writes: accesses of 16 bytes by 128 threads.
+# Elements of keys, and of values, that one program writes: 128 threads access 16 bytes each.
 _TILE_ELEMENTS = 2048
 
 

@@ -1,4 +1,4 @@
-"""Helpers for launching Triton kernels: device checks, compile options, numbers of programs."""
+"""Helps to launch Triton kernels: checks devices, sets compile options, chooses program counts."""
 
 import functools
 
@@ -6,12 +6,12 @@ import torch
 import triton
 from triton.runtime import driver
 
-# Triton reads this setting when it decorates a kernel, at import. It is read at import here too, so
-# that both agree.
+# Triton reads this setting at import, when it decorates kernels. It is read at import here too, so
+# that both see the same value.
 INTERPRETED: bool = triton.knobs.runtime.interpret
 
-# Options of every launch: fuse multiply-adds. Triton 3.9 warns without this option, because later
-# versions change its default.
+# Options of every launch: fuse multiply-adds. Without this option, Triton 3.9 warns that later
+# versions have another default.
 OPTIONS: dict[str, bool] = {"enable_fp_fusion": True}
 
 _PERSISTENT_EACH = 4  # programs per multiprocessor
@@ -19,7 +19,7 @@ _INTERPRETED = 2  # number of programs in the interpreter, which runs them one a
 
 
 def check_launchable(name: str, *tensors: torch.Tensor | None) -> None:
-    """Check that all tensors are on one CUDA device, or that Triton's interpreter is on.
+    """Check that all tensors are on one CUDA device, or that Triton's interpreter is active.
 
     Raises:
         ValueError: tensors are on several devices.
@@ -40,8 +40,8 @@ def check_launchable(name: str, *tensors: torch.Tensor | None) -> None:
 def num_persistent(device: torch.device, most: int) -> int:
     """Return the number of programs for a launch whose programs take items from a work list.
 
-    The number is at most `most`. A multiprocessor gets four programs, at least as many as its
-    registers allow. Programs that start when the list is empty return at once.
+    The number is at most `most`. Four programs per multiprocessor are at least as many as its
+    registers can hold. Programs that start after the list is empty return immediately.
     """
     if device.type != "cuda":
         return min(most, _INTERPRETED)
@@ -50,7 +50,8 @@ def num_persistent(device: torch.device, most: int) -> int:
 
 @functools.cache
 def num_multiprocessors(device: torch.device) -> int:
-    """Return a device's number of multiprocessors, or an H100's if there is no CUDA device."""
+    """Return a device's number of multiprocessors. If it is not a CUDA device, return the number of
+    an H100."""
     if device.type != "cuda":
         return 132
     return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -1,4 +1,4 @@
-"""LoRA for batches with several adapters: adds each adapter's low-rank product to its rows.
+"""Computes LoRA for batches with several adapters: adds the adapters' products to their rows.
 
 Formula, for every adapter a and every i in [starts[a], starts[a + 1]), with t = rows[i]:
 
@@ -6,15 +6,16 @@ Formula, for every adapter a and every i in [starts[a], starts[a + 1]), with t =
     out[t, n]    += sum_r up[a, n, r] lowered[i, r]         (`lora_expand`)
 
 Rows of one adapter are adjacent in `rows`. A program computes a tile of these rows, and reads the
-factors once for the whole tile. `starts` is read on the device, so that one captured launch works
-for all mixtures of adapters.
+adapter's factors once for the whole tile. `starts` is read on the device, so that one captured
+launch works for all mixtures of adapters.
 
-Accumulation: float32, in pieces of `SPLIT` elements of x that are added in order. `lowered` is
-rounded to the dtype of x between the two GEMMs. The result is added to `out` in float32 and rounded
-once. Pieces and tiles have constant sizes, so a row's bits do not depend on other rows.
+Accumulation: in float32. A row's sum over k is cut into pieces of `SPLIT` elements, which are added
+in order. `lowered` is rounded to the dtype of x between the two GEMMs. The result is added to `out`
+in float32 and rounded once. Pieces and tiles have constant sizes, so a row's bits do not depend on
+other rows.
 
-Sources: Hu et al. 2021 (arXiv:2106.09685); the segmented gather is from Punica's SGMV (Chen et al.
-2023, arXiv:2310.18547).
+Sources: Hu et al. 2021 (arXiv:2106.09685); rows are gathered per adapter as in Punica's SGMV (Chen
+et al. 2023, arXiv:2310.18547).
 """
 
 import torch
@@ -28,7 +29,7 @@ SPLIT = 1024
 """Number of elements of x that one program of `lora_shrink` sums."""
 
 _TOKENS = 32  # rows per tile
-_RANKS = 64  # most ranks per tile
+_RANKS = 64  # ranks per tile, at most
 _WIDTH = 64  # columns per tile
 
 
@@ -41,11 +42,11 @@ def lora_shrink(
     x: torch.Tensor,  # [T, W], last dimension contiguous
     down: torch.Tensor,  # [A, R, W], contiguous
     rows: torch.Tensor,  # [N] int64, indices into x
-    starts: torch.Tensor,  # [any + 1] int32, ascending, at most N; rows beyond A adapters: skipped
+    starts: torch.Tensor,  # [any + 1] int32, ascending, at most N; only A adapters are computed
     *,
     lowered: torch.Tensor,  # [num_splits(W), N, R] float32, contiguous
 ) -> None:
-    """Write each row's product with its adapter's first factor, piece by piece."""
+    """Multiply each row by its adapter's first factor. Write the sums of the pieces to `lowered`."""
     check_launchable("lora_shrink", x, down, rows, starts, lowered)
     ranks, width = down.shape[1:]
     adapters = _num_used(starts, down)
@@ -78,11 +79,12 @@ def lora_expand(
     lowered: torch.Tensor,  # [P, N, R] float32, last dimension contiguous: pieces
     up: torch.Tensor,  # [A, M, R], contiguous
     rows: torch.Tensor,  # [N] int64, indices into out
-    starts: torch.Tensor,  # [any + 1] int32, ascending, at most N; rows beyond A adapters: skipped
+    starts: torch.Tensor,  # [any + 1] int32, ascending, at most N; only A adapters are computed
     *,
     out: torch.Tensor,  # [T, M], last dimension contiguous, changed in place
 ) -> None:
-    """Add each row's product with its adapter's second factor to `out`."""
+    """Add up the pieces of `lowered`, multiply each row by its adapter's second factor, and add the
+    product to `out`."""
     check_launchable("lora_expand", lowered, up, rows, starts, out)
     width, ranks = up.shape[1:]
     adapters = _num_used(starts, up)
@@ -118,7 +120,7 @@ def _num_used(starts: torch.Tensor, factors: torch.Tensor) -> int:
 
 
 def _num_tiles(rows: torch.Tensor, adapters: int) -> int:
-    """Return an upper bound on the number of tiles for all values of `starts`."""
+    """Return an upper bound on the number of tiles that holds for all values of `starts`."""
     return len(rows) // _TOKENS + adapters
 
 
@@ -128,9 +130,9 @@ def _rows_of_tile(
     index,  # index of the tile
     num_adapters,
     TOKENS: tl.constexpr,
-):  # the tile's adapter, its rows' indices into `rows`, and a mask of used indices
-    # Adapter a owns the tiles from starts[a] // TOKENS + a on. They are enough for its rows, so
-    # `starts` determines the rows of every tile.
+):  # the tile's adapter, indices into `rows`, and a mask of the indices that are used
+    # Adapter a owns the tiles from starts[a] // TOKENS + a on, up to the first tile of adapter
+    # a + 1. They are always enough for its rows.
     low = tl.full([], 0, tl.int32)
     high = num_adapters - 1
     while low < high:

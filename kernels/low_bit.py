@@ -1,8 +1,8 @@
 """Weights with 8 or 4 bits for the C kernels, and a reference of the int8 GEMMs in torch.
 
-A GEMM by int8 or 4-bit codes rounds each row of x to int8: its largest number becomes 127. Sums of
-products are integers, so they are the same on every processor and in any order. The few float
-operations after them have a fixed order and are each rounded to float32.
+A GEMM with int8 or 4-bit codes rounds each row of x to int8: its largest number becomes 127. Sums
+of products are integers, so they are the same on every processor and in any order. The few float
+operations that follow have a fixed order, and each result is rounded to float32.
 """
 
 from __future__ import annotations
@@ -18,17 +18,19 @@ from batchinfer.kernels.fp8_blocks import BLOCK, quantize_blocks
 
 _INT8_MOST = 127.0
 _INT4_MOST = 15
-_STEP = 8  # codes that the kernels read together; divides the size of a group
-_MOST = 1 << 16  # most columns per group: sums of more products of 255 * 127 could exceed 32 bits
-_SMALLEST = _INT8_MOST * torch.finfo(torch.float32).tiny  # the inverse of smaller scales overflows
+_STEP = 8  # number of codes that the kernels read together; divides the size of a group
+# Largest number of columns per group. Sums of more products of 255 * 127 could exceed 32 bits.
+_MOST = 1 << 16
+# Rows with a smaller largest number become 0, because the inverses of their scales would overflow.
+_SMALLEST = _INT8_MOST * torch.finfo(torch.float32).tiny
 _CLIPS = (1.0, 0.92, 0.84)
-"""Shares of a group's range to try. Numbers outside of the smaller range are clipped."""
+"""Shares of a group's range to try. Numbers outside the smaller range are clipped."""
 _ELEMENTS_AT_ONCE = 1 << 20  # a few float tensors of this size fit into a last-level cache
 
 
 @dataclass(frozen=True)
 class Int8Weight:
-    """A weight [out, in] of int8 with one scale per output: ``codes * scales``."""
+    """An int8 weight [out, in] with one scale per output: ``codes * scales``."""
 
     codes: torch.Tensor
     """[out, in] int8."""
@@ -55,7 +57,7 @@ class Int8Weight:
 
 @dataclass(frozen=True)
 class GroupedWeight:
-    """A weight [out, in] of codes, with a scale and a zero for each output and group of columns:
+    """A weight [out, in] with a scale and a zero point for each output and group of columns:
     ``(codes - zeros) * scales``."""
 
     codes: torch.Tensor
@@ -67,7 +69,8 @@ class GroupedWeight:
     group_size: int
     """Columns per group: a multiple of 8, at most 65,536. The last group may have fewer."""
     order: torch.Tensor | None = None
-    """[in] int32, contiguous: the weight's column for each column of codes; None: not permuted."""
+    """[in] int32, contiguous: for each column of codes, its column in the weight; None: the same
+    column."""
 
     bits: ClassVar[int]
 
@@ -105,11 +108,12 @@ class GroupedWeight:
 
     @property
     def layout(self) -> tuple[object, ...]:
-        """Group size and order. Weights with equal layouts can be joined."""
+        """The group size and the order. Weights with equal layouts can be joined."""
         return self.group_size, _bytes(self.order)
 
     def values(self) -> torch.Tensor:
-        """Return the numbers of the codes, without zeros and scales, [out, in] int16."""
+        """Return the numbers that codes stand for before zero points and scales are applied,
+        [out, in] int16."""
         return self.codes.short()
 
     def dequantized(self) -> torch.Tensor:
@@ -148,8 +152,8 @@ class Int4Weight(GroupedWeight):
 
     @classmethod
     def rounded(cls, weight: torch.Tensor, group_size: int) -> Int4Weight:
-        """Quantize a weight [out, in] to the range of each group, or a slightly smaller range if
-        that reduces the error."""
+        """Quantize a weight [out, in]. The codes of a group span the range of its numbers, or a
+        slightly smaller range if this reduces the error."""
         step = max(1, _ELEMENTS_AT_ONCE // max(1, weight.shape[1]))
         parts = [_round_groups(part, group_size) for part in torch.split(weight, step)]
         codes, scales, zeros = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
@@ -157,20 +161,21 @@ class Int4Weight(GroupedWeight):
 
     @property
     def layout(self) -> tuple[object, ...]:
-        """Group size, order, and table."""
+        """The group size, the order and the table."""
         return *super().layout, _bytes(self.table)
 
     def values(self) -> torch.Tensor:
-        """Return the numbers of the codes, without zeros and scales, [out, in] int16."""
+        """Return the numbers that codes stand for before zero points and scales are applied,
+        [out, in] int16."""
         return super().values() if self.table is None else self.table[self.codes.int()].short()
 
 
 @dataclass(frozen=True)
 class Float8GroupedWeight:
-    """A weight [out, in] of float8 with a scale for each output and group of columns:
+    """A float8 weight [out, in] with a scale for each output and group of columns:
     ``codes * scales``.
 
-    A block with several rows is stored by repeating its scale for each output.
+    If several outputs share a scale, it is stored for each of them.
     """
 
     codes: torch.Tensor
@@ -195,12 +200,12 @@ class Float8GroupedWeight:
     def of_blocks(
         cls, codes: torch.Tensor, scales: torch.Tensor, block: tuple[int, int]
     ) -> Float8GroupedWeight:
-        """Return a weight that has one scale per block.
+        """Make a weight from codes with one scale per block.
 
         Args:
             codes: [out, in] float8 e4m3fn.
             scales: [ceil(out / block[0]), ceil(in / block[1])] float32.
-            block: rows and columns that share a scale.
+            block: numbers of rows and columns that share a scale.
         """
         by_row = scales.repeat_interleave(block[0], 0)[: len(codes)]
         width = codes.shape[1]
@@ -227,7 +232,7 @@ class Float8GroupedWeight:
         return cls(codes, scales, sizes.pop())
 
     def dequantized(self) -> torch.Tensor:
-        """Return the weight [out, in] in float32. GEMMs with bfloat16 rows round it to bfloat16."""
+        """Return the weight [out, in] in float32. GEMMs of bfloat16 rows round it to bfloat16."""
         spread = self.scales.repeat_interleave(self.group_size, 1)[:, : self.codes.shape[1]]
         return self.codes.float() * spread
 
@@ -251,7 +256,7 @@ def _is_permutation(order: torch.Tensor, count: int) -> bool:
 
 
 def _round_groups(weight: torch.Tensor, group_size: int) -> tuple[torch.Tensor, ...]:
-    """Quantize a weight [out, in]; return codes [out, in], scales and zeros [out, groups]."""
+    """Quantize a weight [out, in]. Return codes [out, in], scales and zero points [out, groups]."""
     outputs, width = weight.shape
     groups = -(-width // group_size)
     padded = torch.nn.functional.pad(weight.float(), (0, groups * group_size - width))
@@ -276,15 +281,15 @@ def _round_groups(weight: torch.Tensor, group_size: int) -> tuple[torch.Tensor, 
 
 
 def _grid(low: torch.Tensor, high: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return inverse scales and zeros for groups with numbers from ``low`` to ``high``; 0 if
-    equal."""
+    """Return inverse scales and zero points for groups with numbers from ``low`` to ``high``. Both
+    are 0 if ``low`` equals ``high``."""
     span = high - low
     inverse = torch.where(span > 0, _INT4_MOST / span, 0)
     return inverse, (-low * inverse).round_()
 
 
 def round_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Round rows [M, width] to int8 [M, width]; return them and their scales [M] float32.
+    """Round rows [M, width] to int8. Return the codes [M, width] and their scales [M] float32.
 
     The scale is max|x| times float32(1 / 127). A row with NaN or infinity gets codes of 0 and a
     scale of NaN.
@@ -292,7 +297,8 @@ def round_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     x = x.float()
     most = x.abs().amax(1) if x.shape[1] else x.new_zeros(len(x))
     usable = most.isfinite() & (most > _SMALLEST)
-    # torch computes number / tensor as number * (1 / tensor), which would round twice.
+    # Divide tensor by tensor, because torch computes number / tensor as number * (1 / tensor),
+    # which rounds twice.
     inverse = torch.where(usable, most.new_tensor(_INT8_MOST).div(most), 0)
     codes = torch.where(usable[:, None], x * inverse[:, None], 0).round_().to(torch.int8)
     return codes, torch.where(most.isfinite(), most * (1 / _INT8_MOST), torch.nan)
@@ -304,9 +310,9 @@ def low_bit_product(
     bias: torch.Tensor | None = None,  # [out]
     onto: torch.Tensor | None = None,  # [M, out]
 ) -> torch.Tensor:
-    """Return ``x @ weight.T + bias + onto`` with rows rounded to int8, in the dtype of x.
+    """Return ``x @ weight.T + bias + onto`` in the dtype of x, with the rows of x rounded to int8.
 
-    Reference implementation of ``gemm`` for weights packed by ``pack_low_bit``.
+    This is the reference for ``gemm`` with weights packed by ``pack_low_bit``.
     """
     codes, row_scales = round_rows(x)
     if isinstance(weight, Int8Weight):
@@ -334,5 +340,5 @@ def _sum_of_groups(codes: torch.Tensor, weight: GroupedWeight) -> torch.Tensor:
 
 
 def _integer_product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Return ``left @ right.T`` of integers, exact in float64, then rounded to float32."""
+    """Return ``left @ right.T`` of integers, computed exactly in float64 and rounded to float32."""
     return (left.double() @ right.double().T).float()

@@ -1,6 +1,6 @@
-"""Mamba-1's scan over recurrent states in pool slots: arguments, and a reference in plain torch.
+"""Mamba-1's scan over recurrent states in pool slots: its weights, and a reference in torch.
 
-Gu and Dao 2023, https://arxiv.org/abs/2312.00752.
+Source: Gu and Dao 2023, https://arxiv.org/abs/2312.00752.
 """
 
 from dataclasses import dataclass
@@ -18,12 +18,12 @@ class Mamba1Weights:
     decay_rate: torch.Tensor
     """[N, channels], positive."""
     skip: torch.Tensor
-    """[channels] factor with which a value is added to its output (D)."""
+    """[channels] factor by which a value is multiplied before it is added to the output (D)."""
 
 
 def mamba1(
     values: torch.Tensor,  # [T, channels], after the convolution
-    dt: torch.Tensor,  # [T, channels] time steps before softplus, with their bias
+    dt: torch.Tensor,  # [T, channels] time steps before softplus, including their bias
     write: torch.Tensor,  # [T, N] input matrices (B)
     read: torch.Tensor,  # [T, N] output matrices (C)
     gate: torch.Tensor,  # [T, channels]
@@ -33,7 +33,7 @@ def mamba1(
     out: torch.Tensor,  # [T, channels]
 ) -> None:
     """Run packed sequences through the scan and the gate of a layer, and update their states in
-    place. A sequence's first token starts from zeros.
+    place. A sequence's state starts from zeros.
 
     For each channel, with a state m [N] and value x:
     ``m = exp(-decay_rate dt) m + B (dt x); out = (C^T m + skip x) silu(gate)``.

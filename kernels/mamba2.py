@@ -1,6 +1,6 @@
-"""Mamba-2 over recurrent states in pool slots: arguments, and a reference in plain torch.
+"""Mamba-2 over recurrent states in pool slots: its weights, and a reference in torch.
 
-Dao and Gu 2024, https://arxiv.org/abs/2405.21060.
+Source: Dao and Gu 2024, https://arxiv.org/abs/2405.21060.
 """
 
 from dataclasses import dataclass
@@ -28,18 +28,18 @@ class Mamba2Weights:
     dt_bias: torch.Tensor
     """[H]"""
     skip: torch.Tensor
-    """[H] factor with which a value is added to its output (D)."""
+    """[H] factor by which a value is multiplied before it is added to the output (D)."""
     norm: torch.Tensor | None
     """[H * P] weight of the gated norm; None: the output is only gated."""
     norm_eps: float
     norm_width: int
-    """Elements that are normalized together."""
+    """Number of elements that are normalized together."""
     gate_first: bool
     """True if the gate is applied before the norm."""
     num_groups: int
     state_size: int
     dt_limits: tuple[float, float]
-    """Least and largest time step."""
+    """Smallest and largest time step."""
 
 
 def mamba2(
@@ -52,7 +52,7 @@ def mamba2(
     out: torch.Tensor,  # [T, H * P]
 ) -> None:
     """Run packed sequences through a layer, from the convolution to the gated norm, and update
-    their states in place. A sequence's first token starts from zeros.
+    their states in place. A sequence's state starts from zeros.
 
     For each head, with a state M [N, P], value x, and its group's B and C [N]:
     ``M = exp(-decay_rate dt) M + B (dt x); y = C^T M + skip x; out = norm(y silu(gate))``.

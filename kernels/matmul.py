@@ -1,8 +1,8 @@
-"""Batch-invariant matrix product: a row's bits do not depend on the number of rows.
+"""Batch-invariant matrix multiplication: a row's bits do not depend on the number of rows.
 
 Formula, for every row t and output n:
 
-    out[t, n] = bias[n] + sum_k x[t, k] weight[n, k]      (with `adds`, and + out[t, n])
+    out[t, n] = bias[n] + sum_k x[t, k] weight[n, k]      (plus out[t, n] with `adds`)
 
 cuBLAS chooses tiles and split-K by the number of rows. Here, the launch shape depends only on the
 weight, and a program sums each output from the first k to the last. The price is that a tile with
@@ -12,8 +12,8 @@ Accumulation: float32, rounded to the dtype of `out` once; float32 inputs are mu
 float32 (no TF32).
 
 Sources: batch_invariant_ops (He and Thinking Machines Lab 2025, "Defeating Nondeterminism in LLM
-Inference") and vLLM's `VLLM_BATCH_INVARIANT` also use one configuration for all numbers of rows;
-the order of tiles is from Triton's matmul tutorial.
+Inference") and vLLM's `VLLM_BATCH_INVARIANT` also use one configuration for all numbers of rows.
+The order of tiles is from Triton's matmul tutorial.
 """
 
 from dataclasses import dataclass
@@ -25,7 +25,8 @@ import triton.language as tl
 from batchinfer.kernels.launch import OPTIONS, check_launchable
 
 _ROW_TILES = 8  # tiles of rows that read the same tile of weights while it is in the L2 cache
-# With this number of outputs, wide tiles of 256 rows occupy all multiprocessors of an H100.
+# From this number of outputs on, wide tiles for 256 rows occupy nearly all of an H100's
+# multiprocessors.
 _MANY_OUTPUTS = 6144
 
 
@@ -41,10 +42,11 @@ class ProductConfig:
 
 
 def product_config(weight: torch.Tensor) -> ProductConfig:
-    """Return the launch shape for a weight [N, K]. It must not depend on the rows.
+    """Return the launch shape for a weight [N, K]. It must not depend on the number of rows.
 
-    A tile has 128 rows, 64 for each of two warp groups. Weights with few outputs have narrow tiles,
-    to occupy more multiprocessors. float32 has no tensor cores.
+    A tile has 128 rows, 64 for each of two warp groups. For weights with few outputs, tiles are
+    narrow, so that more multiprocessors are busy. float32 tiles are smaller, because tensor cores
+    do not multiply float32.
     """
     if weight.element_size() == 4:
         return ProductConfig(rows=64, outputs=64, depth=16, num_warps=8, num_stages=3)
@@ -60,7 +62,7 @@ def matmul(
     out: torch.Tensor,  # [M, N], last dimension contiguous
     adds: bool = False,  # add to `out` instead of overwriting it
 ) -> None:
-    """Write every row's product with the weight into `out`."""
+    """Multiply every row by the weight, and write the result to `out`."""
     check_launchable("matmul", x, weight, bias, out)
     (num_rows, depth), num_outputs = x.shape, len(weight)
     assert weight.shape[1] == depth, "rows and weight differ in width"
@@ -110,7 +112,7 @@ def _matmul_kernel(
     DEPTH_BLOCK: tl.constexpr,
     ROW_TILES: tl.constexpr,
 ):
-    # For each tile of outputs, the programs of ROW_TILES tiles of rows are consecutive.
+    # For each tile of outputs, the programs for ROW_TILES tiles of rows are consecutive.
     group_size = ROW_TILES * tl.cdiv(OUTPUTS, OUTPUTS_BLOCK)
     first_tile = tl.program_id(0) // group_size * ROW_TILES
     tiles = tl.minimum(tl.cdiv(num_rows, ROWS) - first_tile, ROW_TILES)
@@ -118,8 +120,8 @@ def _matmul_kernel(
     rows = ((first_tile + place % tiles) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     outputs = place // tiles * OUTPUTS_BLOCK + tl.arange(0, OUTPUTS_BLOCK)
 
-    # Rows and outputs past the end read the last row or output again. No mask is needed, because no
-    # sum mixes rows.
+    # Rows and outputs past the end read the last row or output again. This needs no mask, because
+    # no sum mixes rows or outputs.
     x_ptrs = x_ptr + tl.minimum(rows, num_rows - 1)[:, None] * x_stride
     weight_rows = tl.minimum(outputs, OUTPUTS - 1).to(tl.int64)
     weight_ptrs = weight_ptr + weight_rows[:, None] * weight_stride

@@ -5,10 +5,10 @@ its keys. A tile of the cache is therefore loaded once and multiplied twice. A k
 elements, 512 + 64 in DeepSeek's models. The two parts are multiplied separately, because 576 would
 be padded to 1024.
 
-The rows of a program are query heads of a token, limited by the outputs that its registers can
-hold. Programs for other heads of the token read the context again, usually from the L2 cache,
+The rows of a program are query heads of a token, as many as have room for their outputs in
+registers. Programs for other heads of the token read the context again, usually from the L2 cache,
 because programs for the same piece run at the same time. The work lists are the same as for
-`paged_attention`, with these groups of query heads in place of KV heads.
+`paged_attention`, with these groups of query heads instead of KV heads.
 
 Sources: DeepSeek-V2 (2024, arXiv:2405.04434, section 2.1). FlashMLA (DeepSeek 2025) also keeps a
 latent in shared memory for both GEMMs.
@@ -33,11 +33,12 @@ from batchinfer.kernels.launch import (
 from batchinfer.kernels.split_kv import merge_partials, pieces
 
 _MOST_HEADS = 32  # query heads per program: registers cannot hold the outputs of more heads
-_MERGED_HEADS = 16  # query heads per program that merges pieces, for the same reason
+_MERGED_HEADS = 16  # the same for programs that merge pieces
 
 
 def head_tile(num_heads: int, most: int = _MOST_HEADS) -> int:
-    """Return the query heads per program: the largest divisor of `num_heads` up to `most`."""
+    """Return the number of query heads per program: the largest divisor of `num_heads` that is not
+    larger than `most`."""
     return max(count for count in range(1, most + 1) if num_heads % count == 0)
 
 
@@ -51,7 +52,7 @@ def mla_config(query: torch.Tensor) -> LaunchConfig:
 
 
 def mla_query_tile(query: torch.Tensor) -> int:
-    """Return the query tokens per program: the argument `tokens` of `plan_chunks`."""
+    """Return the query tokens per program, for the argument `tokens` of `plan_chunks`."""
     return mla_config(query).rows // head_tile(query.shape[1])
 
 
@@ -68,13 +69,13 @@ def mla_attention(
     launch: int = 0,
     chunks: ChunkWork | None,
 ) -> None:
-    """Compute attention into `out`. The cache already holds this step's latents.
+    """Compute attention into `out`. The cache must already hold this step's latents.
 
-    Rows of `query` and `out` from query_starts[S] on are not read or written.
+    Rows from query_starts[S] on are neither read in `query` nor written in `out`.
 
     Args:
-        work: from `plan_decode` for the same lengths and Hq / `head_tile(Hq)` KV heads; None if the
-            step has no decodes.
+        work: from `plan_decode` for the same lengths and any number of KV heads; None if the step
+            has no decodes.
         launch: index of this launch among those that use `work`.
         chunks: from `plan_chunks` with `mla_query_tile`; None if the step has no chunks.
     """
@@ -189,11 +190,11 @@ def _attend_latents(
     RANK: tl.constexpr,
     ROTARY: tl.constexpr,
     ROTARY_BLOCK: tl.constexpr,
-    UNIT: tl.constexpr,  # elements; divides the offsets of all tokens
+    UNIT: tl.constexpr,  # in elements; divides the offsets of all tokens
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
 ):  # maximum and sum [ROWS] float32, and the output's halves [ROWS, RANK / 2] float32 before the
-    # division by the sum. Two halves stay in registers until the end; a whole output would not.
+    # division by the sum. Two halves stay in registers until the end; one whole output would not.
     places = tl.arange(0, TILE)
     columns, rotary = tl.arange(0, RANK // 2), tl.arange(0, ROTARY_BLOCK)
     row_max = tl.full([ROWS], float("-inf"), tl.float32)
@@ -202,8 +203,8 @@ def _attend_latents(
     acc_high = tl.zeros([ROWS, RANK // 2], tl.float32)
     for tile in range(begin, end, TILE):
         tokens = tile + places
-        # Block numbers are clamped, and scores masked by position below. Latents outside the range
-        # are loaded as 0: a weight of 0 is not enough, because an old slot may hold NaN and 0 * NaN
+        # Block numbers are clamped here, and scores are masked below. Latents outside the range are
+        # loaded as 0. A weight of 0 is not enough, because a reused slot may hold NaN, and 0 * NaN
         # is NaN.
         blocks = tl.minimum(tokens, end - 1) // BLOCK_SIZE
         slots = tl.load(table_ptr + blocks).to(tl.int64)
@@ -295,7 +296,7 @@ def _mla_decode_kernel(
         query_row = tl.load(query_starts_ptr + sequence).to(tl.int64)
         context_len = tl.load(context_lens_ptr + sequence)
         _, first, length, count = pieces(context_len, None, max_pieces, PIECE)
-        # Offsets of rows and columns are int32, so that more registers remain for the outputs.
+        # Offsets of rows and columns are int32, to leave more registers for the outputs.
         query_low, query_high, query_rotated = _load_queries(
             query_ptr + query_row * query_row_stride + first_head * query_head_stride,
             rows * query_head_stride,

@@ -1,18 +1,18 @@
-"""Causal attention over a paged KV cache: any mix of prefill chunks and decodes in one call.
+"""Computes causal attention over a paged KV cache, for any mix of prefill chunks and decodes.
 
 Formula, for the query token at position p of a sequence, head h, and all positions j that it sees
 (j <= p and, with a window, p - j < sliding_window):
 
     s_j = scale * <q, k_j>                   softcap c > 0: s_j = c * tanh(s_j / c)
-    out = sum_j exp(s_j) v_j / (sum_j exp(s_j) + exp(sinks[h]))      (last term: sinks only)
+    out = sum_j exp(s_j) v_j / (sum_j exp(s_j) + exp(sinks[h]))      (last term: only with sinks)
 
 Layout: `README.md` has shapes and strides. Query head h reads KV head h // (Hq / Hkv). The query
 heads of a KV head are adjacent rows of one GEMM.
 
-`decode_attention.py` computes sequences with one query token, `chunk_attention.py` sequences with
-several. Both use the loop over the cache in `attention_loop.py`. Every program reads the lengths on
-the device, so a captured launch can be replayed with other lengths if the shapes of its tensors
-stay the same.
+`decode_attention.py` computes sequences with one query token; `chunk_attention.py` computes
+sequences with several. Both use the loop over the cache in `attention_loop.py`. Every program reads
+the lengths on the device, so a captured launch can be replayed with other lengths if the shapes of
+its tensors stay the same.
 
 Accumulation: scores, running maximum, sum and output are float32. Softmax weights are rounded to
 the query's dtype for the GEMM with V. With a float8 cache, they are rounded to float16, or stay
@@ -53,10 +53,10 @@ def paged_attention(
     launch: int = 0,
     chunks: ChunkWork | None,
 ) -> None:
-    """Compute attention into `out`. The cache already holds this step's keys and values.
+    """Compute attention into `out`. The cache must already hold this step's keys and values.
 
-    Rows of `query` and `out` from query_starts[S] on are not read or written. A sequence may have
-    no query token; a sequence with one query token and a context of 0 gets zeros.
+    Rows from query_starts[S] on are neither read in `query` nor written in `out`. A sequence may
+    have no query token; a sequence with one query token and a context of 0 gets zeros.
 
     Args:
         work: from `plan_decode` for the same lengths and window; None if the step has no decodes.
@@ -94,7 +94,8 @@ def shared_arguments(
     sliding_window: int,
     softcap: float,
 ) -> dict[str, Any]:
-    """Check the tensors; return the arguments that all attention kernels share, by name."""
+    """Check the tensors, and return the arguments that all attention kernels share, keyed by
+    name."""
     num_kv_heads = key_cache.shape[1]
     assert scale > 0, "the scale must be positive"
     assert query.shape[2] == key_cache.shape[3], "query and key differ in width"
@@ -117,8 +118,8 @@ def shared_arguments(
         "out_ptr": out,
         "out_strides": out.stride(),
         "sinks_ptr": sinks,
-        # tanh(x) = 1 - 2 / (exp(2x) + 1), so kernels compute exp2(score_scale * <q, k>) in any
-        # case.
+        # tanh(x) = 1 - 2 / (exp(2x) + 1), so kernels compute exp2(score_scale * <q, k>) with or
+        # without a softcap.
         "score_scale": scale * LOG2E * (2.0 / softcap if softcap else 1.0),
         "cap": softcap * LOG2E if softcap else None,
         "window": sliding_window or None,

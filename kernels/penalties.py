@@ -1,19 +1,20 @@
-"""Logit biases, allowed token ids, and repetition, frequency and presence penalties.
+"""Applies logit biases, allowed token ids, and repetition, frequency and presence penalties.
 
 For the logit x of a token, in this order, each operation rounded to float32:
 
-    x + bias                             for each of its biases; -inf bans the token
-    -inf                                 if there is a list of allowed tokens without it
+    x + bias                             for each of the token's biases; -inf bans the token
+    -inf                                 if there is a list of allowed tokens without this token
     x / repetition, or x * repetition    (if x <= 0), if the token is in the prompt or output
     x - frequency * count - presence     if the token occurs `count` times in the output
 
 Repetition penalty: Keskar et al. 2019, arXiv:1909.05858. The other parameters are defined as in the
-OpenAI API, and the order is vLLM's (v1/sample/sampler.py). The model's logits are not changed. The
-kernel writes float32 values only for edited tokens, and one bit per token that marks edited tokens.
-Reading an edited row therefore takes only an eighth of a byte more per logit.
+OpenAI API, and the order is the same as in vLLM (v1/sample/sampler.py). The model's logits are not
+changed. The kernel writes float32 values only for edited tokens, and one bit per token that shows
+if the token is edited. Reading an edited row therefore takes only an eighth of a byte more per
+logit.
 
-One program computes one distribution. A token may be listed several times: all new values are
-computed before any is written, and the memory of the values first holds counts of occurrences.
+One program computes one distribution. A token may be listed several times, so all new values are
+computed before any is written. The memory of the values first holds counts of occurrences.
 """
 
 from typing import NamedTuple
@@ -28,11 +29,11 @@ _BLOCK = 512
 
 
 class EditedLogits(NamedTuple):
-    """Edited logits of D distributions, passed to kernels as one argument."""
+    """Edited logits of D distributions, which kernels take as one argument."""
 
     logits: torch.Tensor  # [D, V] float32, undefined for tokens that are not edited
     present: torch.Tensor  # [D, ceil(V / 32)] int32, bit i % 32 of word i // 32: token i is edited
-    restricted: torch.Tensor  # [D] int32, not 0: logits of tokens that are not edited become -inf
+    restricted: torch.Tensor  # [D] int32; if not 0, logits of tokens that are not edited are -inf
 
 
 def apply_penalties(
@@ -153,7 +154,7 @@ def _penalties_kernel(
 
 @triton.jit
 def _count(ids_ptr, counts_ptr, values_ptr, first, end, BLOCK: tl.constexpr):
-    """Write the number of occurrences of each id, counted in the memory of the values."""
+    """Write how often each id occurs. The memory of the values is used for counting."""
     lanes = tl.arange(0, BLOCK)
     places = values_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
     for start in range(first, end, BLOCK):
@@ -176,7 +177,7 @@ def _count(ids_ptr, counts_ptr, values_ptr, first, end, BLOCK: tl.constexpr):
 
 @triton.jit
 def _put(logits_ptr, values_ptr, present_ptr, ids_ptr, first, end, hidden, BLOCK: tl.constexpr):
-    """Mark tokens as edited, and set their values to the model's logits, or to -inf if hidden."""
+    """Mark tokens as edited. Set their values to the model's logits, or to -inf if `hidden`."""
     lanes = tl.arange(0, BLOCK)
     for start in range(first, end, BLOCK):
         in_range = start + lanes < end

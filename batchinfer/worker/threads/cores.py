@@ -18,7 +18,7 @@ from pathlib import Path
 from batchinfer.kernels.cpu.thread_affinity import TeamCores
 
 _VARIABLES = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY")
-"""Environment variables that choose where threads run. If any is set, threads are not bound here."""
+"""Environment variables that choose where threads run. If any is set, threads are not bound."""
 
 Cores = Sequence[Set[int]]
 """For each thread, the logical cores that it may run on."""

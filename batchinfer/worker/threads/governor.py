@@ -110,7 +110,7 @@ class ThreadGovernor:
         """Number of threads for the next step."""
         self._most = most
         self._read_delay = delay
-        # All threads, three quarters (other processes may use a core or two), a half, a quarter, ...
+        # All threads, three quarters (in case others use a core or two), a half, a quarter, ...
         self._counts = {most >> by for by in range(most.bit_length())} | {most - most // 4}
         # Seconds per token on all threads while no other process uses the cores.
         self._quiet: dict[int, float] = {}
