@@ -46,7 +46,7 @@ def lora_shrink(
     *,
     lowered: torch.Tensor,  # [num_splits(W), N, R] float32, contiguous
 ) -> None:
-    """Multiply each row by its adapter's first factor. Write the sums of the pieces to `lowered`."""
+    """Multiply each row by its adapter's first factor, and write each piece's sums to `lowered`."""
     check_launchable("lora_shrink", x, down, rows, starts, lowered)
     ranks, width = down.shape[1:]
     adapters = _num_used(starts, down)

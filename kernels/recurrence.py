@@ -1,10 +1,11 @@
 """Recurrences over matrices in pool slots, token by token, for Gated DeltaNet, Kimi Delta
 Attention, Mamba-2 and Mamba-1.
 
-A program keeps some columns of a head's matrix in registers while the tokens of a sequence pass, so
-a row's bits depend neither on how it is cut into steps nor on other rows. With a work list, chunked
-scans compute the sequences that have several tokens in the step. Their bits depend on where chunks
-begin, which is the first token of the step and every 64 tokens after it.
+A program keeps some columns of a head's matrix in registers while it computes a sequence's tokens
+one after the other. A row's bits therefore depend neither on how it is cut into steps nor on other
+rows. With a work list (`PagedStates.scan_work`), chunked scans compute the sequences that have
+several tokens in the step. Their bits depend on where chunks begin: at the sequence's first token
+in the step, and every 64 tokens after it.
 
 References: `gated_delta.py`, `mamba2.py` and `mamba1.py`, with the same arguments.
 """
@@ -24,7 +25,7 @@ from batchinfer.kernels.mamba2 import Mamba2Weights
 from batchinfer.kernels.recurrent_conv import recurrent_conv
 from batchinfer.kernels.recurrent_state import PagedStates
 
-_MAX_COLUMNS = 32  # columns of a program
+_MAX_COLUMNS = 32  # columns per program, at most
 
 
 def gated_delta(
@@ -153,7 +154,8 @@ def mamba1(
 def _grid(
     states: PagedStates, num_heads: int, width: int
 ) -> tuple[tuple[int, int], dict[str, int]]:
-    """Return the grid, with programs for blocks of columns of a piece, and constants."""
+    """Return a grid with a program for each sequence and block of a piece's columns, and the
+    kernel's constants."""
     places = states.places
     block = min(_MAX_COLUMNS, triton.next_power_of_2(places.columns))
     blocks = triton.cdiv(places.columns, block)
@@ -176,8 +178,8 @@ def _block_of(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ):
-    """A program's block of columns: pointers and mask [BLOCK_ROWS, BLOCK_COLUMNS], and the number
-    and mask of each column among those of all heads."""
+    """Return a program's block of columns: pointers and mask [BLOCK_ROWS, BLOCK_COLUMNS]; and
+    [BLOCK_COLUMNS] the columns' indices among the columns of all heads, and their mask."""
     blocks_of_piece: tl.constexpr = (COLUMNS + BLOCK_COLUMNS - 1) // BLOCK_COLUMNS
     piece = tl.program_id(1) // blocks_of_piece
     slot = tl.load(tables_ptr + sequence * table_stride + (first + piece) // PER_SLOT).to(tl.int64)
@@ -242,12 +244,12 @@ def _gated_delta_kernel(
     )
     has_state = tl.load(context_lens_ptr + sequence) > end - start
     matrix = tl.where(has_state, tl.load(block, mask=mask, other=0.0), 0.0)
-    head = tl.min(columns, axis=0) // VALUE_WIDTH  # a piece lies in one head
+    head = tl.min(columns, axis=0) // VALUE_WIDTH  # all columns of a piece belong to one head
     key_head = head // (NUM_HEADS // NUM_KEY_HEADS)
     rows = tl.arange(0, BLOCK_ROWS)
     row_mask = rows < KEY_WIDTH
     rate = tl.load(decay_rate_ptr + head)
-    # Each row has its own decay, or all rows of a head have the same.
+    # Each row has its own decay, or all rows of a head have the same decay.
     decay_at = head * DECAY_WIDTH + (rows if DECAY_WIDTH > 1 else rows * 0)
     bias = tl.load(dt_bias_ptr + decay_at, mask=row_mask, other=0.0)
     token = start.to(tl.int64)
@@ -328,7 +330,7 @@ def _mamba2_kernel(
     )
     has_state = tl.load(context_lens_ptr + sequence) > end - start
     matrix = tl.where(has_state, tl.load(block, mask=mask, other=0.0), 0.0)
-    head = tl.min(columns, axis=0) // HEAD_WIDTH  # a piece lies in one head
+    head = tl.min(columns, axis=0) // HEAD_WIDTH  # all columns of a piece belong to one head
     group = head // (NUM_HEADS // NUM_GROUPS)
     rows = tl.arange(0, BLOCK_ROWS)
     row_mask = rows < STATE_SIZE

@@ -4,7 +4,7 @@ Formula, for each channel, with the inputs x of a sequence and zeros before its 
 
     out[t] = activation(bias + sum over i of weight[i] * x[t - conv_width + 1 + i])
 
-in float32. The last `conv_width - 1` inputs of a sequence are its state.
+computed in float32. A sequence's state is its last `conv_width - 1` inputs.
 """
 
 import torch
@@ -15,7 +15,7 @@ from batchinfer.kernels.causal_conv import CausalConvWeights
 from batchinfer.kernels.launch import OPTIONS, check_launchable
 from batchinfer.kernels.recurrent_state import PagedStates
 
-_BLOCK = 256  # channels of a program
+_BLOCK = 256  # channels per program
 
 
 def recurrent_conv(
@@ -27,10 +27,12 @@ def recurrent_conv(
     silu: bool = True,
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """Return the convolution [T, C], after SiLU unless `silu` is false, and update the states.
+    """Return the convolution [T, C] of packed sequences, and update their states.
+
     Rows of padding tokens, which belong to no sequence, are undefined.
 
     Args:
+        silu: true to apply SiLU to the result.
         dtype: dtype of the result.
     """
     num_tokens, num_channels = inputs.shape
@@ -73,8 +75,8 @@ def causal_conv(
     states: PagedStates,
     out: torch.Tensor,  # [T, C]
 ) -> None:
-    """Convolve packed sequences; the reference is in `causal_conv.py`. Products with `before` are
-    rounded to the inputs' dtype."""
+    """Convolve packed sequences, and update their states. The reference is `causal_conv.py`.
+    Products of `inputs` and `before` are rounded to the inputs' dtype."""
     x = inputs if before is None else inputs * before
     y = recurrent_conv(x, weights.conv, weights.bias, states=states, silu=weights.silu)
     out.copy_(y if after is None else y * after)
@@ -95,7 +97,7 @@ def _state_of(
     PER_SLOT: tl.constexpr,
     FIRST_SLOT: tl.constexpr,
 ):
-    """Pointers to the oldest input of each channel in a sequence's state."""
+    """Return pointers [BLOCK] to the oldest input of each channel in a sequence's state."""
     piece = first + channels // CHANNELS
     slots = tables_ptr + sequence * table_stride + FIRST_SLOT + piece // PER_SLOT
     slot = tl.load(slots, mask=mask, other=0).to(tl.int64)
@@ -223,6 +225,6 @@ def _update_kernel(
         if at >= start:
             new = input_ptr + at.to(tl.int64) * input_stride + channels
             x = tl.load(new, mask=mask, other=0.0).to(tl.float32)
-        elif at >= oldest:  # the input moves to an earlier row, which has been read already
+        elif at >= oldest:  # the input moves to an earlier row, which was read already
             x = tl.load(state + (at - start + CONV_WIDTH - 1) * CHANNELS, mask=mask, other=0.0)
         tl.store(state + row * CHANNELS, x, mask=mask)

@@ -1,5 +1,5 @@
-"""Recurrent states in pool slots, as kernels get them, and plain torch code that reads and writes
-them for the reference kernels."""
+"""Describes recurrent states in pool slots to kernels, and reads and writes them in torch for the
+reference kernels."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StatePlaces:
-    """Place of a layer's state in the slots of a sequence.
+    """Where the slots of a sequence's state hold the state of one layer.
 
     A head's matrix [key width, value width] is cut by columns into pieces [key width, columns]. The
     last inputs of the convolution are cut by channels into pieces [conv_width - 1, channels]. Piece
-    number i is in slot ``i // per_slot`` of the sequence's state, at ``i % per_slot`` pieces.
+    i is in slot ``i // per_slot`` of the sequence's state, after ``i % per_slot`` other pieces.
     """
 
     columns: int
     per_slot: int
     first: int
-    """Number of the layer's first piece."""
+    """Index of the layer's first piece of a matrix."""
     channels: int
     conv_per_slot: int
     conv_first: int
-    """Number of the layer's first piece of a convolution, counted from ``conv_slot``."""
+    """Index of the layer's first piece of a convolution, counted from ``conv_slot``."""
     conv_slot: int
-    """First slot of a state with pieces of convolutions."""
+    """Index of a state's first slot that holds pieces of convolutions."""
 
 
 @dataclass(frozen=True)
 class PagedStates:
-    """States of one layer for the packed sequences of a step, which have T tokens in all.
+    """States of one layer for the packed sequences of a step, which have T tokens in total.
 
-    A sequence whose context is as long as its query starts from zeros.
+    If a sequence's context has only the step's tokens, its state starts from zeros.
     """
 
     slots: torch.Tensor
@@ -49,7 +49,7 @@ class PagedStates:
     query_starts: torch.Tensor
     """[S + 1] int32: first packed token of each sequence, then T."""
     context_lens: torch.Tensor
-    """[S] int32: tokens of each sequence, including the step's."""
+    """[S] int32: number of tokens of each sequence, including the step's tokens."""
     scan_work: ScanWork | None = None
     """Sequences to compute in chunks on a CUDA device; None: compute token by token."""
 
@@ -62,7 +62,7 @@ class PagedStates:
         ]
 
     def matrices(self, table: list[int], shape: tuple[int, int, int], zeros: bool) -> torch.Tensor:
-        """Return a sequence's matrices of ``shape`` (heads, key width, value width), float64."""
+        """Return a sequence's matrices in float64. ``shape`` is (heads, key width, value width)."""
         if zeros:
             return torch.zeros(shape, dtype=torch.float64)
         pieces = torch.stack(self._matrix_pieces(table, shape)).double()
@@ -87,9 +87,10 @@ class PagedStates:
         bias: torch.Tensor | None,  # [channels]
         zeros: bool,
     ) -> torch.Tensor:
-        """Convolve a sequence's tokens with the inputs before them, and store the last inputs.
+        """Convolve a sequence's tokens and the inputs before them, and store the last inputs.
 
-        Returns [tokens, channels] float64.
+        Returns:
+            [tokens, channels] float64.
         """
         conv_width, num_channels = weight.shape
         pieces = self._conv_pieces(table, conv_width, num_channels)
@@ -124,6 +125,6 @@ class PagedStates:
     def _pieces(
         self, table: list[int], first: int, count: int, per_slot: int, size: int
     ) -> list[torch.Tensor]:
-        """Return views of the pieces ``first`` to ``first + count``, of ``size`` elements each."""
+        """Return views of ``count`` pieces from piece ``first`` on, with ``size`` elements each."""
         at = (divmod(first + number, per_slot) for number in range(count))
         return [self.slots[table[slot], size * n : size * (n + 1)] for slot, n in at]

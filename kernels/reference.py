@@ -1,7 +1,8 @@
 """Reference implementations of the kernels in plain torch, which define the correct results.
 
 They are simple instead of fast: they loop over sequences and compute in float64. They run on any
-device and, like the kernels, never read stale slots or table entries after a sequence's last block.
+device. Like the kernels, they never read stale slots or table entries after a sequence's last
+block.
 """
 
 import torch
@@ -125,14 +126,15 @@ def unpack_block_tables(
     shape: torch.Tensor,  # [2] int32
     tables: torch.Tensor,  # [G, S, max_blocks] int32
 ) -> None:
-    """Copy the packed block tables of every group to the start of each row of the tables."""
+    """Copy each row of every group's packed block tables to the start of the same row of
+    ``tables``."""
     count, width = shape.tolist()
     blocks = packed[: len(tables) * count * width].view(len(tables), count, width)
     tables[:, :count, :width] = blocks
 
 
 def stored(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Convert values to the cache's dtype. float8 saturates, unlike in old versions of torch."""
+    """Convert values to the cache's dtype. Float8 saturates; old versions of torch would not."""
     if dtype == FP8:
         x = x.clamp(-448.0, 448.0)
     return x.to(dtype)
@@ -155,7 +157,7 @@ def rms_norm(
     offset: float = 0.0,
     out: torch.Tensor,  # [N, W]
 ) -> None:
-    """Normalize rows: x / sqrt(mean(x^2) + eps) * (offset + weight). Gemma has an offset of 1."""
+    """Write x / sqrt(mean(x^2) + eps) * (offset + weight) to `out`. Gemma has an offset of 1."""
     wide = x.double()
     inverse = (wide.square().mean(dim=-1, keepdim=True) + eps).rsqrt()
     out.copy_(wide * inverse * (offset + weight.double()))
@@ -166,7 +168,7 @@ def silu_mul(
     *,
     out: torch.Tensor,  # [N, W]
 ) -> None:
-    """Compute silu(gate) * up. Rows consist of gate, then up."""
+    """Write silu(gate) * up to `out`. A row's first half is the gate, and its second half is up."""
     gate, up = gate_up.double().chunk(2, dim=-1)
     out.copy_(gate * gate.sigmoid() * up)
 
@@ -185,8 +187,8 @@ def rotary_write(
     offset: float = 0.0,
 ) -> None:
     """Normalize (if norms are passed) and rotate queries in place. Write normalized, rotated keys
-    and unchanged values to their slots. As in GPT-NeoX, element i is rotated with
-    element i + R / 2."""
+    and unchanged values to their slots. As in GPT-NeoX, elements i and i + R / 2 are rotated
+    together."""
     _, num_kv_heads, _, width = key_cache.shape
     heads = qkv.view(len(qkv), qkv.shape[1] // width, width)
     num_heads = heads.shape[1] - 2 * num_kv_heads
@@ -216,7 +218,7 @@ def row_stats(
     max_logprob: torch.Tensor,  # [R] float32
     argmax: torch.Tensor,  # [R] int64
 ) -> None:
-    """Write each row's maximum, its first index, and its log-probability."""
+    """Write each row's maximum, the first index of the maximum, and its log-probability."""
     values = logits.double()
     maximum.copy_(values.amax(1))
     max_logprob.copy_(values.log_softmax(1).amax(1))
@@ -227,11 +229,12 @@ def lora_shrink(
     x: torch.Tensor,  # [T, W]
     down: torch.Tensor,  # [A, R, W]
     rows: torch.Tensor,  # [N] int64
-    starts: torch.Tensor,  # [any + 1] int32; rows beyond A adapters are skipped
+    starts: torch.Tensor,  # [any + 1] int32; only A adapters are computed
     *,
     lowered: torch.Tensor,  # [P, N, R] float32
 ) -> None:
-    """Write each row's product with its adapter's first factor to the first piece."""
+    """Multiply each row by its adapter's first factor. Write the product to the first piece of
+    `lowered`, and zeros to the others."""
     for factor, start, stop in zip(down, starts[:-1].tolist(), starts[1:].tolist(), strict=False):
         lowered[:, start:stop] = 0
         lowered[0, start:stop] = (x[rows[start:stop]].double() @ factor.double().T).float()
@@ -241,11 +244,12 @@ def lora_expand(
     lowered: torch.Tensor,  # [P, N, R] float32
     up: torch.Tensor,  # [A, M, R]
     rows: torch.Tensor,  # [N] int64
-    starts: torch.Tensor,  # [any + 1] int32; rows beyond A adapters are skipped
+    starts: torch.Tensor,  # [any + 1] int32; only A adapters are computed
     *,
     out: torch.Tensor,  # [T, M]
 ) -> None:
-    """Add each row's product with its adapter's second factor to `out`."""
+    """Add up the pieces of `lowered`, multiply each row by its adapter's second factor, and add the
+    product to `out`."""
     summed = lowered.sum(0).to(up.dtype)
     for factor, start, stop in zip(up, starts[:-1].tolist(), starts[1:].tolist(), strict=False):
         product = summed[start:stop].double() @ factor.double().T
@@ -260,7 +264,7 @@ def matmul(
     out: torch.Tensor,  # [M, N]
     adds: bool = False,
 ) -> None:
-    """Write every row's product with the weight to `out`, or add it to `out`."""
+    """Multiply every row by the weight, and write the product to `out`, or add it to `out`."""
     product = x.double() @ weight.double().T
     if bias is not None:
         product += bias.double()

@@ -1,4 +1,4 @@
-"""Root mean square normalization (Zhang & Sennrich 2019, arXiv:1910.07467).
+"""Computes root mean square normalization (Zhang & Sennrich 2019, arXiv:1910.07467).
 
 Formula, for every row:
 
@@ -22,7 +22,7 @@ def rms_norm(
     offset: float = 0.0,
     out: torch.Tensor,  # [N, W], contiguous
 ) -> None:
-    """Normalize every row of `x` into `out`."""
+    """Normalize every row of `x`, and write the result to `out`."""
     check_launchable("rms_norm", x, weight, out)
     num_rows, width = x.shape
     if num_rows == 0:

@@ -1,4 +1,4 @@
-"""Head norms, rotary embedding and KV write for the output of a q/k/v projection, in one launch.
+"""Applies head norms and rotary embeddings to q/k/v, and writes the KV cache, in one launch.
 
 Formula, for every token and every query and key head x (Su et al. 2021, arXiv:2104.09864, with the
 layout of GPT-NeoX), where R is the rotary width. If there is a norm, x is first normalized as in
@@ -8,8 +8,8 @@ layout of GPT-NeoX), where R is the rotary width. If there is a norm, x is first
     out[i + R / 2] = x[i + R / 2] * cos[i + R / 2] + x[i]         * sin[i + R / 2]
     out[i]         = x[i]                                                           i >= R
 
-Queries are changed in place; keys and values are written to their slots. Arithmetic is float32,
-rounded once (float8: see `fp8.py`). One program computes all heads of one token.
+Queries are changed in place; keys and values are written to their slots. Results are computed in
+float32 and rounded once (float8: see `fp8.py`). One program computes all heads of one token.
 """
 
 import torch
@@ -33,7 +33,8 @@ def rotary_write(
     eps: float = 0.0,
     offset: float = 0.0,
 ) -> None:
-    """Normalize and rotate queries in place, and write rotated keys and the values to the cache."""
+    """Normalize and rotate queries in place. Write normalized, rotated keys and unchanged values to
+    the cache."""
     check_launchable("rotary_write", qkv, cos, sin, key_cache, value_cache, slot_mapping)
     _, num_kv_heads, block_size, width = key_cache.shape
     num_heads = qkv.shape[1] // width - 2 * num_kv_heads
@@ -109,8 +110,8 @@ def _rotary_write_kernel(
     is_query = heads < NUM_HEADS
     mask = (heads < NUM_HEADS + NUM_KV_HEADS) & (columns < WIDTH)
 
-    # Load the element that each element is rotated with. Beyond the rotary width, cos is 1 and sin
-    # 0.
+    # Each element is rotated together with its partner. Beyond the rotary width, cos is 1 and sin
+    # is 0.
     half: tl.constexpr = ROTARY_WIDTH // 2
     is_low = columns < half
     turns = columns < ROTARY_WIDTH
@@ -131,13 +132,13 @@ def _rotary_write_kernel(
         y *= inverse * (OFFSET + tl.where(is_query, q_norm, k_norm))
     turned = x * cos + tl.where(is_low, -y, y) * sin
 
-    # Read all elements before writing any. Other programs do not read them.
+    # All elements must be read before any is written. Other programs do not read them.
     tl.debug_barrier()
     tl.store(qkv_ptr + heads * WIDTH + columns, turned, mask=mask & is_query)
     if destination < 0:
         return
     if TRANSPOSED:
-        # A key's value is NUM_KV_HEADS rows after the key.
+        # The value that belongs to a key is NUM_KV_HEADS heads after the key.
         is_key = mask & (heads >= NUM_HEADS)
         values = qkv_ptr + (heads + NUM_KV_HEADS) * WIDTH + columns
         turned, _ = without_nan(turned, tl.load(values, mask=is_key, other=0.0))

@@ -1,14 +1,14 @@
-"""The maximum of each row of logits, its index and its log-probability, in one pass.
+"""Finds each row's largest logit, its index and its log-probability in one pass.
 
 Formula, for every row x:
 
     maximum = max_i x_i        argmax = the lowest i with x_i = maximum
     max_logprob = -log sum_i exp(x_i - maximum)
 
-in float32, by online softmax (Milakov & Gimelshein 2018, arXiv:1805.02867). Every lane of a program
-has its own maximum and sum. They are merged at the end. One program reads one row, so a row's bits
-do not depend on other rows. If a row has NaN or +inf, or only -inf, its maximum is not finite and
-its other statistics are undefined.
+computed in float32 with an online softmax (Milakov & Gimelshein 2018, arXiv:1805.02867). Every lane
+of a program has its own maximum and sum. They are merged at the end. One program reads one row, so
+a row's bits do not depend on other rows. If a row has NaN or +inf, or only -inf, its maximum is not
+finite, and its other statistics are undefined.
 """
 
 import torch
@@ -27,7 +27,7 @@ def row_stats(
     max_logprob: torch.Tensor,  # [R] float32
     argmax: torch.Tensor,  # [R] int64
 ) -> None:
-    """Write each row's maximum, the log-probability of its maximum, and its index."""
+    """Write each row's maximum, and the log-probability and index of the maximum."""
     check_launchable("row_stats", logits, maximum, max_logprob, argmax)
     num_rows, width = logits.shape
     if num_rows == 0:
@@ -79,9 +79,9 @@ def add_logits(
     best_at,  # [...] int32
     total,  # [...] float32, 0 in the first call
 ):
-    """Update each lane's maximum, its column and the sum with another logit."""
-    # The term of the smaller of the old maximum and x is scaled by this factor. (-inf - -inf would
-    # be NaN.)
+    """Update each lane's maximum, the maximum's column, and the sum with another logit."""
+    # exp of minus the distance between x and the old maximum, without computing -inf - -inf, which
+    # would be NaN. It scales the old sum if x is the new maximum; otherwise it is the term of x.
     seen = tl.where(x == float("-inf"), 0.0, x)
     factor = tl.exp(-tl.abs(seen - tl.where(best == float("-inf"), seen, best)))
     factor = tl.where(x == float("-inf"), 0.0, factor)
@@ -93,9 +93,9 @@ def add_logits(
 
 @triton.jit
 def merge_lanes(best, best_at, total, WIDTH: tl.constexpr):
-    """Merge lanes: return a row's maximum, its log-probability and its first column."""
+    """Merge the lanes. Return the row's maximum, its log-probability and its first column."""
     maximum = tl.max(best)
     at = tl.min(tl.where(best == maximum, best_at, WIDTH))
     total = tl.sum(total * tl.exp(best - maximum))
-    # Only NaN differs from itself.
+    # If any logit is NaN, the sum is NaN. Only NaN differs from itself.
     return tl.where(total != total, total, maximum), -tl.log(total), at

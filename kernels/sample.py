@@ -1,20 +1,20 @@
-"""Sampling: draws tokens from rows of logits without sorting them and without the host.
+"""Draws tokens from rows of logits, without sorting the rows and without waiting for the host.
 
 One program computes one distribution (a row of logits, and parameters that its samples share):
 
-1. one pass over the row for the statistics of `row_stats` and the largest edited logit;
-2. one pass for the integer weights of its tiles (`sampling_weights.py`) and, with top-k or top-p,
-   for candidates for the last kept token (`top_k_top_p.py`);
-3. one draw per sample, which reads one tile.
+1. one pass over the row finds the statistics of `row_stats` and the largest edited logit;
+2. one pass adds up the integer weights of each tile (`sampling_weights.py`) and, with top-k or
+   top-p, collects candidates for the last kept token (`top_k_top_p.py`);
+3. one draw per sample reads one tile.
 
-The kernel thus reads 4 bytes per 16-bit logit, or 2 for greedy rows. A second launch searches flat
-rows, whose last kept token was not among the candidates. Weights are integers, so their sums are
-exact in any order, and no bit depends on other rows.
+The kernel thus reads 4 bytes per 16-bit logit, or 2 for greedy rows. For flat rows, whose last kept
+token was not among the candidates, a second launch continues the search. Weights are integers, so
+their sums are exact in any order, and no bit depends on other rows.
 
 A draw returns the first token, by id, whose cumulative weight exceeds floor(u times the sum of kept
-weights). The sums of tiles show the tile that has this token. u has 24 bits of Philox-4x32-10
-(Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3") with the seed as key and
-(stream, sample index, position) as counter.
+weights). The sums of tiles tell which tile has this token. u is 24 random bits from Philox-4x32-10
+(Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"), divided by 2^24. The seed is
+the key, and (stream, sample index, position) is the counter.
 """
 
 from typing import NamedTuple
@@ -48,16 +48,16 @@ tokens."""
 
 # Fuse only explicit fused multiply-adds, so that tokens are the same as on a CPU.
 _OPTIONS = {"enable_fp_fusion": False}
-# The search and edited logits need more registers, so more warps. Programs for edited logits
-# process half the logits at a time.
+# Programs that continue the search, or that read edited logits, have fewer warps, because each
+# thread needs more registers. With edited logits, programs process half as many logits at a time.
 _WARPS, _FEWER_WARPS = 16, 8
 _LOGITS_AT_A_TIME = 4096
 _SUMS_AT_A_TIME = tl.constexpr(1024)
-_CANDIDATES = 256  # most candidates that one pass stores per segment
+_CANDIDATES = 256  # largest number of candidates that one pass stores per segment
 
 
 class Distributions(NamedTuple):
-    """The parameters of D distributions, passed to kernels as one argument."""
+    """The parameters of D distributions, which kernels take as one argument."""
 
     rows: torch.Tensor  # [D] int32
     temperature: torch.Tensor  # [D] float32
@@ -67,7 +67,8 @@ class Distributions(NamedTuple):
 
 
 class Draws(NamedTuple):
-    """Samples of each distribution and keys of their random numbers, passed as one argument."""
+    """The samples of each distribution, and what determines their random numbers. Kernels take
+    these as one argument."""
 
     starts: torch.Tensor  # [D + 1] int32
     samples: torch.Tensor  # [k] int32
@@ -79,7 +80,7 @@ class Draws(NamedTuple):
 
 
 class Samples(NamedTuple):
-    """The output of K samples, passed to kernels as one argument."""
+    """The output of K samples, which kernels take as one argument."""
 
     token_ids: torch.Tensor  # [K] int64
     logprobs: torch.Tensor  # [K] float32
@@ -93,8 +94,9 @@ class _Scratch(NamedTuple):
     candidate_logits: torch.Tensor  # [D, SEGMENTS, CANDIDATES] float32
     candidate_ids: torch.Tensor  # [D, SEGMENTS, CANDIDATES] int32
     top: torch.Tensor  # [D] float32, the largest edited logit
-    left_low: torch.Tensor  # [D] int32: lower end of the interval of a flat row; else LOWEST_KEY
-    left_masses: torch.Tensor  # [D, 2] int64: sum of weights in that interval, and of all weights
+    # [D] int32: for a flat row, the lower end of the interval that was searched; else LOWEST_KEY.
+    left_low: torch.Tensor
+    left_masses: torch.Tensor  # [D, 2] int64: sum of the weights in that interval; of all weights
 
 
 def sample(
@@ -105,7 +107,7 @@ def sample(
     min_p: torch.Tensor,  # [D] float32
     top_p: torch.Tensor,  # [D] float32
     top_k: torch.Tensor,  # [D] int32, 0 = all
-    starts: torch.Tensor,  # [D + 1] int32, index into `samples` of each distribution's first
+    starts: torch.Tensor,  # [D + 1] int32, index in `samples` of each distribution's first sample
     samples: torch.Tensor,  # [k] int32, indices of samples
     seed: torch.Tensor,  # [K] int64
     stream: torch.Tensor,  # [K] int64
@@ -118,10 +120,10 @@ def sample(
     maximum: torch.Tensor,  # [R] float32, as in `row_stats`
     max_logprob: torch.Tensor,  # [R] float32
     token_ids: torch.Tensor,  # [K] int64; 0 after a failure
-    logprobs: torch.Tensor,  # [K] float32, by the model's logits; 0 after a failure
+    logprobs: torch.Tensor,  # [K] float32, computed from the model's logits; 0 after a failure
     failures: torch.Tensor,  # [K] int32: 0, NONFINITE or NO_TOKEN_LEFT
 ) -> None:
-    """Write the samples in `samples`, and the statistics of the rows in `rows`."""
+    """Draw the samples that `samples` lists, and write the statistics of the rows in `rows`."""
     check_launchable("sample", logits, rows, samples, token_ids)
     num_distributions, vocab = len(rows), logits.shape[1]
     if num_distributions == 0:
@@ -167,12 +169,13 @@ def sample(
 
 
 def tile_width(dtype: torch.dtype) -> int:
-    """Return the logits that a warp loads at once, 16 bytes per thread."""
+    """Return the number of logits that a warp loads at once, with 16 bytes per thread."""
     return int(512 // dtype.itemsize)
 
 
 def _readable(logits: torch.Tensor) -> int:
-    """Return the elements of a row that may be read: whole vectors if rows are padded to them."""
+    """Return the number of elements of a row that may be read: a multiple of 16 if the memory of
+    rows is padded to it, else the vocabulary size."""
     whole = -(-logits.shape[1] // 16) * 16
     padded = logits.stride(0) % 16 == 0 and logits.stride(0) >= whole
     end = logits.storage_offset() + (len(logits) - 1) * logits.stride(0) + whole
@@ -181,13 +184,14 @@ def _readable(logits: torch.Tensor) -> int:
 
 
 def _unused_bits(dtype: torch.dtype) -> int:
-    """Return the number of low bits that are equal in all float32 converted from `dtype`."""
+    """Return the number of low bits that are 0 in every float32 number converted from `dtype`."""
     return {torch.bfloat16: 16, torch.float16: 13}.get(dtype, 0)
 
 
 @triton.jit
 def _scale_of(distribution, top, draws, distributions):
-    # Use at least 1e-30: lower temperatures have the same effect, but an infinite reciprocal.
+    # Use at least 1e-30. Lower temperatures have the same effect, but their reciprocals may be
+    # infinite.
     temperature = tl.load(distributions.temperature + distribution)
     temperature = tl.where(draws, tl.maximum(temperature, 1e-30), 1.0)
     inverse = tl.div_rn(tl.full([], 1.0, tl.float32), temperature)
@@ -223,8 +227,8 @@ def _is_finite(x):
 
 @triton.jit
 def _statistics(row, shape, STAGES: tl.constexpr):
-    """Return the model's largest logit, its log-probability, each lane's largest edited logit, and
-    the first column of the largest edited logit."""
+    """Return the model's largest logit and its log-probability, each lane's largest edited logit,
+    and the first column of the row's largest edited logit."""
     lanes = tl.arange(0, shape.SEGMENTS)[:, None] * shape.WIDTH + tl.arange(0, shape.WIDTH)[None]
     raw_best = tl.full([shape.SEGMENTS, shape.WIDTH], float("-inf"), tl.float32)
     total = tl.zeros([shape.SEGMENTS, shape.WIDTH], tl.float32)
@@ -235,7 +239,7 @@ def _statistics(row, shape, STAGES: tl.constexpr):
         raw, x = load_logits(row, columns, shape)
         raw_best, raw_at, total = add_logits(raw, columns, raw_best, raw_at, total)
         if row[1] is not None:
-            x = tl.where(x != x, float("inf"), x)  # both NaN and infinity count as NONFINITE
+            x = tl.where(x != x, float("inf"), x)  # treat NaN like infinity: both are NONFINITE
             larger = x > best
             best, best_at = tl.where(larger, x, best), tl.where(larger, columns, best_at)
     maximum, max_logprob, chosen = merge_lanes(raw_best, raw_at, total, shape.VOCAB)
@@ -261,7 +265,7 @@ def _random_bits(keys, sample):
 
 @triton.jit
 def _draw(row, scale, cut, last, bits, tile_sums_ptr, shape):
-    """Return the first token whose cumulative weight exceeds floor(sum * bits / 2^24)."""
+    """Return the first token, by id, whose cumulative weight exceeds floor(sum * bits / 2^24)."""
     num_tiles: tl.constexpr = (shape.VOCAB + shape.WIDTH - 1) // shape.WIDTH
     lanes = tl.arange(0, _SUMS_AT_A_TIME)
     every = tl.full([], 0, tl.int64)
@@ -300,7 +304,7 @@ def _write_samples(
     last,
     draws,  # true: draw tokens; false: use `likeliest`
     likeliest,
-    failure,  # int32, for all samples
+    failure,  # int32, the same for all samples
     maximum,  # of the model's logits
     max_logprob,
     keys,  # Draws

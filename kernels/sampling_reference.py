@@ -1,4 +1,4 @@
-"""Reference implementations of the sampling kernels in plain torch."""
+"""Reference implementations of the sampling kernels in torch."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def sample(
 
 
 def edited_row(raw: torch.Tensor, edits: EditedLogits, d: int) -> torch.Tensor:
-    """Return a row [V] with the edits of distribution `d`."""
+    """Return a copy of a row [V] of logits with the edits of distribution `d`."""
     ids = torch.arange(len(raw))
     present = (edits.present[d].cpu()[ids // 32] >> (ids % 32)) & 1 == 1
     unedited = torch.full_like(raw, -torch.inf) if edits.restricted[d] else raw
@@ -77,7 +77,7 @@ def _failure(raw: torch.Tensor, x: torch.Tensor) -> int:
 
 
 def _fma(a: torch.Tensor, b: torch.Tensor | float, c: torch.Tensor | float) -> torch.Tensor:
-    """Return float32 a * b + c, rounded once except in one case of 2^29."""
+    """Return float32 a * b + c. It is rounded once, except in about one of 2^29 cases."""
     factor = b.double() if isinstance(b, torch.Tensor) else float(torch.tensor(b))
     term = c.double() if isinstance(c, torch.Tensor) else float(torch.tensor(c))
     return (a.double() * factor + term).float()
@@ -86,7 +86,7 @@ def _fma(a: torch.Tensor, b: torch.Tensor | float, c: torch.Tensor | float) -> t
 def weigh(
     x: torch.Tensor, top: torch.Tensor, temperature: torch.Tensor, min_p: float
 ) -> torch.Tensor:
-    """Return int64 floor(2^40 exp((x - top) / temperature)), or 0 if exp is below `min_p`."""
+    """Return int64 floor(2^40 exp((x - top) / temperature)), or 0 where exp is below `min_p`."""
     temperature = temperature.clamp(min=1e-30)
     y = (x - top).clamp(min=-88.0 * temperature) / temperature
     n = (y * torch.tensor(1.44269504)).round()
@@ -114,7 +114,7 @@ def _keep_most_likely(weights: torch.Tensor, x: torch.Tensor, top_k: int, top_p:
 def random_bits(
     seed: torch.Tensor, stream: torch.Tensor, sample_index: torch.Tensor, position: torch.Tensor
 ) -> int:
-    """Return 24 bits of Philox-4x32-10 (Salmon et al. 2011) for one key."""
+    """Return 24 random bits from Philox-4x32-10 (Salmon et al. 2011)."""
     key = [int(seed) & _WORD, int(seed) >> 32 & _WORD]
     c = [int(stream) & _WORD, int(stream) >> 32 & _WORD, int(sample_index), int(position)]
     for _ in range(10):

@@ -1,16 +1,16 @@
 """Loads rows of logits for sampling, and computes their sort keys and integer weights.
 
-A tile is `WIDTH` adjacent logits, which a warp loads at once, so that sums over a tile stay within
-a warp. A program reads `SEGMENTS` tiles at a time, [SEGMENTS, WIDTH].
+A tile has `WIDTH` adjacent logits, which a warp loads at once, so that sums over a tile need only
+one warp. A program reads `SEGMENTS` tiles at a time, as [SEGMENTS, WIDTH].
 
-Weight of a logit x in a row with largest logit m, at temperature t:
+The weight of a logit x, in a row with largest logit m, at temperature t:
 
     w(x) = floor(2^40 exp((x - m) / t)), or 0 where exp((x - m) / t) < min_p
 
-The division is rounded as in IEEE 754 (Markstein 1990, IBM Journal of Research and Development
-34:1: multiply by the rounded reciprocal, then correct once). exp is the polynomial of
-`cpu/element_types.h`, with the fused multiply-adds that C compilers use, so that the same logits
-give the same bits.
+The division is rounded as in IEEE 754: x - m is multiplied by the rounded reciprocal of t, and the
+result is corrected once (Markstein 1990, IBM Journal of Research and Development 34:1). exp is the
+polynomial of `cpu/element_types.h`, with the fused multiply-adds that C compilers use, so that
+equal logits have the same weights on a CPU.
 """
 
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-# Smaller than every key, including the key of -inf.
+# A key that is smaller than the key of any logit, including -inf.
 LOWEST_KEY: tl.constexpr = tl.constexpr(-(2**31))
 
 _LOG2_E: tl.constexpr = tl.constexpr(1.44269504)
@@ -29,22 +29,23 @@ _WEIGHT_OF_MAX: tl.constexpr = tl.constexpr(2.0**40)
 
 
 class RowShape(NamedTuple):
-    """Constants of rows and tiles, passed to kernels as one argument."""
+    """Constants of rows and tiles, which kernels take as one argument."""
 
     VOCAB: Any
-    READABLE: Any  # elements of a row that may be read
+    READABLE: Any  # number of elements of a row that may be read
     SEGMENTS: Any
     WIDTH: Any
-    CANDIDATES: Any  # most candidates that a pass stores per segment; 0: no filters
+    CANDIDATES: Any  # largest number of candidates that a pass stores per segment; 0: no filters
     SHIFT: Any  # number of low bits that keys omit
 
 
 @triton.jit
 def load_logits(row, columns, shape):
-    """Return the model's and the edited logits, float32; -inf outside the row.
+    """Return the model's logits and the edited logits in float32; -inf outside the row.
 
-    A row is a tuple: logits [VOCAB]; edited logits [VOCAB] float32, or None; bits of edited tokens
-    [VOCAB / 32] int32, or None; not 0 if tokens that are not edited are forbidden.
+    A row is a tuple: logits [VOCAB]; edited logits [VOCAB] float32, or None; a bit for each token,
+    set if it is edited, [VOCAB / 32] int32, or None; true if tokens that are not edited are
+    forbidden.
     """
     logits_ptr, values_ptr, present_ptr, restricted = row
     raw = tl.load(logits_ptr + columns, mask=columns < shape.READABLE, other=float("-inf"))
@@ -62,7 +63,7 @@ def load_logits(row, columns, shape):
 
 @triton.jit
 def sort_keys(x, SHIFT: tl.constexpr):
-    """Return int32 keys in the same order as float32 `x`, without the SHIFT low bits."""
+    """Return int32 keys that sort like float32 `x`. The SHIFT low bits are dropped."""
     bits = (x + 0.0).to(tl.int32, bitcast=True)  # turns -0.0 into 0.0
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> SHIFT
 
@@ -71,7 +72,7 @@ def sort_keys(x, SHIFT: tl.constexpr):
 def weigh(x, scale):
     """Return int64 weights; `scale` is (largest logit, temperature, 1 / temperature, min_p)."""
     top, temperature, inverse, min_p = scale
-    # Lower logits have no weight, and -inf would become NaN.
+    # Clamp the distance. Lower logits have weight 0, and -inf would become NaN.
     distance = tl.maximum(x - top, -88.0 * temperature)
     y = distance * inverse
     y = tl.fma(tl.fma(-y, temperature + 0.0 * y, distance), inverse + 0.0 * y, y)
@@ -93,14 +94,15 @@ def weigh(x, scale):
 
 @triton.jit
 def is_kept(keys, columns, cut, last):
-    """Return a mask of tokens up to and including the token with key `cut` and id `last`."""
+    """Return a mask of the tokens up to and including the last kept token, which has the key `cut`
+    and the id `last`. Tokens are ordered by descending key, then by ascending id."""
     return (keys > cut) | ((keys == cut) & (columns <= last))
 
 
 @triton.jit
 def last_reaching(keys, measures, goal, low, high):
-    """Return the largest key in [low, high] such that the tokens with this key or larger keys reach
-    the goal. The caller ensures that this is true for `low`.
+    """Return the largest key in [low, high] such that the measures of all tokens with this key or
+    larger keys add up to at least `goal`. The caller ensures that they do for `low`.
     """
     while low < high:
         middle = (low.to(tl.int64) + (high.to(tl.int64) - low + 1) // 2).to(tl.int32)

@@ -1,8 +1,8 @@
 """Attention of decodes to pieces of context whose blocks several sequences share.
 
-One program computes a tile of rows (sequences that share the piece, times the query heads of one KV
-head) and reads the piece once for all rows. Each row's partial state is then merged with the states
-of its other pieces.
+One program computes a tile of rows (one for each sequence that shares the piece and each query head
+of one KV head), and reads the piece once for all rows. Each row's partial state is then merged with
+the states of its other pieces.
 
 Sources: Hydragen (Juravsky et al. 2024, arXiv:2402.05099) computes attention to a shared prefix for
 all sequences at once and joins it with attention to the sequences' own parts by log-sum-exp;
@@ -30,8 +30,9 @@ def shared_config(heads: Heads) -> LaunchConfig:
     """Return the launch shape: 64 rows, or the heads of one token if a group has more.
 
     If few sequences share a piece, computing it takes little more time than reading it. If many
-    sequences share it, each tile reads the piece from the L2 cache. Sums of wide heads and the
-    conversion of float8 take many registers, so tiles are then short, and one is fetched ahead.
+    sequences share it, each tile of rows reads the piece from the L2 cache. The sums of wide heads
+    and the conversion of float8 take many registers, so for these, tiles of tokens are short, and
+    only one tile is fetched ahead.
     """
     rows, fp8 = shared_rows(heads.group), heads.cache_bytes == 1
     if heads.query_bytes == 4:
@@ -82,9 +83,9 @@ def _sequences_of_tile(
     place,  # index of the first sequence in the order
     end,  # end of the piece
     num_sequences,
-    SEQUENCES: tl.constexpr,  # most sequences of a tile
+    SEQUENCES: tl.constexpr,  # sequences per tile, at most
     ROWS: tl.constexpr,
-):  # number of sequences
+):  # number of sequences in the tile
     # Count up to the first sequence that does not share the piece with the previous one.
     after = tl.arange(0, ROWS)
     places = place + after
@@ -106,7 +107,7 @@ def _shared_kernel(
     order_ptr,  # [S] int32
     decode_shared_ptr,  # [S] int32
     items_ptr,  # [N, 2] int32: index in the order of a tile's first sequence, and piece
-    counters_ptr,  # [2, num_counters] int32: items, then the items that each launch has taken
+    counters_ptr,  # [2, num_counters] int32: N, then the items that each launch has taken
     partials,  # Partials
     score_scale,
     cap,  # or None
@@ -117,13 +118,13 @@ def _shared_kernel(
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,  # query heads per KV head
     PIECE: tl.constexpr,
-    SEQUENCES: tl.constexpr,  # most sequences of a tile
+    SEQUENCES: tl.constexpr,  # sequences per tile, at most
     TILE: tl.constexpr,
     ROWS: tl.constexpr,
 ):
     rows = tl.arange(0, ROWS)
     key_columns = tl.arange(0, cache.KEY_BLOCK)
-    # Read counters again for each item to save registers.
+    # Read the number of items again for each item, to save registers.
     ticket = tl.atomic_add(counters_ptr + num_counters + 1 + launch, 1)
     while ticket < tl.load(counters_ptr + num_counters) * NUM_KV_HEADS:
         # Skip the single items, which come first in the list.
@@ -154,8 +155,8 @@ def _shared_kernel(
             tl.zeros([ROWS, cache.VALUE_BLOCK], tl.float32),
             cache, kv_head, table_ptr + table_row * table_stride, scales, cap, None, TILE, False,
         )  # fmt: skip
-        # Load the sequences again, as int32, to save registers (the workspace is small enough).
-        # Clamping keeps Triton from reusing the load above.
+        # Load the sequences again, as int32, to save registers. (Offsets in the workspace fit into
+        # int32.) Because of the clamping, Triton cannot reuse the load above.
         places = tl.minimum(place + rows // GROUP, num_sequences - 1)
         sequences = tl.load(order_ptr + places)
         at = (sequences * (NUM_KV_HEADS * GROUP) + heads) * max_pieces + piece

@@ -1,10 +1,10 @@
-"""The activation of a SwiGLU layer (Shazeer 2020, arXiv:2002.05202).
+"""Computes the activation of a SwiGLU layer (Shazeer 2020, arXiv:2002.05202).
 
-Formula, for rows that consist of gate, then up:
+Formula, for rows whose first half is the gate and whose second half is up:
 
     out = gate * sigmoid(gate) * up
 
-in float32, rounded to the dtype of `out` once.
+computed in float32, and rounded to the dtype of `out` once.
 """
 
 import torch
@@ -21,7 +21,7 @@ def silu_mul(
     *,
     out: torch.Tensor,  # [N, W], contiguous
 ) -> None:
-    """Write silu(gate) * up of every row to `out`."""
+    """Write silu(gate) * up to `out` for every row."""
     check_launchable("silu_mul", gate_up, out)
     num_rows, width = out.shape
     if num_rows == 0:

@@ -17,7 +17,7 @@ MAX_WORKSPACE_BYTES = 256 * 2**20
 
 
 class Partials(NamedTuple):
-    """The states of pieces, passed to kernels as one argument."""
+    """The states of pieces, which kernels take as one argument."""
 
     out_ptr: torch.Tensor  # [S, Hq, max_pieces, Dv] float32
     max_ptr: torch.Tensor  # [S, Hq, max_pieces] float32
@@ -32,7 +32,7 @@ class Partials(NamedTuple):
         value_width: int,
         device: torch.device,
     ) -> "Partials":
-        """Allocate the states; contexts of one piece need none."""
+        """Allocate the states. If contexts have only one piece, no states are needed."""
         shape = (num_sequences, num_heads, max_pieces) if max_pieces > 1 else (1, 1, 1)
         out = torch.empty(*shape, value_width, dtype=torch.float32, device=device)
         return cls(out, *torch.empty((2, *shape), dtype=torch.float32, device=device).unbind())
@@ -55,8 +55,8 @@ def merge_partials(
 
     Args:
         piece: tokens per piece.
-        head_groups: programs per sequence; each merges an equal number of heads.
-        aligned: contexts are cut by `aligned_pieces` instead of `pieces`.
+        head_groups: number of programs per sequence; each merges an equal number of heads.
+        aligned: true if contexts were cut by `aligned_pieces` instead of `pieces`.
     """
     num_heads, width = out.shape[1:]
     _merge_kernel[(len(context_lens), head_groups)](
@@ -86,11 +86,12 @@ def pieces(
     max_pieces,
     PIECE: tl.constexpr,
 ):
-    """Return the first position to read, the first piece's first position, length and number.
+    """Return the first position to read, the first piece's first position, and the length and
+    number of pieces.
 
-    The first piece begins at a multiple of 128, which every tile divides. Pieces have PIECE tokens,
-    or a multiple of PIECE if max_pieces pieces would not reach the end. There is always at least
-    one piece, even if it is empty, because a piece writes the output.
+    The first piece begins at a multiple of 128, which every tile size divides. Pieces have PIECE
+    tokens, or a multiple of PIECE if max_pieces pieces would not reach the end. There is always at
+    least one piece, even if it is empty, because computing a piece writes the output.
     """
     begin = context_len * 0 if window is None else tl.maximum(context_len - window, 0)
     first = begin // 128 * 128
@@ -106,13 +107,14 @@ def aligned_pieces(
     end,  # [...] one past the last position
     PIECE: tl.constexpr,
 ):
-    """Return the number of the first piece, counted from position 0, and of pieces, at least 1."""
+    """Return the index of the first piece, counted from position 0, and the number of pieces, which
+    is at least 1."""
     first = begin // PIECE
     return first, tl.maximum(tl.cdiv(end, PIECE) - first, 1)
 
 
-# Fused multiply-adds are explicit, so that the compiler rounds in the same way in all kernels.
-# Joining an empty state changes no bit.
+# Explicit fused multiply-adds make all kernels round in the same way. Joining an empty state changes
+# no bits.
 @triton.jit
 def join_sums(
     total_max,  # [ROWS] float32: maximum of the previous pieces
@@ -120,7 +122,7 @@ def join_sums(
     piece_max,  # [ROWS] float32
     piece_sum,  # [ROWS] float32
 ):
-    """Return the joined maximum and sum, and the factors for both outputs."""
+    """Return the joined maximum and sum, and the factors for the total's and the piece's output."""
     new_max = tl.maximum(total_max, piece_max)
     shift = tl.where(new_max == float("-inf"), 0.0, new_max)
     decay = tl.exp2(total_max - shift)

@@ -1,25 +1,25 @@
-"""Exact top-k and top-p of a row of logits without sorting it.
+"""Finds the tokens that top-k and top-p keep, exactly and without sorting the row.
 
-Both keep a prefix of one total order of tokens: larger logits first, equal logits by ascending id
-(-0 equals 0). The key and id of the last kept token describe the prefix. Top-k keeps k tokens.
-Top-p keeps the shortest prefix with
+Tokens have a total order: larger logits first, equal logits by ascending id (-0 equals 0). Both
+filters keep a prefix of this order, which the key and id of its last token describe. Top-k keeps k
+tokens. Top-p (Holtzman et al. 2020, arXiv:1904.09751) keeps the shortest prefix with
 
     float64(mass of the prefix) >= float64(top_p) float64(mass after top-k)
 
-Masses are sums of integer weights, so that ties and sums are the same as on a CPU (Holtzman et al.
-2020, arXiv:1904.09751).
+Masses are sums of integer weights, so that ties and sums are the same as on a CPU.
 
-A pass over the row sums the weights above an interval of keys and stores the tokens inside it (the
-candidates). If the prefix ends inside and all candidates fit, bisection finds its end among them.
-The first interval contains the k largest maxima of lanes (1,024 for top-p alone), hence at least k
-tokens. One pass is therefore enough unless the row is flat.
+A pass over the row sums the weights above an interval of keys, and stores the tokens inside the
+interval (the candidates). If the prefix ends in the interval and all candidates fit into memory,
+bisection finds its end among them. Every lane of the program has the maximum of its logits. The
+first interval contains the k largest of these maxima (1,024 for top-p alone), and therefore at
+least k tokens. One pass is enough unless the row is flat.
 
-For flat rows, `search_last_kept` continues: one tile per segment serves as a sample that estimates
-where the prefix ends, and another pass stores the tokens of a smaller interval around this
-estimate. If estimates fail too often, the interval is halved, down to a single key whose tokens are
-counted by id. Most flat rows need one such pass; 32 is the maximum.
+For flat rows, `search_last_kept` continues. It estimates where the prefix ends from a sample, which
+is one tile per segment. Another pass stores the tokens of a smaller interval around this estimate.
+If estimates fail too often, the interval is halved instead, down to a single key whose tokens are
+counted in the order of their ids. Most flat rows need one such pass, and none needs more than 32.
 
-Related: the pivots of RTop-K and Qrita (Park et al. 2026, arXiv:2602.01518; vLLM,
+Related work: the pivots of RTop-K and Qrita (Park et al. 2026, arXiv:2602.01518; vLLM,
 vllm/v1/sample/ops/topk_topp_triton.py), and FlashInfer's rejection sampling
 (include/flashinfer/sampling.cuh), which draws other tokens than inverse transform sampling.
 """
@@ -40,16 +40,16 @@ from batchinfer.kernels.sampling_weights import (
 )
 
 _FIRST_TOKENS: tl.constexpr = tl.constexpr(1024)
-# Margin on both sides of an estimate, as a share of the kept mass: about one standard deviation. A
-# larger margin would find more candidates than can be stored.
+# Margin on both sides of an estimate, as a share of the kept mass. It is about the standard
+# deviation of the estimate. With a larger margin, more candidates would be found than can be stored.
 _MARGIN: tl.constexpr = tl.constexpr(1 / 200)
 _PASSES_BY_SAMPLE: tl.constexpr = tl.constexpr(5)
-# Only one program fits on a multiprocessor, so it must have several loads in flight.
+# Only one program at a time fits on a multiprocessor, so it must have several loads in flight.
 _STAGES: tl.constexpr = tl.constexpr(3)
 
 
 class Candidates(NamedTuple):
-    """The output of a pass over a row: sums of tiles, and the tokens of an interval by segment."""
+    """The output of a pass over a row: sums of tiles, and an interval's tokens per segment."""
 
     tile_sums: torch.Tensor  # [NUM_TILES] int64: sum of each tile's weights above the interval
     logits: torch.Tensor  # [SEGMENTS, CANDIDATES] float32
@@ -66,10 +66,11 @@ def add_up(
     high,  # last key of the interval
     candidates,  # Candidates
     shape,  # RowShape; without filters, all tokens are above the interval
-    STAGES: tl.constexpr = 1,  # loads in flight
+    STAGES: tl.constexpr = 1,  # number of loads in flight
 ):
-    """Make one pass over the row. Return the number of tokens above the interval, the number inside
-    it for each segment, and the sums of weights above, inside and of all kept tokens."""
+    """Make one pass over the row. Return the number of tokens above the interval; each segment's
+    number of tokens inside it; and the sums of the weights above the interval, inside it, and of
+    all kept tokens."""
     segments = tl.arange(0, shape.SEGMENTS)
     tokens_above = tl.zeros([shape.SEGMENTS], tl.int32)
     num_candidates = tl.zeros([shape.SEGMENTS], tl.int32)
@@ -107,10 +108,11 @@ def add_up(
 
 @triton.jit
 def goal_of_share(share, every):
-    """Return the smallest mass that reaches the share, compared in float64; at least 1."""
+    """Return the smallest mass, at least 1, that reaches `share` of the mass `every`. Masses are
+    compared in float64."""
     target = share.to(tl.float64) * every.to(tl.float64)
     goal = target.to(tl.int64) + 512
-    # Below 2^62, up to 512 integers round to the same float64.
+    # Below 2^62, up to 512 adjacent integers round to the same float64 number.
     for doubling in tl.static_range(10):
         less = goal - (512 >> doubling)
         goal = tl.where(less.to(tl.float64) >= target, less, goal)
@@ -119,12 +121,13 @@ def goal_of_share(share, every):
 
 @triton.jit
 def first_low(keys, top_key, k):
-    """Return the first key of the first interval, which has at least `k` tokens (or all tokens).
+    """Return the first key of the first interval, such that the interval has at least `k` tokens
+    (or all tokens).
 
     Args:
         keys: keys of the lanes' maxima.
         top_key: the largest key.
-        k: 0 without top-k.
+        k: number of tokens that top-k keeps; 0 without top-k.
     """
     most = tl.where(k > 0, k, _FIRST_TOKENS).to(tl.int64)
     ones = tl.full(keys.shape, 1, tl.int64)
@@ -134,7 +137,8 @@ def first_low(keys, top_key, k):
 
 @triton.jit
 def end_inside(keys, ids, measures, goal, low, high, VOCAB: tl.constexpr):
-    """Return key and id of the last token of the shortest prefix whose measures reach the goal."""
+    """Return the key and id of the last token of the shortest prefix whose measures (weights, or 1
+    for each token) add up to at least `goal`."""
     cut = last_reaching(keys, measures, goal, low, high)
     nothing = tl.zeros_like(measures)
     goal -= tl.sum(tl.where(keys > cut, measures, nothing))
@@ -145,8 +149,8 @@ def end_inside(keys, ids, measures, goal, low, high, VOCAB: tl.constexpr):
 
 @triton.jit
 def load_candidates(scale, cut, last, num_candidates, candidates, shape):
-    """Return the candidates' keys, ids and weights, [SEGMENTS, CANDIDATES], and a mask of valid
-    entries."""
+    """Return the candidates' keys, ids and weights, [SEGMENTS, CANDIDATES], and a mask that is true
+    for valid entries."""
     places = tl.arange(0, shape.CANDIDATES)[None]
     valid = places < num_candidates[:, None]
     at = tl.arange(0, shape.SEGMENTS)[:, None] * shape.CANDIDATES + places
@@ -174,15 +178,15 @@ def find_in_one_pass(
     top_p,
     low,  # first key of the interval, from `first_low`
     top_key,  # last key of the interval, and of the row
-    candidates,  # Candidates; sums of tiles become sums of kept weights
+    candidates,  # Candidates; on return, `tile_sums` holds each tile's sum of kept weights
     shape,  # RowShape
 ):
-    """Return the key and id of the last token that top-k and then top-p keep, true if it was found,
-    and the sums of weights inside the interval and of all tokens."""
+    """Return the key and id of the last token that top-k and then top-p keep; true if it was found;
+    and the sums of the weights inside the interval and of all tokens."""
     lowest, every_id = tl.full([], LOWEST_KEY, tl.int32), tl.full([], shape.VOCAB, tl.int32)
     cut, last = lowest, every_id
     filtered = (k > 0) | (top_p < 1.0)
-    # Without filters, the interval is below all tokens.
+    # Without filters, the interval is below all keys, so that no token is a candidate.
     low, high = tl.where(filtered, low, lowest), tl.where(filtered, top_key, lowest)
     _, num_candidates, _, inside, every = add_up(
         row, scale, cut, last, low, high, candidates, shape, _STAGES
@@ -209,7 +213,7 @@ def find_in_one_pass(
 
 @triton.jit
 def _logit_of(key, SHIFT: tl.constexpr):
-    """Return the float32 for a key: the inverse of `sort_keys`."""
+    """Return the float32 number that has this key: the inverse of `sort_keys`."""
     key = (key << SHIFT) | tl.where(key < 0, 2**SHIFT - 1, 0)
     return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
@@ -218,7 +222,7 @@ def _logit_of(key, SHIFT: tl.constexpr):
 def _times(each, goal):
     """Return the smallest n, at most 2^22, for which n * each reaches the goal.
 
-    (A 64-bit division would be a function call, for which the compiler reserves a stack.)
+    (A 64-bit division would be a function call, for which the compiler would reserve a stack.)
     """
     less = tl.full([], 0, tl.int64)
     for doubling in tl.static_range(22):
@@ -229,7 +233,8 @@ def _times(each, goal):
 
 @triton.jit
 def _nth_of_key(row, key, n, shape):
-    """Return the id of the n-th token with this key, counting from 1, by a pass over the row."""
+    """Make a pass over the row, and return the id of its n-th token with this key, counting from
+    1."""
     at = tl.full([], shape.VOCAB, tl.int32)
     lanes = tl.arange(0, shape.SEGMENTS)[:, None] * shape.WIDTH + tl.arange(0, shape.WIDTH)[None]
     for start in range(0, shape.VOCAB, shape.SEGMENTS * shape.WIDTH):
@@ -250,8 +255,9 @@ def _interval_by_sample(
 ):
     """Return an interval within [low, high] around the estimated end of the prefix.
 
-    The estimate is based on one tile of the row per segment. `known_above` is the exact measure of
-    tokens with keys above `known`, and `measured` is the measure of all kept tokens.
+    The estimate is based on one tile of the row per segment. A measure is a sum of weights if
+    `by_mass`, else a number of tokens. `known_above` is the exact measure of the tokens with keys
+    above `known`, and `measured` is the measure of all kept tokens.
     """
     num_tiles: tl.constexpr = (shape.VOCAB + shape.WIDTH - 1) // shape.WIDTH
     tiles = (tl.arange(0, shape.SEGMENTS) * num_tiles) // shape.SEGMENTS
@@ -270,7 +276,7 @@ def _interval_by_sample(
 
 @triton.jit
 def _mass_kept(row, scale, cut, last, candidates, shape):
-    """Return the sum of kept weights, and write the sum of each tile."""
+    """Return the sum of kept weights, and write each tile's sum of kept weights."""
     lowest = tl.full([], LOWEST_KEY, tl.int32)
     _, _, every, _, _ = add_up(row, scale, cut, last, lowest, lowest, candidates, shape)
     return every
@@ -285,16 +291,17 @@ def search_last_kept(
     first_low,  # first key of the interval of `find_in_one_pass`
     top_key,  # last key of that interval, and of the row
     masses_ptr,  # [2] int64: sums of weights in that interval and of all tokens
-    candidates,  # Candidates; sums of tiles become sums of kept weights
+    candidates,  # Candidates; on return, `tile_sums` holds each tile's sum of kept weights
     shape,  # RowShape
 ):
-    """Return key and id of the last token that top-k and then top-p keep."""
+    """Return the key and id of the last token that top-k and then top-p keep."""
     lowest = tl.full([], LOWEST_KEY, tl.int32)
     cut, last = lowest, tl.full([], shape.VOCAB, tl.int32)
     summed = k < 0
     for by_mass in range(0, 2):
         searching = (by_mass == 1) | (k > 0)
-        # The first interval had too many candidates or, for top-p alone, did not contain the end.
+        # The first interval had too many candidates or, for top-p alone, did not contain the end of
+        # the prefix.
         floor, ceiling, passes = first_low, top_key, tl.full([], 0, tl.int32)
         goal, measured = k.to(tl.int64), tl.full([], shape.VOCAB, tl.int64)
         known, known_above = top_key, tl.full([], 0, tl.int64)
@@ -307,8 +314,9 @@ def search_last_kept(
                 floor, ceiling = lowest, first_low - 1
                 known, known_above = ceiling, inside
         while searching:
-            # Add a 0 that the compiler cannot see to the addresses. Otherwise it would keep the
-            # constant addresses in registers through all passes, and there are too few registers.
+            # Add 0 to the addresses, in a way that the compiler cannot see through. Otherwise it
+            # would keep the constant addresses in registers through all passes, and there are too
+            # few registers.
             nothing = tl.minimum(passes, 0)
             here = Candidates(
                 candidates.tile_sums, candidates.logits + nothing, candidates.ids + nothing

@@ -5,7 +5,7 @@ Formula, for every group g, sequence s < count and block b < width, with (count,
     tables[g, s, b] = packed[(g * count + s) * width + b]
 
 The shape is read on the device, so that one captured launch works for steps of all shapes. Elements
-beyond it are not changed.
+of `tables` outside this shape are not changed.
 """
 
 import torch

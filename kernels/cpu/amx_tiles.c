@@ -1,4 +1,4 @@
-/* Requests permission to use AMX, and emulates its tiles in plain C as a reference.
+/* Requests permission to use AMX, or emulates its tiles in plain C as a reference.
 
    The reference follows the definitions of LDTILECFG, TILELOADD, TILESTORED, TDPBF16PS and TDPBSSD
    in Intel's Software Developer's Manual, volume 2. */
@@ -58,9 +58,10 @@ static inline float element(const uint8_t *row, int i) { /* the i-th bfloat16 */
     return from_bits((uint32_t)half << 16);
 }
 
-/* The first elements of all pairs make up one chain of fused multiply-adds from 0, the second
-   elements another; the two chains are added, then the sum. Rounds to nearest even; denormals are
-   treated as 0 and flushed to 0. */
+/* The products of the pairs' first elements are added in one chain of fused multiply-adds that
+   begins at 0; the products of the second elements are added in another chain. The two results are
+   added to each other, and then to the sum. Rounds to nearest even. Denormal inputs count as 0, and
+   denormal results become 0. */
 void tile_dot_bf16(int sum, int left, int right) {
     const int columns = state.shapes.row_bytes[sum] / 4, pairs = state.shapes.row_bytes[left] / 4;
     for (int m = 0; m < state.shapes.rows[sum]; m++) {
@@ -80,7 +81,7 @@ void tile_dot_bf16(int sum, int left, int right) {
     }
 }
 
-/* Multiplies quads of signed bytes: exact, but sums that overflow wrap around. */
+/* Multiplies groups of four signed bytes. Sums are exact, but wrap around on overflow. */
 void tile_dot_int8(int sum, int left, int right) {
     const int columns = state.shapes.row_bytes[sum] / 4, bytes = state.shapes.row_bytes[left];
     for (int m = 0; m < state.shapes.rows[sum]; m++)

@@ -1,10 +1,10 @@
-/* Matrix tiles of up to 16 rows by 64 bytes: Intel's AMX, or the same in plain C.
+/* Matrix tiles of up to 16 rows by 64 bytes: Intel's AMX, or an emulation in plain C.
 
-   With -DEMULATE_TILES the plain C is used everywhere, so that code built on tiles can be tested on
-   any processor. Otherwise tiles are compiled if the target has AMX with bfloat16 and int8, and
-   used if tiles_work() returns true. If it returns false, attention by vectors of pairs reads the
-   same pool, so the target must have these instructions too. Tile numbers are compile-time
-   constants. */
+   With -DEMULATE_TILES the emulation is used everywhere, so that code built on tiles can be tested
+   on any processor. Otherwise code for tiles is compiled if the target has AMX with bfloat16 and
+   int8, and used if tiles_work() returns true. If it returns false, the attention of
+   attention_bf16_pairs.inc reads the same pool, so the target must have AVX512BF16 too. Tile numbers
+   must be compile-time constants. */
 
 #ifndef BATCHINFER_AMX_TILES_H
 #define BATCHINFER_AMX_TILES_H
@@ -21,7 +21,7 @@
 #define HAS_TILES 0
 #endif
 
-/* Returns whether this process may use tiles; the answer never changes. */
+/* Returns 1 if this process may use tiles, else 0. The answer never changes. */
 int tiles_work(void);
 
 /* The operand of LDTILECFG. */
@@ -41,7 +41,7 @@ void tile_dot_bf16(int sum, int left, int right);
 void tile_dot_int8(int sum, int left, int right);
 #elif HAS_TILES
 #include <immintrin.h>
-/* The intrinsics do not show the compiler which memory they access. */
+/* The intrinsics do not tell the compiler which memory they access. */
 #define TILE_READS_MEMORY __asm__ volatile("" ::: "memory")
 #define tile_configure(shapes) do { TILE_READS_MEMORY; _tile_loadconfig(shapes); } while (0)
 #define tile_release() _tile_release()
@@ -55,8 +55,8 @@ void tile_dot_int8(int sum, int left, int right);
 #endif
 
 #if HAS_TILES
-/* Configures 2 x 2 tiles of sums, 0 to 3, of up to 32 rows; 4 and 5 hold the rows, 6 and 7 the
-   matrix that they are multiplied by. */
+/* Configures tiles for up to 32 rows: 0 to 3 hold 2 x 2 tiles of sums, 4 and 5 hold the rows, and 6
+   and 7 hold the matrix that the rows are multiplied by. */
 static inline void tile_configure_pairs(int rows) {
     tile_shapes shapes = {.palette = 1};
     const int low = rows < MAX_TILE_ROWS ? rows : MAX_TILE_ROWS, high = rows > low ? rows - low : 1;

@@ -1,4 +1,4 @@
-/* Arguments of the kernels. The Python files of this folder declare the same structs for ctypes. */
+/* Arguments of the kernels. The Python files in this folder declare the same structs for ctypes. */
 
 #ifndef BATCHINFER_ARGUMENTS_H
 #define BATCHINFER_ARGUMENTS_H
@@ -18,7 +18,7 @@ typedef struct {
     const int32_t *context_lens; /* [S] */
     const float *sinks;          /* [Hq] or NULL */
     const int32_t *order;        /* [S] order of sequences; shared prefixes are adjacent */
-    const int32_t *shared_lens;  /* [S] tokens shared with the previous sequence of `order` */
+    const int32_t *shared_lens;  /* [S] leading tokens shared with the previous one in `order` */
     int64_t query_token_stride, query_head_stride; /* in elements, like all strides here */
     int64_t out_token_stride;
     int64_t key_slot_stride, key_head_stride, value_slot_stride, value_head_stride;
@@ -71,7 +71,7 @@ typedef struct {
     const void *bias;   /* [out] or NULL */
     void *out;          /* [rows, out], contiguous */
     int64_t num_rows, row_stride, in_features, out_features;
-    int32_t num_threads, adds; /* adds: 1: add to `out`; 0: overwrite `out` */
+    int32_t num_threads, adds; /* adds: 1 to add to `out`, 0 to overwrite it */
 } gemm_args;
 
 typedef struct {
@@ -79,11 +79,11 @@ typedef struct {
     const float *scales;  /* for codes: [out] or [out, groups] */
     const uint8_t *zeros; /* for GROUPS: [out, groups] */
     const int8_t *table;  /* for 4-bit codes: [16] value of each code; NULL: the code */
-    const int32_t *order; /* for GROUPS: [in] column of x for each packed k; NULL: in order */
+    const int32_t *order; /* for GROUPS: [in] column of x for each packed column; NULL: in order */
     void *packed;         /* output, packed_bytes bytes */
-    int64_t in_features, out_features, group; /* group: columns that share a scale */
+    int64_t in_features, out_features, group; /* group: number of columns that share a scale */
     int32_t num_threads, kernel; /* kernel: VECTORS or TILES */
-    int32_t bits; /* for GROUPS: bits of a code, 4 or 8 */
+    int32_t bits; /* for GROUPS: bits per code, 4 or 8 */
 } pack_args;
 
 typedef struct {
@@ -105,7 +105,7 @@ typedef struct {
 typedef struct {
     const void *logits;    /* [R, vocab] */
     const int64_t *rows;   /* [D] row of logits of each distribution */
-    const float *maximum;  /* [R] largest logit; a row is skipped if it is not finite */
+    const float *maximum;  /* [R] largest logit; rows where it is not finite are skipped */
     const float *temperature, *min_p, *top_p; /* [D] */
     const int32_t *top_k;  /* [D] 0 = all */
     const int64_t *starts; /* [D + 1] first sample of each distribution */
@@ -135,7 +135,7 @@ typedef struct {
     gemm_args down;
 } layer_args;
 
-typedef struct { /* the fields of layer_args that depend on the step; all layers share them */
+typedef struct { /* fields of layer_args that depend on the step and are the same for many layers */
     void *hidden; /* [num_tokens, hidden width], contiguous */
     const void *cos, *sin;
     const int64_t *slot_mapping;
@@ -160,15 +160,15 @@ void rotary_write_bf16(const rotary_write_args *);
 void silu_mul_f32(const silu_mul_args *);
 void silu_mul_bf16(const silu_mul_args *);
 
-/* Bytes of a GEMM's converted rows; 0 if it needs no conversion. */
+/* Returns the size in bytes of a GEMM's converted rows; 0 if it needs no conversion. */
 int64_t gemm_rows_bytes(const gemm_args *);
-/* Lays out the converted rows in `memory`, which has gemm_rows_bytes bytes. */
+/* Returns where the converted rows lie in `memory`, which has gemm_rows_bytes bytes. */
 gemm_rows gemm_rows_in(void *memory, const gemm_args *);
 void convert_row_f32(const gemm_rows *, const float *x, int64_t row);
 void convert_row_bf16(const gemm_rows *, const uint16_t *x, int64_t row);
 
 /* These functions do the same as the functions above, but all threads of a team (a parallel region)
-   call them. Each thread computes a part and does not wait for the others. With a `gemm_rows`
+   call them. Each thread computes a part and does not wait for the other threads. With a `gemm_rows`
    argument, a function also writes its rows in the form that the next GEMM needs. */
 void rms_norm_team_f32(const rms_norm_args *, const gemm_rows *);
 void rms_norm_team_bf16(const rms_norm_args *, const gemm_rows *);
