@@ -113,8 +113,8 @@ def aligned_pieces(
     return first, tl.maximum(tl.cdiv(end, PIECE) - first, 1)
 
 
-# Explicit fused multiply-adds make all kernels round in the same way. Joining an empty state changes
-# no bits.
+# Explicit fused multiply-adds make all kernels round in the same way. Joining an empty state does
+# not change any bits.
 @triton.jit
 def join_sums(
     total_max,  # [ROWS] float32: maximum of the previous pieces

@@ -40,8 +40,8 @@ from batchinfer.kernels.sampling_weights import (
 )
 
 _FIRST_TOKENS: tl.constexpr = tl.constexpr(1024)
-# Margin on both sides of an estimate, as a share of the kept mass. It is about the standard
-# deviation of the estimate. With a larger margin, more candidates would be found than can be stored.
+# Margin on both sides of an estimate, as a share of the kept mass: about the standard deviation of
+# the estimate. With a larger margin, the interval would have more candidates than can be stored.
 _MARGIN: tl.constexpr = tl.constexpr(1 / 200)
 _PASSES_BY_SAMPLE: tl.constexpr = tl.constexpr(5)
 # Only one program at a time fits on a multiprocessor, so it must have several loads in flight.

@@ -168,7 +168,7 @@ void convert_row_f32(const gemm_rows *, const float *x, int64_t row);
 void convert_row_bf16(const gemm_rows *, const uint16_t *x, int64_t row);
 
 /* These functions do the same as the functions above, but all threads of a team (a parallel region)
-   call them. Each thread computes a part and does not wait for the other threads. With a `gemm_rows`
+   call them. Each thread computes a part, and does not wait for other threads. With a `gemm_rows`
    argument, a function also writes its rows in the form that the next GEMM needs. */
 void rms_norm_team_f32(const rms_norm_args *, const gemm_rows *);
 void rms_norm_team_bf16(const rms_norm_args *, const gemm_rows *);

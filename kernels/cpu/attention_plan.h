@@ -1,14 +1,14 @@
-/* Cuts a step's attention into tasks, and allocates the memory that a task works in. */
+/* Cuts a step's attention into tasks, and allocates the workspace of tasks. */
 
 typedef struct {
     int32_t sequence, first, count; /* tokens [first, first + count) of a sequence's new tokens */
     int32_t position;               /* position of the first token */
-    int32_t shared; /* leading positions whose blocks the previous tile has too */
+    int32_t shared; /* number of leading positions that share blocks with the previous tile */
     int32_t row;    /* index of the tile's first row among the rows of all tiles */
 } tile;
 
 struct attention_plan {
-    tile *tiles;     /* then an empty tile, whose `row` is the number of rows */
+    tile *tiles;     /* all tiles, then an empty tile whose `row` is the total number of rows */
     int64_t *starts; /* [num_tasks + 1] first tile of each task */
     int64_t num_tasks;
     int32_t max_tiles, max_rows; /* sizes of the largest task */
@@ -24,9 +24,10 @@ typedef struct {
     int32_t piece, kv_head;
 } next_tile;
 
-/* Keys or values of one KV head, positions [from, to), prefetched line by line while another piece
-   is computed. Blocks are scattered, and no hardware prefetcher crosses a page. Prefetching all
-   lines at once delays the loads of the computation (measured: 1.5 times the time). */
+/* Keys or values of one KV head at positions [from, to), which are prefetched line by line while
+   another piece is computed. Hardware does not prefetch them, because blocks are scattered over
+   memory pages. Prefetching all lines at once would delay the loads of the computation (measured:
+   1.5 times as slow). */
 typedef struct {
     const char *base, *at, *end;
     const int32_t *table;
@@ -66,14 +67,15 @@ typedef struct {
     part *parts; /* [tiles] */
     float *keys, *values;          /* copies of a piece: [width][PIECE], [PIECE][width] */
     float *q, *s, *acc;            /* [rows][...] */
-    float *half;                   /* [HALF_ROWS][acc_stride] values, 0 at unseen positions */
+    float *half;                   /* [HALF_ROWS][acc_stride] values; 0 at positions not seen */
     int32_t *configured;           /* [2] shapes of the thread's tiles: attention_amx.inc */
-    int32_t acc_stride;            /* elements between rows of acc: whole vectors */
-    float *m, *l, *top, *keep;     /* [rows], with room for 16 more */
+    int32_t acc_stride;            /* elements between rows of acc: a multiple of ACC_LANES */
+    float *m, *l, *top, *keep;     /* [rows], with space for 16 more */
     int32_t *from, *to;                /* [rows] positions of the piece that each row sees */
 } task;
 
-/* Returns whether values are the first elements of their keys (latents, not stored separately). */
+/* Returns 1 if values are not stored separately, but are the first elements of their keys
+   (latents); else 0. */
 static inline int values_in_keys(const attention_args *a) { return a->values == a->keys; }
 
 /* Returns the first position that a token sees. */
@@ -89,7 +91,7 @@ attention_plan *attention_plan_of(const attention_args *a) {
     const int64_t all_rows = (int64_t)a->query_starts[num_sequences] * a->num_heads;
     int64_t wanted = all_rows / (4 * a->num_threads);
     if (wanted > TASK_ROWS) wanted = TASK_ROWS;
-    const int32_t most = wanted > 16 ? (int32_t)wanted : 16; /* most rows of a task */
+    const int32_t most = wanted > 16 ? (int32_t)wanted : 16; /* largest number of rows of a task */
     const int32_t per_tile = group < most ? most / group : 1;
     int64_t num_tiles = 0;
     for (int32_t i = 0; i < num_sequences; i++)
@@ -101,7 +103,8 @@ attention_plan *attention_plan_of(const attention_args *a) {
     if (!p->tiles || !p->starts) return free_attention_plan(p), NULL;
     p->num_tasks = 0;
     p->max_tiles = p->max_rows = 1;
-    /* With a window, tiles see the same part of a piece only if all tiles see the whole piece. */
+    /* Tiles of one task must see the same part of a piece. With a window, this is certain only if
+       no context is longer than the window. */
     int shares = a->order != NULL;
     for (int32_t i = 0; a->sliding_window && i < num_sequences; i++)
         shares &= a->context_lens[i] <= a->sliding_window;
@@ -138,8 +141,8 @@ void free_attention_plan(attention_plan *p) {
     free(p);
 }
 
-/* Returns the number of KV heads of a task that one thread interleaves: at most `most`, with at
-   most 64 rows together, and more than 1 only if this leaves enough runs for all threads. */
+/* Returns how many KV heads of a task one thread interleaves: at most `most`, with at most 64 rows
+   in total, and more than 1 only if this leaves enough work for all threads. */
 static int heads_at_once(const attention_args *a, const attention_plan *p, int most) {
     int heads = 1;
     while (2 * heads <= most && a->num_kv_heads % (2 * heads) == 0 && 2 * heads * p->max_rows <= 64
@@ -148,8 +151,8 @@ static int heads_at_once(const attention_args *a, const attention_plan *p, int m
     return heads;
 }
 
-/* Allocates the memory of a thread's tasks, one task for each of `num_heads`. The caller frees it.
-   Returns NULL if out of memory. */
+/* Allocates the workspace of a thread's tasks, one task for each of its `num_heads` heads. The
+   caller frees it. Returns NULL if out of memory. */
 static float *make_scratch(
     const attention_args *a, const attention_plan *p, task *heads, int num_heads) {
     const size_t dk = (a->key_width + 1) / 2 * 2, rows = p->max_rows;
@@ -160,7 +163,7 @@ static float *make_scratch(
         (num_heads * of_head + of_all) * sizeof(float) + p->max_tiles * sizeof(part);
     float *const scratch = aligned_alloc(64, (bytes + 63) / 64 * 64), *at = scratch;
     if (!scratch) return NULL;
-    memset(scratch, 0, bytes); /* zeros, because unused results are computed too */
+    memset(scratch, 0, bytes); /* because results that are not used are computed from it too */
     task shared = {.acc_stride = (int32_t)dv};
     shared.keys = at, at += PIECE * dk;
     shared.values = at, at += PIECE * dv;
@@ -185,7 +188,7 @@ static float *make_scratch(
     return scratch;
 }
 
-/* Returns the largest of `start` and a piece's scores, ignoring NaN. */
+/* Returns the largest of `start` and a row's scores for a piece, ignoring NaN. */
 INLINE float largest(const float *s, float start) {
 #if defined(__AVX512F__)
     __m512 top = _mm512_set1_ps(start); /* max returns its second operand if the first is NaN */
@@ -220,7 +223,7 @@ static __attribute__((noinline)) void weigh(
         top[r] = largest(s + r * PIECE, m[r]);
         if (top[r] == -INFINITY) top[r] = 0.0f; /* every score is -inf or NaN */
     }
-    /* Always 16 at a time: the compiler may round a remainder differently. */
+    /* Always compute 16 rows at a time, because the compiler may round a remainder differently. */
     for (int r = 0; r < rows; r += 16)
         for (int i = r; i < r + 16; i++)
             keep[i] = m[i] == -INFINITY ? 0.0f : exp_negative(m[i] - top[i]);
@@ -241,14 +244,15 @@ static __attribute__((noinline)) void weigh(
 }
 
 #if HAS_PAIRS || HAS_TILES
-/* Rounds weights to bfloat16, in place: they overwrite the beginning of each row's scores. */
+/* Rounds weights to bfloat16 in place. They overwrite the beginning of each row's scores. */
 static void round_weights(const task *t, int rows) {
     for (int r = 0; r < rows; r++)
         for (int p = 0; p < PIECE; p += LANES)
             store_rounded((uint16_t *)(t->s + r * PIECE) + p, load(t->s + r * PIECE + p));
 }
 
-/* Copies values [from, to) of one block from its keys to values[PIECE / 2][stride][2]. */
+/* Copies the values at positions [from, to) from the keys of one block to
+   values[PIECE / 2][stride][2]. */
 static __attribute__((noinline)) void pairs_of_keys(
     const attention_args *a, const uint16_t *block, int32_t from, int32_t to, uint16_t *values,
     int stride) {

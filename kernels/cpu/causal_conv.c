@@ -1,8 +1,8 @@
-/* A causal convolution of each channel as a layer of its own, with its last inputs in pool slots: the
-   short convolution of LFM2, and the convolution of Mamba-1.
+/* A causal convolution that treats each channel separately, as a layer of its own: the short
+   convolution of LFM2, and the convolution of Mamba-1. Its last inputs are kept in pool slots.
 
-   A channel's sum runs over the tokens in order, whether a token is in this step or in the state. So a
-   row's bits depend neither on how it is cut into steps nor on other rows. */
+   A channel's sum runs over the tokens in order, whether a token is in this step or in the state. A
+   row's bits therefore depend neither on how it is cut into steps nor on other rows. */
 
 #include "recurrent_state.h"
 

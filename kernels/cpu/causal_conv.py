@@ -1,4 +1,4 @@
-"""A causal convolution with its state in pool slots, in C, called through ctypes.
+"""Calls the C kernel of a causal convolution with its state in pool slots.
 
 Reference: ``batchinfer.kernels.causal_conv``, with the same arguments.
 """
@@ -35,8 +35,8 @@ def causal_conv(
 ) -> None:
     """Run packed sequences through a layer and update their states in place.
 
-    float32 or bfloat16, float32 accumulation. A row's bits depend on its own tokens alone, not on
-    how they are cut into steps.
+    Tensors are float32 or bfloat16; sums are float32. A row's bits depend only on its own tokens,
+    not on how they are cut into steps.
     """
     factors = before, after
     assert all(one is None or one.stride() == inputs.stride() for one in factors)

@@ -1,7 +1,7 @@
-"""Compiles the C kernels of this folder to a shared library on first use, and loads it.
+"""Compiles the C kernels in this folder to a shared library on first use, and loads it.
 
-Needs a C compiler (``$CC``, or else ``cc``). The library is cached by source, flags, compiler and
-processor.
+This needs a C compiler (``$CC``, or else ``cc``). The library is cached for each combination of
+source, flags, compiler and processor.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from pathlib import Path
 
 import torch
 
-# Logs warnings, so that users see why the first start takes longer.
+# Compilation is logged as a warning, so that users see why the first start takes longer.
 _log = logging.getLogger(__name__)
 
 POINTER, INT64, INT32, FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
 SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16"}
-"""Suffix of a function's name for a dtype."""
+"""Suffixes of C functions' names, keyed by the dtype that they compute in."""
 _OTHER_SUFFIX = {torch.float8_e4m3fn: "e4m3"}
 """Suffixes for dtypes that only the KV pool can have."""
 
@@ -42,8 +42,8 @@ _X86, _ARM = ("-march=native", "-mprefer-vector-width=512"), ("-mcpu=native",)
 _FOR_THIS_PROCESSOR = {"x86_64": _X86, "AMD64": _X86, "aarch64": _ARM, "arm64": _ARM}
 
 _MOST_SECONDS = 600
-"""Time limit for the compiler. It is long, because compiling can take minutes on a busy machine,
-and after a failure other kernels would give other bits."""
+"""Time limit for the compiler, in seconds. It is long, because compiling can take minutes on a busy
+machine, and if it fails, other kernels compute other bits."""
 
 _why_not = ""
 
@@ -71,18 +71,18 @@ def load() -> ctypes.CDLL | None:
 
 
 def why_not() -> str:
-    """Return the reason why ``load`` returns None; "" if it returns a library."""
+    """Return why ``load`` returns None, or "" if it returns a library."""
     load()
     return _why_not
 
 
 def source_digest() -> str:
-    """Return the SHA-256 of the kernels' source, in hex."""
+    """Return the SHA-256 hash of the kernels' source code, in hex."""
     return hashlib.sha256(b"|".join(_source())).hexdigest()
 
 
 def cache_folder() -> Path | None:
-    """Return the user's cache folder for compiled kernels; None: no folder is writable."""
+    """Return the user's cache folder for compiled kernels, or None if no folder is writable."""
     return next((folder for folder in _own_folders() if os.access(folder, os.W_OK)), None)
 
 
@@ -90,15 +90,16 @@ _KERNELS = 1, 0  # TILES and VECTORS of arguments.h, the fastest first
 
 
 def kernels_of(library: ctypes.CDLL | None, operation: str, dtype: torch.dtype) -> dict[str, int]:
-    """Return the kernels of "gemm" or "attend" by their instructions, the fastest first.
+    """Return the available kernels of an operation ("gemm" or "attend"), the fastest first.
 
-    The values are the kernels' numbers in C. Equal names give equal bits.
+    The keys are the names of the instructions that kernels use; the values are the kernels' numbers
+    in C. Kernels with equal names give equal bits.
     """
     return kernels_by_suffix(library, operation, _OTHER_SUFFIX.get(dtype) or SUFFIX[dtype])
 
 
 def kernels_by_suffix(library: ctypes.CDLL | None, operation: str, suffix: str) -> dict[str, int]:
-    """Like ``kernels_of``, for a suffix of the C function's name."""
+    """Do the same as ``kernels_of``, for a suffix of the C functions' names."""
     function = getattr(library, f"{operation}_instructions_{suffix}")
     function.restype = ctypes.c_char_p
     names = ((function(kernel), kernel) for kernel in _KERNELS)
@@ -123,7 +124,8 @@ def _built(compiler: str) -> Path:
     openmp = _openmp_libraries()
     version = subprocess.run([compiler, "--version"], capture_output=True, check=True, timeout=30)
     flags = (*FLAGS, *for_this_processor())
-    # Include the path: a wrapper that adds flags prints the version of the compiler that it calls.
+    # Include the path, because a wrapper that adds flags prints the version of the compiler that it
+    # calls.
     parts = [compiler.encode(), version.stdout, processor(), *map(str.encode, (*flags, *openmp))]
     name = f"kernels-{hashlib.sha256(b'|'.join((*parts, *_source()))).hexdigest()[:24]}.so"
     for folder in _own_folders():
@@ -151,12 +153,12 @@ def _built(compiler: str) -> Path:
 
 
 def for_this_processor() -> tuple[str, ...]:
-    """Return the compiler flags that enable all instructions of this processor."""
+    """Return the compiler flags that enable all of this processor's instructions."""
     return _FOR_THIS_PROCESSOR.get(platform.machine(), ())
 
 
 def _openmp_libraries() -> list[str]:
-    """Return torch's OpenMP runtime; a second runtime would compete for the cores."""
+    """Return the paths of torch's OpenMP runtime. A second runtime would compete for the cores."""
     return [str(path) for path in (Path(torch.__file__).parent / "lib").glob("libgomp*.so*")]
 
 
@@ -165,7 +167,8 @@ def _source() -> list[bytes]:
 
 
 def _own_folders() -> Iterator[Path]:
-    """Yield folders for libraries that only this user can write to. Missing folders are created."""
+    """Yield folders for compiled libraries that only this user can write to. Create missing
+    folders."""
     for folder in _cache_folders():
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)

@@ -1,9 +1,9 @@
 /* Runs whole decoder layers in one call, because calling their parts from Python takes a tenth of a
    decode step.
 
-   All threads run the layers together in one parallel region; one region per part would double the
-   number of barriers. The thread that computes a row also converts it to the form that the next
-   GEMM needs (gemm_rows.h). */
+   All threads run the layers together in one parallel region, because one region per part would
+   need twice as many barriers. The thread that computes a row also converts it to the form that the
+   next GEMM needs (gemm_rows.h). */
 
 #include <stdlib.h>
 
@@ -11,7 +11,7 @@
 #include "gemm_rows.h"
 
 typedef struct {
-    attention_plan **plans; /* plan of each layer; adjacent equal layers share a plan */
+    attention_plan **plans; /* plan of each layer; adjacent layers of equal shape share a plan */
     int64_t count;
     void *rows; /* converted rows of the current GEMM */
 } workspace;

@@ -1,4 +1,4 @@
-"""Runs decoder layers with Llama's structure in one call of the C kernels."""
+"""Runs decoder layers with Llama's structure in one call to the C kernels."""
 
 from __future__ import annotations
 
@@ -55,14 +55,15 @@ def array_of_layers(layers: Sequence[LayerArgs]) -> ctypes.Array[LayerArgs]:
 
 
 def array_of_steps(steps: Sequence[StepArgs]) -> ctypes.Array[Any]:
-    """Return pointers to steps, the argument of ``decoder_layers``, which sees later changes."""
+    """Return pointers to steps for ``decoder_layers``, which sees later changes of the steps."""
     return (ctypes.POINTER(StepArgs) * len(steps))(*map(ctypes.pointer, steps))
 
 
 def decoder_layers(
     layers: ctypes.Array[LayerArgs], steps: ctypes.Array[Any], dtype: torch.dtype
 ) -> None:
-    """Run layers one after the other, each with its step. All tensors have ``dtype``."""
+    """Run layers one after the other, each with the step arguments at the same index. All tensors
+    have ``dtype``."""
     function = getattr(load(), f"decoder_layers_{SUFFIX[dtype]}")
     if function(layers, steps, INT64(len(layers))):
         raise MemoryError("not enough memory for the workspace of decoder layers")

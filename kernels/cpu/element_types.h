@@ -1,4 +1,4 @@
-/* Element types, and an exp that vectorizes, for all kernels of this folder. */
+/* Element types, and an exp that compilers vectorize, for all kernels in this folder. */
 
 #ifndef BATCHINFER_ELEMENT_TYPES_H
 #define BATCHINFER_ELEMENT_TYPES_H
@@ -42,12 +42,12 @@ static inline uint16_t to_bf16(float x) { /* rounds to nearest, ties to even; Na
 
 #if defined(__FMA__) || defined(__aarch64__) || defined(__FP_FAST_FMAF)
 #define HAS_FMA
-#define FMA(a, b, c) __builtin_fmaf(a, b, c) /* compilers may reorder a * b + c, but not this */
+#define FMA(a, b, c) __builtin_fmaf(a, b, c) /* unlike a * b + c, compilers may not reorder this */
 #else
 #define FMA(a, b, c) ((a) * (b) + (c))
 #endif
 
-/* 1 if one instruction multiplies pairs of bfloat16 and adds both products. */
+/* 1 if the target has an instruction that multiplies pairs of bfloat16 and adds both products. */
 #if defined(__AVX512BF16__)
 #define HAS_PAIRS 1
 #elif defined(__aarch64__) && defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)

@@ -5,7 +5,7 @@
 
 #include "arguments.h"
 
-enum { GELU, GELU_TANH, RELU }; /* order of encoder_layers.ACTIVATIONS */
+enum { GELU, GELU_TANH, RELU }; /* in the order of encoder_layers.ACTIVATIONS */
 
 typedef struct {
     const void *weight, *bias; /* [width] */
@@ -24,7 +24,7 @@ typedef struct {
 
 typedef struct {
     const encoder_layer_args *layers;
-    void *hidden;          /* [T, width], contiguous: in and out */
+    void *hidden;          /* [T, width], contiguous: input and output */
     void *qkv;             /* [T, 3 * heads * head_width], workspace */
     const int64_t *starts; /* [S + 1] first token of each sequence, then T */
     int64_t num_layers, num_sequences;

@@ -1,12 +1,12 @@
 /* Runs encoder layers in one call: bidirectional attention within each sequence of a packed row,
-   post-norm like BERT (Devlin et al. 2018, https://arxiv.org/abs/1810.04805).
+   with the post-norm structure of BERT (Devlin et al. 2018, https://arxiv.org/abs/1810.04805).
 
-   A task is a few adjacent sequences, and one thread computes all layers of it. Threads wait for
-   each other only once per step, and activations between layers stay in a core's cache. If there
-   are fewer tasks than threads, all threads compute the whole step together, part by part.
+   A task has a few adjacent sequences, and one thread computes all layers for it. Threads thus wait
+   for each other only once per step, and activations between layers stay in a core's cache. If
+   there are fewer tasks than threads, all threads compute the whole step together, part by part.
 
-   The operands of a token, and their order, depend only on its own sequence, so its bits do not
-   depend on tasks, threads or other sequences. */
+   The numbers that a token is computed from, and their order, depend only on the token's own
+   sequence, so its bits do not depend on tasks, threads or other sequences. */
 
 #include <stdlib.h>
 
@@ -15,24 +15,27 @@
 #include "epilogue.h"
 #include "small_gemm.h"
 
-#define TASK_ROWS 256      /* most rows of a task, whose activations nearly fill an L2 cache */
-#define LEAST_ROWS 64      /* fewest rows of a task; small tasks at the end of a step let threads finish together */
+#define TASK_ROWS 256      /* largest task: its activations nearly fill an L2 cache */
+/* Smallest limit for a task's rows. With small tasks at the end of a step, threads finish at about
+   the same time. */
+#define LEAST_ROWS 64
 #define QUERIES 48         /* queries whose scores are computed at once */
-#define CHUNK 64           /* elements that one call of an activation computes */
+#define CHUNK 64           /* elements for which an activation is computed at once */
 #define CACHE_PERIOD 4096  /* equals gemm._CACHE_PERIOD */
 #define MANY_ROWS 8        /* equals gemm._MANY_ROWS */
-#define WORTH_A_THREAD 16384 /* elements; with fewer, waking a thread costs more than it saves */
+#define WORTH_A_THREAD 16384 /* with fewer elements, waking a thread costs more than it saves */
 
 static inline int64_t whole_vectors(int64_t width) { return (width + LANES - 1) / LANES * LANES; }
 
-/* Memory of a task. */
+/* Workspace of a task. */
 typedef struct {
     void *attended, *inner; /* [rows, heads * head_width], [rows, inner width] */
     void *apart;            /* padded copies of rows, [rows, larger width + a cache line] */
     float *attention;       /* attention_floats floats for each thread */
 } workspace;
 
-/* Returns an upper bound on one head's floats: keys, values, scores, sums, queries. */
+/* Returns an upper bound on the number of floats that one head's keys, values, scores, sums and
+   queries need. */
 static int64_t attention_floats(const encoder_args *a, int64_t length) {
     const int64_t places = whole_vectors(length), width = whole_vectors(a->head_width);
     return 2 * width * places + QUERIES * (places + 2 * width);
@@ -44,8 +47,8 @@ static float lanes_sum(vec x) {
     return x[0];
 }
 
-/* Turns a row's scores [places] into weights, which are not divided by their sum, and returns the
-   sum. Places beyond `length` get weight 0. */
+/* Turns a row's scores [places] into weights, which are not yet divided by their sum, and returns
+   the sum. Places from `length` on get weight 0. */
 static __attribute__((noinline)) float weigh(float *s, int64_t length, int64_t places, float scale) {
     float top = -INFINITY;
     for (int64_t p = 0; p < length; p++) top = s[p] > top ? s[p] : top;
@@ -56,9 +59,8 @@ static __attribute__((noinline)) float weigh(float *s, int64_t length, int64_t p
     return lanes_sum(sum);
 }
 
-/* Returns erf(x) to 2e-7 by Eigen's rational approximation (Eigen/src/SpecialFunctions,
-   generic_fast_erf_float).
-*/
+/* Returns erf(x) with an error of at most 2e-7, using Eigen's rational approximation
+   (Eigen/src/SpecialFunctions, generic_fast_erf_float). */
 static inline float erf_of(float x) {
     x = x < -4.0f ? -4.0f : x;
     x = x > 4.0f ? 4.0f : x;
@@ -80,7 +82,7 @@ static inline float erf_of(float x) {
 
 static inline float gelu(float x) { return 0.5f * x * (1.0f + erf_of(x * 0.70710678f)); }
 
-/* 0.5 x (1 + tanh(u)), which is x / (1 + exp(-2 u)). */
+/* Returns 0.5 x (1 + tanh(v)), which is x / (1 + exp(-2 v)), with `u` = 2 v. */
 static inline float gelu_tanh(float x) {
     const float u = 1.59576912f * (x + 0.044715f * x * x * x), e = exp_negative(-fabsf(u));
     return x * (u < 0.0f ? e : 1.0f) / (1.0f + e);
@@ -88,8 +90,8 @@ static inline float gelu_tanh(float x) {
 
 static inline float relu(float x) { return x < 0.0f ? 0.0f : x; }
 
-/* Cuts sequences into tasks, with smaller tasks towards the end, and returns their number. Task t
-   has the sequences [firsts[t], firsts[t + 1]). */
+/* Groups sequences into tasks, with smaller tasks towards the end, and returns the number of tasks.
+   Task t has the sequences [firsts[t], firsts[t + 1]). */
 static int64_t cut(const encoder_args *a, int64_t *firsts) {
     int64_t count = 0, first = 0;
     while (first < a->num_sequences) {

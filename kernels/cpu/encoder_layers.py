@@ -1,4 +1,4 @@
-"""Runs encoder layers with BERT's structure in one call of the C kernels."""
+"""Runs encoder layers with BERT's structure in one call to the C kernels."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ class LayerNormArgs(ctypes.Structure):
 class EncoderLayerArgs(ctypes.Structure):
     """Arguments of a layer's parts, in the order in which they run.
 
-    The GEMMs ``o`` and ``down`` add to the hidden state. The step sets rows and addresses.
+    The GEMMs ``o`` and ``down`` add to the hidden state. The C function sets the number of rows and
+    the addresses for each step.
     """
 
     _fields_ = (
@@ -56,10 +57,10 @@ def product_args(
     *,
     adds: bool = False,
 ) -> GemmArgs:
-    """Return the arguments of a layer's GEMM, except those that the step sets.
+    """Return the arguments of a layer's GEMM, except those that differ between steps.
 
     Args:
-        adds: add the output to the hidden state.
+        adds: true to add the output to the hidden state.
     """
     return GemmArgs(
         packed=packed.data_ptr(),
@@ -96,10 +97,10 @@ def encoder_layers(
 
     Args:
         activation: one of ``ACTIVATIONS``.
-        scale: multiplies attention scores.
+        scale: factor of attention scores.
 
     Raises:
-        MemoryError: no memory for the workspace.
+        MemoryError: there is not enough memory for the workspace.
     """
     library = load()
     assert library is not None

@@ -1,5 +1,5 @@
-/* Epilogue of a GEMM: adds the bias to sums[rows][width], and the previous output if a->adds, rounds
-   once, and stores the result from output `column` on. */
+/* Epilogue of a GEMM: adds the bias to sums[rows][width], and also the previous output if a->adds.
+   Then rounds once, and stores the result from output `column` on. */
 
 #ifndef BATCHINFER_EPILOGUE_H
 #define BATCHINFER_EPILOGUE_H

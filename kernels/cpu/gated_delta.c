@@ -2,12 +2,12 @@
    https://arxiv.org/abs/2412.06464), and Kimi Delta Attention (Kimi Team 2025,
    https://arxiv.org/abs/2510.26692), in which each row of a head's matrix has its own decay.
 
-   The recurrence runs token by token, not in chunks: a piece of a head's matrix stays in the first
-   cache while the tokens of its sequence stream past, so the plain recurrence is near the
-   processor's limit. A row's bits depend neither on how it is cut into steps nor on other rows,
-   because each token's arithmetic is the same wherever its sequence was interrupted.
+   The recurrence runs token by token, not in chunks. A piece of a head's matrix stays in the L1
+   cache while the tokens of its sequence are computed, so this simple recurrence nearly reaches the
+   processor's peak speed. A row's bits depend neither on how it is cut into steps nor on other
+   rows, because each token's arithmetic is the same wherever its sequence is cut.
 
-   Four passes over the step, each split over the threads, with float32 between them: the
+   There are four passes over the step, each split among the threads, with float32 results: the
    convolution; unit queries and keys, and gates; the recurrence; the gated norm. */
 
 #include "recurrent_state.h"
@@ -23,19 +23,20 @@ typedef struct {
     float *decayed_keys;           /* workspace: [T, Hv * Dk] if each row has its own decay */
     int64_t gate_stride, decay_stride, beta_stride; /* in elements */
     int64_t num_tokens, num_key_heads, num_heads, key_width, value_width;
-    int64_t decay_width; /* decays of a head: 1, or Dk */
-    int32_t num_threads, with_silu; /* gates the output by silu(gate), or else by sigmoid(gate) */
+    int64_t decay_width; /* number of decays per head: 1, or Dk */
+    int32_t num_threads, with_silu; /* 1: silu(gate) multiplies the output; 0: sigmoid(gate) does */
     float norm_eps, max_beta;
 } gated_delta_args;
 
-#define MAX_VECTORS 8 /* most vectors of a piece's row that one call computes */
+#define MAX_VECTORS 8 /* largest number of vectors of a piece's row that one call computes */
 
-/* 1 / |x|, with transformers' epsilon. */
+/* Returns 1 / |x|, with transformers' epsilon. */
 static inline float inverse_length(const float *x, int64_t width) {
     return 1.0f / sqrtf(sum_of_squares(x, width) + 1e-6f);
 }
 
-/* Replaces the gate of a head's decay by the decay, and multiplies keys by their decays, if each has one. */
+/* Replaces a head's decay inputs with its decays. If each row has its own decay, also multiplies
+   the head's key by the decays. */
 static inline void decay_head(const gated_delta_args *a, int64_t t, int64_t head) {
     const int64_t width = a->decay_width, at = t * a->num_heads + head;
     const float rate = a->decay_rate[head], *bias = a->dt_bias + head * width;
@@ -67,12 +68,12 @@ static void units_and_gates(const gated_delta_args *a) {
     }
 }
 
-/* One token's inputs of a head's matrix. */
+/* One token's inputs for a head's matrix. */
 typedef struct {
     const float *query, *key; /* [rows] */
     const float *recalling;   /* [rows]: the key, multiplied by the decay if each row has its own */
     const float *value;       /* [columns] */
-    const float *kept;        /* decay of each row, or of all rows */
+    const float *kept;        /* decay of each row, or one decay for all rows */
     float strength;
 } token_inputs;
 
@@ -87,8 +88,8 @@ INLINE void write_row(
     }
 }
 
-/* Computes one token in `vectors` vectors of columns of a piece, from `column` on. Sums run over the
-   rows of the piece in order, rows of even and of odd number apart. */
+/* Computes one token for `vectors` vectors of a piece's columns, from `column` on. The rows of the
+   piece are summed in order; rows with even and with odd numbers have separate sums. */
 INLINE void recur(
     const int vectors, const int by_row, float *piece, int64_t columns, int64_t rows,
     const token_inputs *token, int64_t column, float *out) {
@@ -128,7 +129,7 @@ INLINE void recur(
     for (int v = 0; v < vectors; v++) store(out + column + v * LANES, even[v] + odd[v]);
 }
 
-/* The same for one column. */
+/* Does the same for one column. */
 INLINE void recur_column(
     const int by_row, float *piece, int64_t columns, int64_t rows, const token_inputs *token,
     int64_t column, float *out) {

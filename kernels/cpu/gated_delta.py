@@ -1,5 +1,4 @@
-"""Gated DeltaNet and Kimi Delta Attention over recurrent states in pool slots, in C, called through
-ctypes.
+"""Calls the C kernels of Gated DeltaNet and Kimi Delta Attention over states in pool slots.
 
 Reference: ``batchinfer.kernels.gated_delta``, with the same arguments.
 """
@@ -43,8 +42,8 @@ def gated_delta(
 ) -> None:
     """Run packed sequences through a layer and update their states in place.
 
-    float32 or bfloat16, float32 accumulation. A row's bits depend on its own tokens alone, not on
-    how they are cut into steps.
+    Tensors are float32 or bfloat16; sums are float32. A row's bits depend only on its own tokens,
+    not on how they are cut into steps.
     """
     num_tokens, num_heads = beta.shape
     by_row = weights.decay_width > 1

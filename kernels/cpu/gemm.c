@@ -3,14 +3,14 @@
    out = x @ weight^T (+ bias), for any number of rows of x. Weights are packed in panels of PANEL
    outputs, [panel][k][output]. Each panel is read from memory once: it is prefetched while the
    previous panel is multiplied. At the 16 to 256 rows of a step, reading the weights and
-   multiplying take about equally long; doing one after the other reaches two thirds of the speed of
-   doing both at once.
+   multiplying take about equally long. Doing one after the other would reach only two thirds of the
+   speed.
 
-   The sums of up to TILE_ROWS rows and one panel stay in registers over all of k (Goto & van de
-   Geijn 2008, https://doi.org/10.1145/1356052.1356053). Every output is one chain of fused
-   multiply-adds in the order of k, so a row's bits do not depend on the other rows. gemm_amx.inc
-   multiplies bfloat16 by AMX tiles, gemm_int8.c int8, gemm_groups.c codes with a scale for each
-   group of columns, and gemm_float8.inc float8.
+   The sums of up to TILE_ROWS rows and one panel stay in registers for the whole loop over k (Goto
+   & van de Geijn 2008, https://doi.org/10.1145/1356052.1356053). Every output is one chain of fused
+   multiply-adds in the order of k, so a row's bits do not depend on the other rows. Other files
+   multiply bfloat16 with AMX tiles (gemm_amx.inc), int8 codes (gemm_int8.c), codes with a scale for
+   each group of columns (gemm_groups.c) and float8 codes (gemm_float8.inc).
 
    The header of a packed weight names the kernel that multiplies by it. */
 
@@ -65,7 +65,7 @@
 #define FACTORS 1
 #define LOAD_WEIGHTS(factor, w) load((const float *)(w))
 #define BROADCAST(factor, x) all_lanes_of_four(x)
-#else /* multiply the first of each pair, then the second */
+#else /* multiply the first element of each pair, then the second */
 #define FACTOR float
 #define FACTORS 2
 #define LOAD_WEIGHTS(factor, w) widened(factor, load((const float *)(w)))
@@ -85,7 +85,8 @@
 #include "gemm_amx.inc"
 #endif
 
-/* Returns the name of a kernel's instructions, for users; NULL if it does not work here. */
+/* Returns the name of a kernel's instructions, for users; NULL if the kernel does not work on this
+   processor. */
 const char *gemm_instructions_f32(int kernel) { return kernel == VECTORS ? VECTORS_NAME : NULL; }
 
 const char *gemm_instructions_bf16(int kernel) {
@@ -139,12 +140,13 @@ void gemm_team_bf16(const gemm_args *a, const gemm_rows *x) {
     else panels_gemm_bf16(a, x, (const uint16_t *)(from + 1));
 }
 
-/* Returns whether one thread converts all rows before the others start. For few rows, this is
-   faster than a barrier. */
+/* Returns 1 if one thread should convert all rows before the other threads start. For few rows,
+   this is faster than a barrier. */
 static int rows_are_few(const gemm_args *a) { return a->num_rows * a->in_features <= 1 << 14; }
 
-/* gemm_##type returns 0, or 1 if out of memory. A few rows are converted outside the parallel
-   region, by plain calls: the caller may be a thread of a team that runs its own GEMM. */
+/* gemm_##type returns 0, or 1 if out of memory. It converts a few rows with plain calls, outside
+   the parallel region. It must not use `omp for` there, because the caller may be a thread of a
+   team that runs its own GEMM. */
 #define GEMM(type, ELEMENT)                                                                    \
     static void convert_row_at_##type(const gemm_rows *to, const gemm_args *a, int64_t row) {  \
         convert_row_##type(to, (const ELEMENT *)a->x + row * a->row_stride, row);                 \

@@ -1,4 +1,4 @@
-"""GEMMs in C with weights that are packed once, called through ctypes."""
+"""Packs weights for the C kernels, and calls the C kernels' GEMMs."""
 
 from __future__ import annotations
 
@@ -26,21 +26,22 @@ from batchinfer.kernels.low_bit import (
 )
 
 _MANY_ROWS = 8
-# Addresses this number of bytes apart map to the same set of the first-level cache.
+# Addresses that are a multiple of this number of bytes apart map to the same set of the L1 cache.
 _CACHE_PERIOD = 4096
 _CACHE_LINE = 64
 _KINDS = {1: "int8", 2: "groups"}
-"""Kinds of packed weights whose GEMMs also round rows, by their numbers in ``arguments.h``."""
+"""Kinds of packed weights whose GEMMs also round rows, keyed by their numbers in ``arguments.h``."""
 _MEMORY = HugePages()
 
 
 def aliases_cache_sets(row_bytes: int) -> bool:
-    """Return true if rows with this stride map to the same cache sets and evict each other."""
+    """Return true if rows with this stride map to the same cache sets, and so evict each other."""
     return row_bytes % _CACHE_PERIOD == 0
 
 
 def padded_rows(count: int, width: int, like: torch.Tensor) -> torch.Tensor:
-    """Return an uninitialized [count, width] whose rows do not alias cache sets."""
+    """Return an uninitialized tensor [count, width] whose rows do not all map to the same cache
+    sets."""
     size = like.element_size()
     padding = _CACHE_LINE // size if aliases_cache_sets(width * size) else 0
     return like.new_empty(count, width + padding)[:, :width]
@@ -70,21 +71,22 @@ def supports(weight: torch.Tensor) -> bool:
 
 
 def available(dtype: torch.dtype) -> tuple[str, ...]:
-    """Return names of the instructions for GEMMs of ``dtype`` on this machine, the fastest first.
+    """Return the names of the instructions for GEMMs of ``dtype`` on this machine, the fastest
+    first.
 
-    For example "AMX", "AVX-512 BF16", "NEON" or "plain C"; equal names give equal bits.
+    Names are, for example, "AMX", "AVX-512 BF16", "NEON" or "plain C". Equal names give equal bits.
     """
     return tuple(kernels_of(load(), "gemm", dtype))
 
 
 def instructions(dtype: torch.dtype) -> str:
-    """Return the default instructions for GEMMs of ``dtype``: the fastest."""
+    """Return the default instructions for GEMMs of ``dtype``, which are the fastest."""
     return available(dtype)[0]
 
 
 def instructions_of(packed: torch.Tensor) -> str:
-    """Return the instructions that a weight was packed for. For low-bit weights, return "int8" or
-    "groups", because all instructions give the same bits.
+    """Return the instructions that a weight was packed for. For low-bit weights, with which all
+    instructions give the same bits, return "int8" or "groups".
     """
     number, kind = packed[: 8 // packed.element_size()].view(torch.int32).tolist()
     if kind in _KINDS:
@@ -94,7 +96,8 @@ def instructions_of(packed: torch.Tensor) -> str:
 
 
 def pack(weight: torch.Tensor, instructions: str | None = None) -> torch.Tensor:
-    """Pack [out, in] into a flat tensor: a header that names the kernel, then panels of outputs.
+    """Pack a weight [out, in] into a flat tensor: a header with the kernel's number, then panels of
+    outputs.
 
     Args:
         instructions: an element of ``available``; None: the fastest.
@@ -115,14 +118,16 @@ def pack(weight: torch.Tensor, instructions: str | None = None) -> torch.Tensor:
 
 
 def available_low_bit(kind: type[LowBitWeight]) -> tuple[str, ...]:
-    """Like ``available``, for low-bit weights of a kind. All instructions give the same bits."""
+    """Return the same as ``available``, for one kind of low-bit weights. All instructions give the
+    same bits."""
     return tuple(_low_bit_kernels(kind))
 
 
 def pack_low_bit(weight: LowBitWeight, instructions: str | None = None) -> torch.Tensor:
-    """Pack a weight of 8-bit or 4-bit codes like ``pack``; ``gemm`` also rounds rows to int8.
+    """Pack a weight of 8-bit or 4-bit codes, like ``pack``.
 
-    Sums are exact, so all instructions give the same bits as ``low_bit.low_bit_product``.
+    ``gemm`` also rounds rows to int8. Its sums are exact, so all instructions give the same bits as
+    ``low_bit.low_bit_product``.
 
     Args:
         instructions: an element of ``available_low_bit``; None: the fastest.
@@ -151,9 +156,9 @@ def pack_low_bit(weight: LowBitWeight, instructions: str | None = None) -> torch
 
 
 def pack_float8(weight: Float8GroupedWeight, dtype: torch.dtype) -> torch.Tensor:
-    """Pack a float8 weight like ``pack``, for rows of ``dtype``, which are not rounded.
+    """Pack a float8 weight, like ``pack``, for rows of ``dtype``, which are not rounded.
 
-    GEMMs have the same bits as with the dequantized weight, rounded to ``dtype`` and packed for
+    ``gemm`` gives the same bits as with the dequantized weight, rounded to ``dtype`` and packed for
     ``vector_instructions``.
     """
     codes, scales = weight.codes.contiguous(), weight.scales.float().contiguous()
@@ -200,15 +205,16 @@ def gemm(
     out: torch.Tensor,  # [M, out], contiguous
     adds: bool = False,
 ) -> None:
-    """Compute ``out = x @ weight.T + bias``, summed in float32, or exactly for int8.
+    """Compute ``out = x @ weight.T + bias``. Sums are float32; with low-bit weights, integer sums
+    are exact.
 
     A row's bits do not depend on the other rows.
 
     Args:
-        adds: add the product to ``out``, and round once.
+        adds: true to add the product to ``out``, rounding once.
 
     Raises:
-        MemoryError: there is no memory for the rounded rows.
+        MemoryError: there is not enough memory for the converted rows.
     """
     row_bytes = x.stride(0) * x.element_size()
     if x.stride(1) != 1 or (len(x) >= _MANY_ROWS and aliases_cache_sets(row_bytes)):
@@ -226,7 +232,7 @@ def gemm_args(
     out: torch.Tensor,
     adds: bool,
 ) -> GemmArgs:
-    """Return the C function's arguments for the arguments of ``gemm``."""
+    """Convert the arguments of ``gemm`` to those of the C function."""
     return GemmArgs(
         *(x.data_ptr(), packed.data_ptr(), None if bias is None else bias.data_ptr()),
         *(out.data_ptr(), len(x), x.stride(0), x.shape[1], out.shape[1]),

@@ -1,15 +1,16 @@
-/* GEMMs of 4-bit or 8-bit codes and int8 rows. Each output has a scale and a zero for each group
-   of columns k; each row of x has a scale, computed when the row is converted: out = (sum over
-   groups of scale * (float)(sum of (code - zero) * x)) * row scale, + bias, + previous output, in
-   float. Groups are added in order; sums within a group are exact. 4-bit codes may be indices into
-   a table of int8 instead, which approximates NF4 or FP4. The columns of a group may lie anywhere
-   in x: they are put into order when rows are converted.
+/* GEMMs of 4-bit or 8-bit codes and int8 rows. Each output has a scale and a zero point for each
+   group of columns k. Each row of x has a scale, which is computed when the row is converted. out =
+   (sum over groups of scale * (float)(sum of (code - zero) * x)) * row scale + bias + previous
+   output, in float. Groups are added in order; sums within a group are exact. 4-bit codes may be
+   indices into an int8 table instead, which approximates NF4 or FP4. The columns of a group need
+   not be adjacent in x: converting a row sorts its columns by group.
 
-   Packed: that order, if any, padded to a cache line; then panels of PANEL outputs. Each has scales
-   [group][output] (float) and zeros [group][output] (uint8), together padded to a cache line, and
-   codes. 8-bit codes are [k / 4][vector][lane][4], with 128 subtracted and OFFSET added, as signed
-   int8 is multiplied here. 4-bit codes are [k / 8][vector][lane][4]: the lower half of a byte
-   belongs to the first four of eight k, the upper half to the others. */
+   Packed: the order of columns, if they are sorted, padded to a cache line; then panels of PANEL
+   outputs. Each panel has scales [group][output] (float) and zero points [group][output] (uint8),
+   together padded to a cache line, and codes. 8-bit codes are [k / 4][vector][lane][4]; 128 is
+   subtracted from them and OFFSET is added, because signed int8 is multiplied here. 4-bit codes are
+   [k / 8][vector][lane][4]: the lower half of a byte belongs to the first four of eight k, the
+   upper half to the other four. */
 
 #include "no_reassociation.h"
 
@@ -22,17 +23,18 @@
 #include "int8_dot.h"
 #include "gemm_rows.h"
 
-#define STEP 8     /* columns k multiplied at a time: two quads */
+#define STEP 8     /* number of columns k that are multiplied at a time: two quads */
 #define MIDDLE 128 /* middle of the range of 8-bit codes */
-#define PAIRS_DEPTH (4 * ADDED_PAIRS) /* columns k summed as 16-bit pairs; 0: pairs are not used */
+#define PAIRS_DEPTH (4 * ADDED_PAIRS) /* number of columns k whose products are summed in 16 bits */
 
 enum { INT4_CODES, LUT4_CODES, INT8_CODES }; /* LUT4: 4-bit indices into a table */
 
-/* Returns the name of a kernel's instructions, for users; NULL if it does not work here. */
+/* Returns the name of a kernel's instructions, for users; NULL if the kernel does not work on this
+   processor. */
 const char *gemm_instructions_groups(int kernel) { return kernel == VECTORS ? QUADS_NAME : NULL; }
 
 typedef struct {
-    int64_t group, groups, depth, head_bytes, bytes; /* head_bytes: scales and zeros of a panel */
+    int64_t group, groups, depth, head_bytes, bytes; /* head_bytes: scales, zero points of a panel */
 } shape;
 
 static shape shape_of(int64_t in_features, int64_t group, int bits) {
@@ -87,20 +89,20 @@ void pack_groups(const pack_args *a) {
             pack_output(a, &s, panel * PANEL + at, panels + panel * s.bytes, at);
 }
 
-/* Returns the difference between the codes of a form and the numbers that are multiplied. */
+/* Returns the codes of a form minus the numbers that are multiplied. */
 INLINE int middle_of(const int form) {
     return form == INT8_CODES ? MIDDLE - OFFSET : form == LUT4_CODES ? -OFFSET : 0;
 }
 
-/* Returns 4-bit codes of one vector of outputs: the lower or upper halves of the bytes of STEP k,
-   from k on. */
+/* Returns 4-bit codes of one vector of outputs: the lower or the upper halves of the bytes for STEP
+   columns, from k on. */
 INLINE ints half_of(const uint8_t *codes, int64_t k, int v, int half) {
     const words both = (words)load_ints(codes + k * PANEL / 2 + v * 4 * LANES);
     return (ints)(both >> 4 * half & 0x0f0f0f0fu);
 }
 
-/* Loads the codes of one vector of outputs for STEP k, from k on: the first four to `low`, the last
-   four to `high`. */
+/* Loads the codes of one vector of outputs for STEP columns, from k on: the first four into `low`,
+   the last four into `high`. */
 INLINE void load_codes(
     const int form, const uint8_t *codes, int64_t k, int v, ints entries, ints *low, ints *high) {
     if (form == INT8_CODES) {
@@ -118,7 +120,7 @@ INLINE ints add_codes(const int form, ints sum, ints codes, ints quads) {
     return form == INT4_CODES ? add_quads(sum, codes, quads) : add_int8_quads(sum, codes, quads);
 }
 
-/* Adds the products of k from `begin` to `end`, four to a lane. */
+/* Adds the products of columns k in [begin, end). Each lane sums four at a time. */
 INLINE void add_by_quads(
     const int rows, const int form, ints entries, const int8_t *x, int64_t stride,
     const uint8_t *codes, int64_t begin, int64_t end, ints (*sum)[PANEL_VECTORS]) {
@@ -140,7 +142,8 @@ INLINE void add_by_quads(
     }
 }
 
-/* Like add_by_quads, for INT4_CODES. Adds pairs to pairs as long as sums fit into 16 bits. */
+/* Does the same as add_by_quads, for INT4_CODES. Sums pairs of products in 16 bits as long as the
+   sums fit. */
 INLINE void add_by_pairs(
     const int rows, const int8_t *x, int64_t stride, const uint8_t *codes, int64_t begin,
     int64_t end, ints (*sum)[PANEL_VECTORS]) {
@@ -172,7 +175,7 @@ INLINE void add_by_pairs(
     }
 }
 
-/* sums[rows][PANEL] = rows times one panel, without the scales of the rows. */
+/* sums[rows][PANEL] = rows times one panel, before they are multiplied by the scales of rows. */
 INLINE void tile(
     const int rows, const int form, const gemm_rows *x, int64_t first, const shape *s,
     const uint8_t *table, const uint8_t *panel, float *sums, ahead *next) {
@@ -224,7 +227,8 @@ static void any_tile(
 #undef CASE
 }
 
-/* Returns the rows of a tile. Sums of pairs need registers in addition to the group's sums. */
+/* Returns the number of rows per tile. It is smaller if pairs are summed, because these sums need
+   registers in addition to the group's sums. */
 static int64_t tile_rows(int form) {
     return PAIRS_DEPTH && form == INT4_CODES && LANES == 8 ? 4 : TILE_ROWS;
 }

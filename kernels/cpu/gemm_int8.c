@@ -1,11 +1,10 @@
-/* GEMMs of int8. A weight has a scale for each output; each row of x has a scale, computed when the
-   row is converted. out = (float)sum * (row scale * output scale), + bias, + previous output, in
-   float.
+/* GEMMs of int8. A weight has a scale for each output. Each row of x has a scale, which is computed
+   when the row is converted. out = (float)sum * (row scale * output scale) + bias + previous
+   output, in float.
 
-   Packed: scales [outputs] and panels [panel][k / 4][output][4], k padded with zeros to whole
-   tiles. For tiles, two adjacent panels form one; for vectors, OFFSET is added to codes
-   (int8_dot.h).
-*/
+   Packed: scales [outputs] and panels [panel][k / 4][output][4]. k is padded with zeros to whole
+   tiles. Panels for tiles have TILED_PANEL outputs; in panels for vectors, OFFSET is added to codes
+   (int8_dot.h). */
 
 #include "no_reassociation.h"
 
@@ -19,11 +18,12 @@
 #include "gemm_rows.h"
 #include "amx_tiles.h"
 
-#define MOST_ROWS 32 /* most rows of x that tiles multiply at once */
+#define MOST_ROWS 32 /* largest number of rows of x that tiles multiply at once */
 #define TILED_PANEL 32
 #define CHUNK 8 /* quads of k between prefetches */
 
-/* Returns the name of a kernel's instructions, for users; NULL if it does not work here. */
+/* Returns the name of a kernel's instructions, for users; NULL if the kernel does not work on this
+   processor. */
 const char *gemm_instructions_int8(int kernel) {
     if (kernel == TILES) return tiles_work() ? "AMX" : NULL;
     return QUADS_NAME;
@@ -100,7 +100,8 @@ static void any_tile(
 }
 
 #if HAS_TILES
-/* sums[rows][TILED_PANEL]: tiles 0 to 3 hold sums, 4 and 5 rows, 6 and 7 weights. */
+/* sums[rows][TILED_PANEL] = rows times one panel. Tiles 0 to 3 hold sums, tiles 4 and 5 hold rows,
+   tiles 6 and 7 hold weights. */
 static void tiled(
     int rows, const int8_t *x, int64_t x_stride, int64_t depth, const int8_t *w, int32_t *sums) {
     const int two = rows > MAX_TILE_ROWS;
@@ -176,7 +177,7 @@ void gemm_int8(const gemm_args *a, int is_bf16, const gemm_rows *x) {
     const int8_t *weights = (const int8_t *)(scales + whole(a->out_features, TILED_PANEL));
 #if HAS_TILES
     if (from->kernel == TILES) {
-        int shaped = 0; /* rows that the thread's tiles are configured for */
+        int shaped = 0; /* number of rows that the thread's tiles are configured for */
 #pragma omp for schedule(guided) nowait
         for (int64_t panel = 0; panel < panels; panel++)
             one_tiled_panel(a, is_bf16, x, scales, weights, panel, &shaped);

@@ -11,15 +11,15 @@
 typedef struct {
     int32_t kernel, kind;
     int64_t group;       /* GROUPS, FLOAT8: columns that share a scale */
-    int32_t bits;        /* GROUPS: bits of a code, 4 or 8 */
-    int32_t has_table;   /* GROUPS: 4-bit codes are indices into `table` */
+    int32_t bits;        /* GROUPS: bits per code, 4 or 8 */
+    int32_t has_table;   /* GROUPS: 1 if 4-bit codes are indices into `table` */
     uint8_t table[16];   /* value of each code, plus OFFSET (int8_dot.h) */
-    int32_t has_order;   /* GROUPS: an order of columns follows, before the panels */
-    int32_t halves;      /* FLOATS, FLOAT8: bfloat16 rows are multiplied as floats */
-    int32_t padding[4];  /* fills a cache line, so that panels begin at a line */
+    int32_t has_order;   /* GROUPS: 1 if the order of columns precedes the panels */
+    int32_t halves;      /* FLOATS, FLOAT8: 1 if bfloat16 rows are multiplied as floats */
+    int32_t padding[4];  /* fills a cache line, so that panels begin at a cache line */
 } header;
 
-/* Returns the column of x for each packed k; NULL: in order. */
+/* Returns the column of x for each packed column; NULL: the columns are in order. */
 static inline const int32_t *order_of(const header *packed) {
     return packed->has_order ? (const int32_t *)(packed + 1) : NULL;
 }

@@ -12,8 +12,8 @@
 
 #define INFINITY_BITS 0x7f800000
 
-/* Returns the elements of the smallest odd number of cache lines that hold `in` elements, with
-   `each` elements per line. */
+/* Returns the row stride in elements: `in` rounded up to an odd number of cache lines, which hold
+   `each` elements each. */
 static int64_t stride_of(int64_t in, int64_t each) { return (whole(in, each) / each | 1) * each; }
 
 static gemm_rows shape_of(const gemm_args *a) {
@@ -49,7 +49,7 @@ INLINE float element_of(const void *x, const int is_bf16, int64_t at) {
     return is_bf16 ? from_bf16(((const uint16_t *)x)[at]) : ((const float *)x)[at];
 }
 
-INLINE int32_t size_bits(const void *x, const int is_bf16, int64_t at) { /* ordered like |x| */
+INLINE int32_t size_bits(const void *x, const int is_bf16, int64_t at) { /* sorts like |x[at]| */
     const float value = element_of(x, is_bf16, at);
     int32_t bits;
     memcpy(&bits, &value, 4);

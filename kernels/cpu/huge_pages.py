@@ -1,8 +1,8 @@
 """Allocates weights in huge pages if Linux has them, because GEMMs read whole weights.
 
-With 4 KiB pages, every 64 cache lines wait for a page table walk, which is slow on a virtual
-machine. With 2 MiB pages, GEMMs with 8 to 64 rows take 10 to 20 % less time. Linux uses huge pages
-for memory that requests them (``MADV_HUGEPAGE``), which torch does not do.
+With 4 KiB pages, there is a page table walk for every 64 cache lines, which is slow on a virtual
+machine. With 2 MiB pages, GEMMs of 8 to 64 rows take 10 to 20 % less time. Linux uses huge pages
+for memory for which they are requested (``MADV_HUGEPAGE``). torch does not request them.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import torch
 _LINE = 64  # size of a cache line, in bytes
 _CHUNK = 16 << 20
 _SEPARATE = 4 << 20
-"""Tensors of at least this number of bytes get their own mapping, so that freeing them returns
-their memory."""
+"""Tensors of at least this number of bytes get their own mapping, so that freeing a tensor returns
+its memory to the system."""
 
 
 class HugePages:
@@ -33,7 +33,7 @@ class HugePages:
         """Return an uninitialized tensor [count] that begins at a cache line.
 
         Raises:
-            MemoryError: not enough memory.
+            MemoryError: there is not enough memory.
         """
         size = count * dtype.itemsize
         if size >= _SEPARATE:

@@ -9,7 +9,8 @@ typedef int32_t ints __attribute__((vector_size(4 * LANES)));
 typedef int32_t unaligned_ints __attribute__((vector_size(4 * LANES), aligned(1), may_alias));
 typedef uint8_t lane_bytes __attribute__((vector_size(LANES), aligned(1), may_alias));
 
-/* Number that is added to the left int8 operand if the instruction needs unsigned bytes there. */
+/* Number that is added to the left int8 operand, because the instruction needs unsigned bytes
+   there; 0 if it does not. */
 #if defined(__AVX512VNNI__) || (defined(__AVXVNNI__) && LANES == 8)
 #define OFFSET 128
 #else
@@ -47,7 +48,7 @@ INLINE ints all_tables(const uint8_t *table) {
     return load_ints(bytes);
 }
 
-/* Replaces each byte, from 0 to 15, by the table's entry. */
+/* Replaces each byte, from 0 to 15, with the table's entry. */
 INLINE ints look_up(ints table, ints codes) {
 #if LANES == 16 && defined(__AVX512BW__)
     return (ints)_mm512_shuffle_epi8((__m512i)table, (__m512i)codes);
@@ -64,7 +65,8 @@ INLINE ints look_up(ints table, ints codes) {
 #endif
 }
 
-/* sum += the dot product of each lane: bytes from 0 to 127 (255 if OFFSET is 128) and int8. */
+/* Adds each lane's dot product to `sum`. `left` has bytes from 0 to 127, or to 255 if OFFSET is
+   128; `right` has int8. */
 INLINE ints add_quads(ints sum, ints left, ints right) {
 #if LANES == 16 && defined(__AVX512VNNI__)
     return (ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)left, (__m512i)right);
@@ -85,9 +87,9 @@ INLINE ints add_quads(ints sum, ints left, ints right) {
 #endif
 }
 
-/* Instructions that add only pairs: number of pairs whose sum fits into 16 bits, if they are
-   products of bytes from 0 to 15 and int8. A single widening addition is then enough for all pairs.
-   */
+/* For processors whose instructions add only pairs of products: the number of pairs whose sum fits
+   into 16 bits, if bytes from 0 to 15 are multiplied by int8. A single widening addition is then
+   enough for all these pairs. 0 for other processors. */
 #if !OFFSET && (LANES == 8 || (LANES == 16 && defined(__AVX512BW__)))
 #define ADDED_PAIRS 8 /* 8 * 2 * 15 * 128 fits into 16 bits */
 INLINE ints add_pairs(ints pairs, ints left, ints right) {
@@ -114,14 +116,15 @@ INLINE ints add_pairs(ints pairs, ints left, ints right) { return add_quads(pair
 INLINE ints sum_of_pairs(ints pairs) { return pairs; }
 #endif
 
-/* Like add_quads, with int8 (plus OFFSET) on the left and -127 to 127 on the right. */
+/* Does the same as add_quads, but `left` has int8 plus OFFSET, and `right` has int8 from -127 to
+   127. */
 INLINE ints add_int8_quads(ints sum, ints left, ints right) {
 #if !OFFSET && LANES == 16 && defined(__AVX512BW__)
     const __mmask64 negative = _mm512_movepi8_mask((__m512i)left);
     const __m512i turned =
         _mm512_mask_sub_epi8((__m512i)right, negative, (__m512i)(ints){0}, (__m512i)right);
     return add_quads(sum, (ints)_mm512_abs_epi8((__m512i)left), (ints)turned);
-#elif !OFFSET && LANES == 8 /* |-128| is an unsigned 128, and 2 * 128 * 127 fits too */
+#elif !OFFSET && LANES == 8 /* |-128| is an unsigned 128; 2 * 128 * 127 still fits into 16 bits */
     return add_quads(sum, (ints)_mm256_abs_epi8((__m256i)left),
                      (ints)_mm256_sign_epi8((__m256i)right, (__m256i)left));
 #else

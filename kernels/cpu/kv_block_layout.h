@@ -1,10 +1,10 @@
 /* Layout of the keys and values of one KV head in a block of the pool.
 
-   Keys are [width][size] and values [size][width], so that attention loads a vector of adjacent
-   positions, or of adjacent elements of width, without transposing. If the processor multiplies
-   pairs of 16-bit elements, or tiles of them, the two elements of a pair are adjacent: pairs in
-   width for keys, [width / 2][size][2], and pairs in position for values, [size / 2][width][2]. An
-   odd width or size is not paired.
+   Keys are [width][size], and values are [size][width], so that attention loads vectors of a key
+   element at adjacent positions, or of adjacent elements of a value, without transposing. If the
+   processor multiplies pairs of 16-bit elements, or tiles of such pairs, the two elements of a pair
+   are adjacent in memory. Keys have pairs of elements, [width / 2][size][2]; values have pairs of
+   positions, [size / 2][width][2]. If the width or the size is odd, there are no pairs.
 
    float8 keys and values are never paired, because they are converted to floats first. */
 
@@ -16,13 +16,13 @@
 
 #define PAIRED(element) ((HAS_PAIRS || HAS_TILES) && sizeof(element) == 2)
 
-/* Offset of element `d` of the key at position `p` of its block. */
+/* Returns the offset of element `d` of the key at position `p` of its block. */
 static inline int64_t key_at(const int paired, int width, int size, int d, int p) {
     return paired && width % 2 == 0 ? 2 * ((int64_t)d / 2 * size + p) + d % 2
                                     : (int64_t)d * size + p;
 }
 
-/* Offset of element `d` of the value at position `p` of its block. */
+/* Returns the offset of element `d` of the value at position `p` of its block. */
 static inline int64_t value_at(const int paired, int width, int size, int d, int p) {
     return paired && size % 2 == 0 ? 2 * ((int64_t)p / 2 * width + d) + p % 2
                                    : (int64_t)p * width + d;

@@ -1,17 +1,17 @@
 /* The scan of Mamba-1 over recurrent states in pool slots (Gu and Dao 2023,
-   https://arxiv.org/abs/2312.00752). The convolution before it is in causal_conv.c: two products lie
-   between them.
+   https://arxiv.org/abs/2312.00752). The convolution is in causal_conv.c, because there are two
+   matrix multiplications between it and the scan.
 
-   Each channel has a state of its own, with a decay for each of its elements. A task is a block of
-   channels of one sequence, so vectors run over channels, and its state stays in the first cache. The
-   scan runs token by token, so that a row's bits depend neither on how it is cut into steps nor on
-   other rows. */
+   Each channel has its own state, with a decay for each of the state's elements. A task is a block
+   of channels of one sequence. Vectors hold adjacent channels, and the task's state stays in the L1
+   cache. The scan runs token by token, so that a row's bits depend neither on how it is cut into
+   steps nor on other rows. */
 
 #include "recurrent_state.h"
 
 typedef struct {
     paged_states states;
-    const void *values, *dt, *write, *read, *gate; /* [T, channels] or, write and read, [T, N] */
+    const void *values, *dt, *write, *read, *gate; /* [T, channels]; write and read: [T, N] */
     void *out;                                     /* [T, channels], contiguous */
     const float *decay_rate, *skip;                /* [N, channels], [channels] */
     int64_t values_stride, dt_stride, write_stride, read_stride, gate_stride; /* in elements */

@@ -1,4 +1,4 @@
-"""The scan of Mamba-1 over recurrent states in pool slots, in C, called through ctypes.
+"""Calls the C kernel of Mamba-1's scan over recurrent states in pool slots.
 
 Reference: ``batchinfer.kernels.mamba1``, with the same arguments.
 """
@@ -40,8 +40,8 @@ def mamba1(
 ) -> None:
     """Run packed sequences through the scan of a layer and update their states in place.
 
-    float32 or bfloat16, float32 accumulation. A row's bits depend on its own tokens alone, not on
-    how they are cut into steps.
+    Tensors are float32 or bfloat16; sums are float32. A row's bits depend only on its own tokens,
+    not on how they are cut into steps.
     """
     inputs = values, dt, write, read, gate
     arguments = _Args(

@@ -3,7 +3,7 @@
    As in gated_delta.c, the recurrence runs token by token, so that a row's bits depend neither on
    how it is cut into steps nor on other rows.
 
-   Four passes over the step, each split over the threads, with float32 between them: the
+   There are four passes over the step, each split among the threads, with float32 results: the
    convolution; time steps and decays; the recurrence; the gated norm. */
 
 #include "recurrent_state.h"
@@ -16,15 +16,16 @@ typedef struct {
     const float *decay_rate, *dt_bias, *skip;           /* [H] */
     const float *norm;                                  /* [H * P] or NULL */
     float *steps, *read;                                /* workspace: [T, 2, H], [T, H * P] */
-    int64_t gate_stride, dt_stride;                     /* elements from row to row */
+    int64_t gate_stride, dt_stride;                     /* in elements */
     int64_t num_tokens, num_groups, num_heads, state_size, head_width, norm_width;
     int32_t num_threads, gate_first;
     float norm_eps, min_dt, max_dt;
 } mamba2_args;
 
-#define MAX_VECTORS 8 /* most vectors of a piece's row that one call computes */
+#define MAX_VECTORS 8 /* largest number of vectors of a piece's row that one call computes */
 
-/* Replaces the time step before softplus by the time step, and adds the decay of the state. */
+/* Replaces the inputs of softplus in a->steps with the time steps, and writes the decays of the
+   state after them. */
 static void time_steps(const mamba2_args *a) {
     const int64_t heads = a->num_heads;
 #pragma omp for schedule(static)
@@ -38,8 +39,8 @@ static void time_steps(const mamba2_args *a) {
     }
 }
 
-/* Computes one token in `vectors` vectors of columns of a piece. Sums run over the rows of the piece
-   in order, rows of even and of odd number apart. */
+/* Computes one token for `vectors` vectors of a piece's columns. The rows of the piece are summed
+   in order; rows with even and with odd numbers have separate sums. */
 INLINE void recur(
     const int vectors, float *piece, int64_t columns, int64_t rows, const float *write,
     const float *read, const float *value, float step, float kept, float skip, float *out) {
@@ -64,7 +65,7 @@ INLINE void recur(
             fma_vec(load(value + v * LANES), all_lanes(&skip), even[v] + odd[v]));
 }
 
-/* The same for one column. */
+/* Does the same for one column. */
 static inline void recur_column(
     float *piece, int64_t columns, int64_t rows, const float *write, const float *read, float value,
     float step, float kept, float skip, float *out) {

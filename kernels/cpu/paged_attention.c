@@ -1,19 +1,19 @@
 /* Paged attention for CPUs, compiled on first use by compiled_library.py.
 
-   attend: softmax(scale * q k^T) v over the blocks of a sequence, without gathering them first. A
-   task is one KV head and a few tiles; a tile is a few consecutive tokens of one sequence, and its
-   rows are the query heads of the KV head for each token. Scores are computed for PIECE positions
-   at a time and merged by online softmax (Milakov & Gimelshein 2018,
-   https://arxiv.org/abs/1805.02867); pieces begin at multiples of PIECE. A piece's keys and values
-   are read once for all rows that attend to them: the rows of a tile, or of all tiles of a task as
-   long as these share blocks (the idea of Hydragen, Juravsky et al. 2024,
+   The attend functions compute softmax(scale * q k^T) v over the blocks of a sequence, without
+   gathering the blocks first. A task is one KV head and a few tiles. A tile is a few consecutive
+   tokens of one sequence; it has a row for each token and each query head of the KV head. Scores
+   are computed for PIECE positions at a time, and pieces are merged with an online softmax (Milakov
+   & Gimelshein 2018, https://arxiv.org/abs/1805.02867). Pieces begin at multiples of PIECE. A
+   piece's keys and values are read once for all rows that attend to them: the rows of a tile, or of
+   all tiles of a task as long as these share blocks (the idea of Hydragen, Juravsky et al. 2024,
    https://arxiv.org/abs/2402.05099, and of ChunkAttention, Ye et al. 2024,
    https://arxiv.org/abs/2402.15220). Each row continues its own sum, so nothing is merged
    afterwards.
 
    The terms of a row's sums, and their order, depend only on the row's position: not on its tile,
    task, step or thread, nor on sequences that share its blocks. Positions that a token does not see
-   never affect it, even if they hold NaN. Accumulation is in float32. */
+   never affect it, even if they hold NaN. Sums are float32. */
 
 #include <stdlib.h>
 
@@ -76,7 +76,8 @@
 #include "attention.inc"
 #endif
 
-/* Returns the name of a kernel's instructions, for users; NULL if it does not work here. */
+/* Returns the name of a kernel's instructions, for users; NULL if the kernel does not work on this
+   processor. */
 const char *attend_instructions_f32(int kernel) { return kernel == VECTORS ? VECTORS_NAME : NULL; }
 
 const char *attend_instructions_e4m3(int kernel) { return kernel == VECTORS ? VECTORS_NAME : NULL; }
@@ -116,5 +117,5 @@ ATTEND(attend_bf16, attend_team_bf16)
 ATTEND(attend_f32_e4m3, attend_f32_e4m3_team)
 ATTEND(attend_bf16_e4m3, attend_bf16_e4m3_team)
 
-/* Returns whether blocks store 16-bit elements in pairs (kv_block_layout.h). */
+/* Returns 1 if blocks store 16-bit elements in pairs (kv_block_layout.h), else 0. */
 int stores_pairs(void) { return PAIRED(uint16_t); }
