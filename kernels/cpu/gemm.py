@@ -30,7 +30,7 @@ _MANY_ROWS = 8
 _CACHE_PERIOD = 4096
 _CACHE_LINE = 64
 _KINDS = {1: "int8", 2: "groups"}
-"""Kinds of packed weights whose GEMMs also round rows, keyed by their numbers in ``arguments.h``."""
+"""Kinds of packed weights whose GEMMs also round rows, keyed by the numbers in ``arguments.h``."""
 _MEMORY = HugePages()
 
 

@@ -34,7 +34,7 @@ enum { INT4_CODES, LUT4_CODES, INT8_CODES }; /* LUT4: 4-bit indices into a table
 const char *gemm_instructions_groups(int kernel) { return kernel == VECTORS ? QUADS_NAME : NULL; }
 
 typedef struct {
-    int64_t group, groups, depth, head_bytes, bytes; /* head_bytes: scales, zero points of a panel */
+    int64_t group, groups, depth, head_bytes, bytes; /* head: a panel's scales and zero points */
 } shape;
 
 static shape shape_of(int64_t in_features, int64_t group, int bits) {

@@ -1,8 +1,8 @@
-"""Paged attention in C, and access to the KV pool that it reads, called through ctypes.
+"""Calls the C kernels of paged attention, and reads and writes the KV pool in their layout.
 
 Blocks of the pool store keys and values in the order in which the processor multiplies them
-(``kv_block_layout.h``). Only ``kv_write`` and ``row_ops.rotary_write`` write them; ``read_keys``
-and ``read_values`` return them by position.
+(``kv_block_layout.h``). Only ``kv_write`` and ``row_ops.rotary_write`` write them. ``read_keys``
+and ``read_values`` return them in the order of positions.
 
 Without a C compiler, ``supports`` returns False and the worker uses torch operations.
 """
@@ -67,7 +67,8 @@ def reads(pool_dtype: torch.dtype, dtype: torch.dtype) -> bool:
 
 
 def available(dtype: torch.dtype) -> tuple[str, ...]:
-    """Return names of the instructions for attention in ``dtype``, like ``gemm.available``."""
+    """Return the names of the instructions for attention over a pool of ``dtype``, like
+    ``gemm.available``."""
     return tuple(kernels_of(load(), "attend", dtype))
 
 
@@ -102,16 +103,18 @@ def paged_attention(
     """Compute causal attention over a paged KV cache on the CPU, like
     ``reference.paged_attention``.
 
-    Queries are float32 or bfloat16. The pool has the same dtype or float8 e4m3fn. Accumulation is
-    float32. A row's bits depend only on its own context. float8 keys are stored as
-    ``[width][size]`` in a block.
+    Queries are float32 or bfloat16. The pool has the same dtype or float8 e4m3fn. Sums are float32.
+    A row's bits depend only on its own context. A block stores float8 keys as ``[width][size]``.
 
     Args:
-        order: order of the sequences, with sequences that share a prefix adjacent.
-        shared_lens: leading tokens that each sequence of ``order`` shares with the previous one, in
-            the same blocks and before the query tokens of both. They are read once for many rows.
-            This does not change the result.
-        kernel: result of ``kernel_of``; None: the fastest.
+        order: all sequences, with sequences that share a prefix adjacent.
+        shared_lens: number of leading tokens that each sequence of ``order`` shares with the
+            previous one. They are in the same blocks, and before the query tokens of both
+            sequences. Shared tokens are read once for many rows, which does not change the result.
+        kernel: a kernel's number, from ``kernel_of``; None: the fastest kernel.
+
+    Raises:
+        MemoryError: there is not enough memory for the workspace.
     """
     library = load()
     assert library is not None
@@ -152,7 +155,7 @@ def attention_args(
     shared_lens: torch.Tensor | None,
     kernel: int,
 ) -> AttentionArgs:
-    """Return the C function's arguments for the arguments of ``paged_attention``."""
+    """Convert the arguments of ``paged_attention`` to those of the C function."""
     return AttentionArgs(
         *(t.data_ptr() for t in (query, out, key_cache, value_cache)),
         *(t.data_ptr() for t in (block_tables, query_starts, context_lens)),
@@ -183,7 +186,7 @@ def kv_write(
     value_cache: torch.Tensor,  # [num_slots, Hkv, block_size, Dv], last two contiguous
     slot_mapping: torch.Tensor,  # [T] int64
 ) -> None:
-    """Store keys and values in their slots; reference: ``reference.kv_write``."""
+    """Store keys and values in their slots. The reference is ``reference.kv_write``."""
     library = load()
     assert library is not None
     arguments = _WriteArgs(
@@ -201,7 +204,7 @@ def kv_write(
 def read_keys(
     cache: torch.Tensor,  # [..., block_size, Dk], as ``kv_write`` wrote it
 ) -> torch.Tensor:
-    """Return a copy of the keys by position, [..., block_size, Dk]."""
+    """Return a copy of the keys in the order of positions, [..., block_size, Dk]."""
     *blocks, size, width = cache.shape
     if width % 2 or not _in_pairs(cache.dtype):
         return cache.reshape(*blocks, width, size).transpose(-1, -2).contiguous()
@@ -211,7 +214,7 @@ def read_keys(
 def read_values(
     cache: torch.Tensor,  # [..., block_size, Dv], as ``kv_write`` wrote it
 ) -> torch.Tensor:
-    """Return a copy of the values by position, [..., block_size, Dv]."""
+    """Return a copy of the values in the order of positions, [..., block_size, Dv]."""
     *blocks, size, width = cache.shape
     if size % 2 or not _in_pairs(cache.dtype):
         return cache.clone()

@@ -1,4 +1,5 @@
-/* Prefetches the next panel of a packed weight, a share of it each time a tile computes a part. */
+/* Prefetches the next panel of a packed weight, in shares: one each time a tile has computed a
+   part. */
 
 #ifndef BATCHINFER_PANEL_PREFETCH_H
 #define BATCHINFER_PANEL_PREFETCH_H
@@ -9,12 +10,11 @@
 
 typedef struct {
     const char *at, *end;
-    int lines; /* lines of a share */
+    int lines; /* cache lines per share */
 } ahead;
 
-/* Returns the panel after the panel at `panel`, to prefetch in `times` shares. Each panel has
-   `bytes` bytes. After the last panel, there is nothing to prefetch.
-*/
+/* Returns the panel after the one at `panel`, to be prefetched in `times` shares. Each panel has
+   `bytes` bytes. After the last panel, there is nothing to prefetch. */
 INLINE ahead ahead_of(const void *panel, int64_t bytes, int is_last, int64_t times) {
     const char *after = (const char *)panel + bytes;
     return (ahead){after, is_last ? after : after + bytes,

@@ -16,11 +16,11 @@ typedef struct {
     const int32_t *query_starts; /* [S + 1] */
     const int32_t *context_lens; /* [S] */
     int64_t slot_stride, table_width, num_sequences;
-    int64_t columns, per_slot, first; /* where the matrices are; see StatePlaces */
+    int64_t columns, per_slot, first; /* where the matrices are: see StatePlaces */
     int64_t channels, conv_per_slot, conv_first, conv_slot; /* where the convolution's inputs are */
 } paged_states;
 
-/* A causal convolution of each channel, over all packed tokens. */
+/* A causal convolution of all packed tokens, which treats each channel separately. */
 typedef struct {
     const void *input;         /* [T, num_channels] */
     const float *weight, *bias; /* [width, num_channels], [num_channels] or NULL */
@@ -28,20 +28,20 @@ typedef struct {
     int64_t input_stride, num_channels, width;
 } convolution;
 
-/* For a convolution that is a layer of its own: factors of its inputs and outputs, and its outputs in
-   the model's element type. */
+/* For a convolution that is a layer of its own: factors of its inputs and outputs, and memory for
+   its outputs in the model's element type. */
 typedef struct {
     const void *before, *after; /* [T, num_channels], with the stride of the input, or NULL */
     void *output;               /* [T, num_channels], contiguous */
 } gating;
 
-#define CHANNEL_BLOCK 64 /* channels of a task of the convolution */
+#define CHANNEL_BLOCK 64 /* channels per convolution task */
 #define MAX_CONV_WIDTH 16
-#define WORTH_A_TEAM 4096 /* elements; with fewer, waking a thread costs more than it saves */
+#define WORTH_A_TEAM 4096 /* with fewer elements, waking threads costs more than it saves */
 
 typedef struct {
-    int64_t first, count; /* the sequence's tokens among the packed tokens */
-    int is_new;           /* the sequence has no state yet */
+    int64_t first, count; /* index and number of the sequence's tokens among the packed tokens */
+    int is_new;           /* 1 if the sequence has no state yet */
 } span;
 
 static inline span span_of(const paged_states *p, int64_t sequence) {
@@ -57,7 +57,8 @@ static inline float *piece_of(
     return p->slots + slots[piece / per_slot] * p->slot_stride + piece % per_slot * elements;
 }
 
-/* Piece `number` of a sequence's matrices, which have `rows` rows; zeros if the sequence is new. */
+/* Returns piece `number` of a sequence's matrices, which have `rows` rows. Sets it to 0 if the
+   sequence is new. */
 static inline float *matrix_piece(
     const paged_states *p, int64_t sequence, int64_t number, int64_t rows) {
     const int64_t elements = rows * p->columns;
@@ -71,10 +72,10 @@ static inline float sigmoid(float x) {
     return (x < 0.0f ? e : 1.0f) / (1.0f + e);
 }
 
-/* log(1 + exp(x)). Written out so that every compiler vectorizes it. */
+/* Returns log(1 + exp(x)). Written out so that every compiler vectorizes it. */
 static inline float softplus(float x) {
     const float e = exp_negative(x < 0.0f ? x : -x);
-    const float s = e / (2.0f + e), z = s * s; /* log(1 + e) = 2 atanh(s), a series in s */
+    const float s = e / (2.0f + e), z = s * s; /* log(1 + e) = 2 atanh(s), which is a series in s */
     float series = 1.0f / 15.0f;
     series = series * z + 1.0f / 13.0f;
     series = series * z + 1.0f / 11.0f;

@@ -1,4 +1,4 @@
-"""Arguments of the C kernels of recurrent layers that all of them share."""
+"""Arguments that all C kernels of recurrent layers share."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def supports(dtype: torch.dtype, conv_width: int = 1) -> bool:
 
 
 class StateArgs(ctypes.Structure):
-    """``paged_states`` of recurrent_state.h."""
+    """The struct ``paged_states`` in recurrent_state.h."""
 
     _fields_ = (
         *((name, POINTER) for name in ("slots", "tables", "query_starts", "context_lens")),
@@ -30,7 +30,7 @@ class StateArgs(ctypes.Structure):
 
     @classmethod
     def of(cls, states: PagedStates) -> StateArgs:
-        """Return the arguments for a layer's states. They hold no reference to the tensors."""
+        """Return the arguments for a layer's states. They do not keep the tensors alive."""
         places = states.places
         tensors = states.slots, states.tables, states.query_starts, states.context_lens
         return cls(
@@ -42,7 +42,7 @@ class StateArgs(ctypes.Structure):
 
 
 class ConvolutionArgs(ctypes.Structure):
-    """``convolution`` of recurrent_state.h."""
+    """The struct ``convolution`` in recurrent_state.h."""
 
     _fields_ = (
         *((name, POINTER) for name in ("input", "weight", "bias", "output")),
@@ -55,9 +55,9 @@ class ConvolutionArgs(ctypes.Structure):
         inputs: torch.Tensor,  # [T, channels], last dimension contiguous
         weight: torch.Tensor,  # [conv_width, channels] float32
         bias: torch.Tensor | None,  # [channels] float32
-        output: torch.Tensor | None,  # [T, channels] float32; None for a layer of its own
+        output: torch.Tensor | None,  # [T, channels] float32; None if `gating` has the output
     ) -> ConvolutionArgs:
-        """Return the arguments. They hold no reference to the tensors."""
+        """Return the arguments of a convolution. They do not keep the tensors alive."""
         conv_width, num_channels = weight.shape
         assert conv_width <= MAX_CONV_WIDTH
         return cls(
@@ -68,5 +68,5 @@ class ConvolutionArgs(ctypes.Structure):
 
 
 def workspace(num_tokens: int, *widths: int) -> list[torch.Tensor]:
-    """Return uninitialized float32 tensors [T, width]."""
+    """Return uninitialized float32 tensors [num_tokens, width], one for each width."""
     return [torch.empty(num_tokens, width, dtype=torch.float32) for width in widths]

@@ -1,15 +1,15 @@
 /* Row-wise operations of a layer, and the KV write.
 
    A row's bits depend only on that row: its width determines the order of sums, and no loop runs
-   across rows. Arithmetic is in float32, rounded once at the end. */
+   across rows. Results are computed in float32, and rounded once at the end. */
 
 #include "arguments.h"
 #include "kv_block_layout.h"
 #include "gemm_rows.h"
 
 #define MAX_HEAD_WIDTH 1024 /* equals row_ops.MAX_HEAD_WIDTH */
-#define LANES 32            /* partial sums of one row */
-#define WORTH_A_THREAD 16384 /* elements; with fewer, waking a thread costs more than it saves */
+#define LANES 32            /* number of partial sums of one row */
+#define WORTH_A_THREAD 16384 /* with fewer elements, waking a thread costs more than it saves */
 
 #define ELEMENT float
 #define NAME(function) function##_f32

@@ -1,7 +1,7 @@
-"""Row-wise operations of a decoder layer in C, called through ctypes.
+"""Calls the C kernels for row-wise operations: norms, activations, rotary positions, logits.
 
-Tensors are float32 or bfloat16. Arithmetic is in float32, and results are rounded once.
-``reference`` has reference implementations with the same names.
+Tensors are float32 or bfloat16. Results are computed in float32 and rounded once. ``reference`` has
+reference implementations with the same names.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def rms_norm(
     offset: float = 0.0,
     out: torch.Tensor,  # [N, W], last dimension contiguous
 ) -> None:
-    """Normalize rows: ``out = x / sqrt(mean(x^2) + eps) * (offset + weight)``."""
+    """Compute ``out = x / sqrt(mean(x^2) + eps) * (offset + weight)`` for each row."""
     arguments = rms_norm_args(x, weight, eps=eps, offset=offset, out=out)
     _function("rms_norm", x.dtype)(ctypes.byref(arguments))
 
@@ -78,7 +78,7 @@ def rms_norm(
 def rms_norm_args(
     x: torch.Tensor, weight: torch.Tensor, *, eps: float, offset: float, out: torch.Tensor
 ) -> RMSNormArgs:
-    """Return the C function's arguments for the arguments of ``rms_norm``."""
+    """Convert the arguments of ``rms_norm`` to those of the C function."""
     return RMSNormArgs(
         *(x.data_ptr(), weight.data_ptr(), out.data_ptr()),
         *(len(x), x.stride(0), out.stride(0), x.shape[1], torch.get_num_threads()),
@@ -91,12 +91,13 @@ def silu_mul(
     *,
     out: torch.Tensor,  # [N, W], last dimension contiguous
 ) -> None:
-    """Compute ``out = silu(gate) * up``. Rows consist of gate, then up."""
+    """Compute ``out = silu(gate) * up``. A row's first half is the gate, and its second half is
+    up."""
     _function("silu_mul", gate_up.dtype)(ctypes.byref(silu_mul_args(gate_up, out=out)))
 
 
 def silu_mul_args(gate_up: torch.Tensor, *, out: torch.Tensor) -> SiluMulArgs:
-    """Return the C function's arguments for the arguments of ``silu_mul``."""
+    """Convert the arguments of ``silu_mul`` to those of the C function."""
     return SiluMulArgs(
         *(gate_up.data_ptr(), out.data_ptr()),
         *(len(gate_up), gate_up.stride(0), out.stride(0), out.shape[1]),
@@ -111,8 +112,8 @@ def row_stats(
     max_logprob: torch.Tensor,  # [R] float32
     argmax: torch.Tensor,  # [R] int64
 ) -> None:
-    """Compute each row's maximum, its log-probability and index. They are NaN if the row has a
-    NaN."""
+    """Compute each row's maximum, and the log-probability and first index of the maximum. If a row
+    has a NaN, the maximum and the log-probability are NaN."""
     arguments = _RowStatsArgs(
         *(tensor.data_ptr() for tensor in (logits, maximum, max_logprob, argmax)),
         *(len(logits), logits.stride(0), logits.shape[1], torch.get_num_threads()),
@@ -125,9 +126,9 @@ def apply_token_bitmask(
     rows: torch.Tensor,  # [M] int32, indices of rows, all different
     masks: torch.Tensor,  # [M, words] int32, contiguous
 ) -> None:
-    """Set logits of forbidden tokens to -inf, in place.
+    """Set the logits of forbidden tokens to -inf, in place.
 
-    Token ``i`` is allowed if bit ``i % 32`` of word ``i // 32`` is set; tokens after the last word
+    Token ``i`` is allowed if bit ``i % 32`` of word ``i // 32`` is set. Tokens beyond the last word
     are forbidden.
     """
     arguments = _TokenBitmaskArgs(
@@ -151,7 +152,8 @@ def rotary_write(
     eps: float = 0.0,
     offset: float = 0.0,
 ) -> None:
-    """Normalize and rotate queries in place, and store normalized, rotated keys and the values."""
+    """Normalize and rotate queries in place. Store normalized, rotated keys, and unchanged
+    values."""
     arguments = rotary_write_args(
         *(qkv, cos, sin, key_cache, value_cache, slot_mapping),
         q_norm=q_norm,
@@ -175,7 +177,7 @@ def rotary_write_args(
     eps: float,
     offset: float,
 ) -> RotaryWriteArgs:
-    """Return the C function's arguments for the arguments of ``rotary_write``."""
+    """Convert the arguments of ``rotary_write`` to those of the C function."""
     _, num_kv_heads, block_size, width = key_cache.shape
     assert width <= MAX_HEAD_WIDTH
     return RotaryWriteArgs(

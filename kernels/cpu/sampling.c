@@ -9,12 +9,12 @@
 #include "arguments.h"
 #include "element_types.h"
 
-#define GROUP 16 /* logits of a group, whose maximum is checked first */
+#define GROUP 16 /* number of logits in a group, whose maximum is checked first */
 #define WEIGHT_OF_MAX 1099511627776.0f /* 2^40 */
-#define RANDOM_BITS 24                 /* equals philox.RANDOM_BITS */
+#define RANDOM_BITS 24                 /* equals RANDOM_BITS of worker/sampling/on_cpu.py */
 #define FIRST_CANDIDATES 256
 
-/* Returns an unsigned integer in the same order as the float; -0 counts as 0. */
+/* Returns an unsigned integer that sorts like the float; -0 counts as 0. */
 static inline uint32_t ascending(float x) {
     uint32_t bits;
     x += 0.0f;
@@ -60,7 +60,7 @@ typedef struct {
     float *sorted;    /* a copy of the maxima, to be reordered */
     int64_t *weights; /* [vocab] */
     uint64_t *keys;   /* [vocab + 1] */
-    float *row;       /* [vocab], for bfloat16 */
+    float *row;       /* [vocab], a row of bfloat16 logits as floats */
 } scratch;
 
 /* Returns the largest of `count` adjacent logits, none of which is NaN. */
@@ -77,8 +77,8 @@ static inline float largest_of(const float *x, int64_t count) {
     return tops[0];
 }
 
-/* Finds the keys of the `size` most likely tokens, in order. At least `size` tokens reach the
-   `size`-th largest maximum of a group. Only tokens that reach it are sorted. */
+/* Finds the keys of the `size` most likely tokens, in order. Groups have maxima, and at least
+   `size` tokens reach the `size`-th largest of these. Only tokens that reach it are sorted. */
 static void most_likely(const float *x, int64_t vocab, int64_t size, const scratch *s) {
     const int64_t groups = (vocab + GROUP - 1) / GROUP;
     float least = -INFINITY;
@@ -107,7 +107,7 @@ static inline int64_t weight(float x, float top, float temperature, float min_p)
     return relative < min_p ? 0 : (int64_t)(relative * WEIGHT_OF_MAX);
 }
 
-/* floor(total * bits / 2^RANDOM_BITS) */
+/* Returns floor(total * bits / 2^RANDOM_BITS). */
 static inline int64_t target(int64_t total, int64_t bits) {
     return (int64_t)((unsigned __int128)total * (uint64_t)bits >> RANDOM_BITS);
 }
@@ -116,7 +116,7 @@ static inline int64_t target(int64_t total, int64_t bits) {
 static int64_t weigh_all(
     const draw_args *a, int64_t d, const float *x, float top, const scratch *s) {
     const float temperature = a->temperature[d], min_p = a->min_p[d];
-    const int64_t vocab = a->vocab; /* stores might alias a->vocab, so copy it to vectorize */
+    const int64_t vocab = a->vocab; /* a copy, because stores might alias a->vocab */
     int64_t *weights = s->weights, total = 0;
     for (int64_t i = 0; i < vocab; i++) {
         weights[i] = weight(x[i], top, temperature, min_p);
@@ -137,9 +137,10 @@ static void draw_from_all(
     }
 }
 
-/* Finds the tokens that top-k and then top-p keep: keys and weights, most likely first. Returns
-   their number. Top-p keeps the smallest set of tokens whose share of the weight after top-k
-   reaches top_p (Holtzman et al. 2020, https://arxiv.org/abs/1904.09751). */
+/* Finds the keys and weights of the tokens that top-k and then top-p keep, most likely first.
+   Returns the number of these tokens. Top-p keeps the smallest set of most likely tokens whose
+   share of the weight after top-k reaches top_p (Holtzman et al. 2020,
+   https://arxiv.org/abs/1904.09751). */
 static int64_t keep(const draw_args *a, int64_t d, const float *x, float top, const scratch *s) {
     const int64_t vocab = a->vocab;
     const int limited = a->top_k[d] > 0 && a->top_k[d] < vocab;
@@ -160,7 +161,7 @@ static int64_t keep(const draw_args *a, int64_t d, const float *x, float top, co
     }
 }
 
-/* Draws from the tokens that are kept, in the order of their ids, like draw_from_all. */
+/* Draws from the tokens that are kept. Like draw_from_all, adds weights in the order of ids. */
 static void draw_from_kept(
     const draw_args *a, int64_t d, const float *x, float top, const scratch *s) {
     const int64_t count = keep(a, d, x, top, s);
@@ -180,7 +181,7 @@ static void draw_from_kept(
     }
 }
 
-/* Returns a row of logits as floats. bfloat16 is converted into the scratch memory. */
+/* Returns a row of logits as floats. bfloat16 logits are converted into the scratch memory. */
 static const float *row_of(const draw_args *a, int64_t d, const scratch *s) {
     const int64_t start = a->rows[d] * a->row_stride;
     if (!a->is_bf16) return (const float *)a->logits + start;
@@ -217,7 +218,7 @@ int draw(const draw_args *a) {
     return failed;
 }
 
-/* Philox-4x32-10 (Salmon et al. 2011), like worker/sampling/on_cpu.py. */
+/* Computes random bits with Philox-4x32-10 (Salmon et al. 2011), like worker/sampling/on_cpu.py. */
 void random_bits(const random_args *a) {
     for (int64_t k = 0; k < a->count; k++) {
         uint32_t c0 = (uint32_t)a->stream[k], c1 = (uint32_t)(a->stream[k] >> 32);

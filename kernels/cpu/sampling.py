@@ -1,4 +1,4 @@
-"""Draws tokens from logits in C, called through ctypes."""
+"""Calls the C kernels that draw tokens from logits."""
 
 from __future__ import annotations
 
@@ -26,20 +26,21 @@ class _RandomArgs(ctypes.Structure):
 
 
 def draw_bytes(vocab: int) -> int:
-    """Return the bytes of ``draw``'s workspace: weight, key and logit per token and thread."""
+    """Return the size in bytes of ``draw``'s workspace, in which each thread has a weight, a key
+    and a logit for each token."""
     return torch.get_num_threads() * vocab * 20
 
 
 def draw(
     logits: torch.Tensor,  # [R, V] float32 or bfloat16, last dimension contiguous
-    maximum: torch.Tensor,  # [R] float32, maximum of each row
+    maximum: torch.Tensor,  # [R] float32, largest logit of each row
     *,
     rows: torch.Tensor,  # [D] int64, row of logits of each distribution
     temperature: torch.Tensor,  # [D] float32, above 0
     min_p: torch.Tensor,  # [D] float32
     top_p: torch.Tensor,  # [D] float32
     top_k: torch.Tensor,  # [D] int32, 0 = all
-    starts: torch.Tensor,  # [D + 1] int64, where the samples of each distribution begin
+    starts: torch.Tensor,  # [D + 1] int64, index of each distribution's first sample
     bits: torch.Tensor,  # [k] int64, uniform in [0, 2**24)
     out: torch.Tensor,  # [k] int64
 ) -> None:
@@ -47,6 +48,9 @@ def draw(
 
     Samples of rows whose maximum is not finite are not written. All tensors except ``logits`` must
     be contiguous.
+
+    Raises:
+        MemoryError: there is not enough memory for the workspace.
     """
     library = load()
     assert library is not None
@@ -68,9 +72,9 @@ def random_bits(
     *,
     out: torch.Tensor,  # [K] int64
 ) -> None:
-    """Write a uniform number in [0, 2**24) for each key; all tensors must be contiguous.
+    """Write a uniform number in [0, 2**24) for each of K samples. All tensors must be contiguous.
 
-    Reference implementation: ``philox.random_bits`` of the worker.
+    The reference is ``random_bits`` in ``worker/sampling/on_cpu.py``.
     """
     library = load()
     assert library is not None

@@ -5,14 +5,13 @@
 
 #include "element_types.h"
 
-/* Register tile of a packed GEMM (gemm.inc): TILE_ROWS x PANEL_VECTORS sums, the weights of one step,
-   and the remaining registers for x.
+/* How a packed GEMM (gemm.inc) uses registers: for TILE_ROWS x PANEL_VECTORS sums, for the weights
+   of one step, and for x.
 
-                  registers  lanes  sums    outputs of a panel
-   AVX-512            32      16    14 x 2       32
-   AVX2               16       8     6 x 2       16
-   NEON               32       4     6 x 4       16
-   any other          16       4     6 x 2        8   (SSE2's registers; the compiler splits them) */
+   registers  lanes  sums    outputs of a panel AVX-512            32      16    14 x 2       32
+   AVX2               16       8     6 x 2       16 NEON               32       4     6 x 4       16
+   any other          16       4     6 x 2        8   (SSE2's registers; the compiler splits them)
+   */
 #if defined(__AVX512F__)
 #include <immintrin.h>
 #define LANES 16
@@ -69,7 +68,8 @@ typedef uint32_t words __attribute__((vector_size(4 * LANES)));
 INLINE vec load(const float *from) { return *(const unaligned_vec *)from; }
 INLINE void store(float *to, vec x) { *(unaligned_vec *)to = x; }
 
-/* Returns a b + c, rounded once if the processor can do this. Never reordered. */
+/* Returns a b + c, rounded once if the processor has an instruction for this. Compilers do not
+   reorder it. */
 INLINE vec fma_vec(vec a, vec b, vec c) {
 #if defined(__AVX512F__)
     return (vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
@@ -85,7 +85,7 @@ INLINE vec fma_vec(vec a, vec b, vec c) {
 #endif
 }
 
-/* Returns c + a0 b0 + a1 b1 for pairs of 16 bits, rounded as by the processor's instruction. */
+/* Returns c + a0 b0 + a1 b1 for pairs of bfloat16, rounded as the processor's instruction does. */
 #if HAS_PAIRS
 INLINE vec fma_pairs(vec a, vec b, vec c) {
 #if defined(__AVX512BF16__)
@@ -96,7 +96,7 @@ INLINE vec fma_pairs(vec a, vec b, vec c) {
 }
 #endif
 
-/* Stores LANES bfloat16; `to` may overlap the memory that x was loaded from. */
+/* Stores LANES numbers as bfloat16. `to` may overlap the memory that x was loaded from. */
 INLINE void store_rounded(uint16_t *to, vec x) {
 #if defined(__AVX512BF16__)
     _mm256_storeu_si256((__m256i *)to, (__m256i)_mm512_cvtneps_pbh((__m512)x));
@@ -128,7 +128,7 @@ INLINE vec all_lanes_of_four(const void *from) { /* four unaligned bytes go to e
 #endif
 }
 
-/* Returns the first or second element of each pair of bfloat16 as a float. */
+/* Returns the first (or, if `second`, the second) element of each pair of bfloat16 as a float. */
 INLINE vec widened(const int second, vec pairs) {
     return (vec)(second ? (words)pairs & 0xffff0000u : (words)pairs << 16);
 }
@@ -158,8 +158,9 @@ INLINE void widen_e4m3(const uint8_t *from, float *to, int count) {
     }
 }
 
-/* Returns LANES float8 e4m3fn, except NaN, as floats in units of E4M3_UNIT. The F16C form reads
-   their bits as 16-bit floats, whose exponent has another bias. */
+/* Returns LANES float8 e4m3fn numbers, which must not be NaN, as floats divided by E4M3_UNIT. Where
+   the processor can convert 16-bit floats, the bits are read as such floats, whose exponent has
+   another bias. */
 #if defined(__AVX512F__)
 #define E4M3_UNIT 0x1p8f
 INLINE vec e4m3_lanes(const uint8_t *from) { /* the shift clears the second copy of the sign */

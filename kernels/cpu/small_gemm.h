@@ -1,4 +1,4 @@
-/* A small GEMM that sums each element in an order that does not depend on the numbers of rows and
+/* Small GEMMs. The order in which an element is summed does not depend on the numbers of rows and
    columns. */
 
 #ifndef BATCHINFER_SMALL_GEMM_H
@@ -11,7 +11,8 @@
 #if LANES == 16 || defined(__aarch64__) /* these processors have 32 registers instead of 16 */
 #define MOST_SUMS (BLOCK_ROWS * BLOCK_VECTORS)
 #else
-/* With fewer, the sums of 3 rows wait for each other; with more, some are spilled in the loop. */
+/* With a smaller number, blocks of 3 rows would have too few independent sums; with a larger
+   number, some sums would not fit into registers. */
 #define MOST_SUMS 16
 #endif
 
@@ -37,7 +38,7 @@ INLINE void multiply_block(
         for (int v = 0; v < vectors; v++) store(c + r * c_stride + v * LANES, sum[r][v]);
 }
 
-/* Like multiply_block, for any number of columns. */
+/* Does the same as multiply_block, for up to BLOCK_VECTORS vectors of columns. */
 INLINE void multiply_rows(
     const int pairs, const int rows, const int vectors, int depth, const float *a, int a_stride,
     const float *const *b, int b_stride, float *c, int c_stride, int adds) {
@@ -47,7 +48,7 @@ INLINE void multiply_rows(
                        c_stride, adds);
 }
 
-/* Like multiply_rows, for any number of rows. */
+/* Does the same as multiply_rows, for any number of rows. */
 INLINE void multiply_columns(
     const int pairs, const int vectors, int rows, int depth, const float *a, int a_stride,
     const float *const *b, int b_stride, float *c, int c_stride, int adds) {
@@ -66,7 +67,7 @@ INLINE void multiply_columns(
 #undef ROWS_AT_ONCE
 }
 
-/* Like multiply_columns, for adjacent columns. */
+/* Does the same as multiply_columns, for adjacent columns. */
 INLINE void multiply_adjacent(
     const int pairs, const int vectors, int rows, int depth, const float *a, int a_stride,
     const float *b, int b_stride, float *c, int c_stride, int adds) {
@@ -75,8 +76,8 @@ INLINE void multiply_adjacent(
     multiply_columns(pairs, vectors, rows, depth, a, a_stride, columns, b_stride, c, c_stride, adds);
 }
 
-/* c[rows, columns] = a[rows, depth] b[depth, columns], or c += a b. Every element is a chain of
-   `depth` fused multiply-adds, first to last. */
+/* c[rows, columns] = a[rows, depth] b[depth, columns], or c += a b if `adds`. Every element is one
+   chain of `depth` fused multiply-adds, from the first to the last. */
 static __attribute__((noinline)) void multiply(
     int rows, int columns, int depth, const float *a, int a_stride, const float *b, int b_stride,
     float *c, int c_stride, int adds) {
@@ -96,8 +97,8 @@ static __attribute__((noinline)) void multiply(
 }
 
 #if HAS_PAIRS
-/* Like multiply, over `depth` pairs of 16-bit elements, a[rows][depth] and b[depth][columns];
-   columns are whole vectors. */
+/* Does the same as multiply, for `depth` pairs of 16-bit elements, a[rows][depth] and
+   b[depth][columns]. `columns` must be a multiple of LANES. */
 static __attribute__((noinline)) void multiply_pairs(
     int rows, int columns, int depth, const float *a, int a_stride, const float *b, int b_stride,
     float *c, int c_stride, int adds) {

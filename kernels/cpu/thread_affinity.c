@@ -1,4 +1,4 @@
-/* Binds the threads of a team to cores. */
+/* Binds the threads of an OpenMP team to cores. */
 
 #ifdef __linux__
 #define _GNU_SOURCE
@@ -8,10 +8,10 @@
 #include <omp.h>
 #include <stdint.h>
 
-/* Binds thread t of the team to the cores in masks[t], which has `bytes` bytes and a bit for each
-   core. `version` (above 0) identifies the masks: threads that the runtime has kept since the last
-   call with this version make no system call. The calling thread is bound last, because threads
-   that it starts inherit its cores; the caller must restore its own cores afterwards. */
+/* Binds thread t of the team to the cores in masks[t], which has `bytes` bytes with a bit for each
+   core. `version` (above 0) identifies the masks: a thread that was already bound by a call with
+   this version makes no system call. The calling thread is bound last, because threads that it
+   starts inherit its cores. The caller must restore its own cores afterwards. */
 void bind_team(const uint8_t *masks, int64_t bytes, int32_t num_threads, int32_t version) {
 #ifdef __linux__
     static __thread int32_t bound;

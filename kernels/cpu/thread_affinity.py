@@ -1,4 +1,4 @@
-"""Binds the threads of the OpenMP runtime to cores, in C, called through ctypes."""
+"""Binds the threads of the OpenMP runtime to cores, using a C function."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ class TeamCores:
     def bind(self) -> None:
         """Bind this thread, and the threads of its next parallel regions if they are not bound yet.
 
-        Takes some microseconds. Does nothing without a C compiler or on systems other than Linux.
+        This takes a few microseconds. It does nothing without a C compiler or on systems other than
+        Linux.
         """
         library = load()
         if library is None:
