@@ -8,10 +8,11 @@
 /* How a packed GEMM (gemm.inc) uses registers: for TILE_ROWS x PANEL_VECTORS sums, for the weights
    of one step, and for x.
 
-   registers  lanes  sums    outputs of a panel AVX-512            32      16    14 x 2       32
-   AVX2               16       8     6 x 2       16 NEON               32       4     6 x 4       16
-   any other          16       4     6 x 2        8   (SSE2's registers; the compiler splits them)
-   */
+                  registers  lanes  sums    outputs of a panel
+   AVX-512            32      16    14 x 2       32
+   AVX2               16       8     6 x 2       16
+   NEON               32       4     6 x 4       16
+   any other          16       4     6 x 2        8   (SSE2's registers; the compiler splits them) */
 #if defined(__AVX512F__)
 #include <immintrin.h>
 #define LANES 16

@@ -38,7 +38,7 @@ INLINE void multiply_block(
         for (int v = 0; v < vectors; v++) store(c + r * c_stride + v * LANES, sum[r][v]);
 }
 
-/* Does the same as multiply_block, for up to BLOCK_VECTORS vectors of columns. */
+/* Does the same as multiply_block, in two parts if the sums would not fit into registers. */
 INLINE void multiply_rows(
     const int pairs, const int rows, const int vectors, int depth, const float *a, int a_stride,
     const float *const *b, int b_stride, float *c, int c_stride, int adds) {
