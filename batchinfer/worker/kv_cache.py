@@ -58,7 +58,8 @@ class KVCache:
             layer_major: True for the order [layer, slot] instead of [slot, layer].
 
         Raises:
-            DeviceError: the pool does not fit the device, or the host blocks do not fit the host.
+            DeviceError: the device's memory is too small for the pool, or the host's for the
+                host blocks.
         """
         self.layout = layout
         self.dtype = dtype

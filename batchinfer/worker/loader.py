@@ -191,7 +191,8 @@ def load_model(
 
     Raises:
         ModelError: one line that says what to do.
-        DeviceError: the weights do not fit the device, or no kernel meets the requirements.
+        DeviceError: the weights do not fit into the device's memory, or no kernel meets the
+            requirements.
     """
     description = describe_model(choice, device.type, latent=latent, weights_too=not random_weights)
     num_bytes = None if random_weights else file_bytes(description.folder)

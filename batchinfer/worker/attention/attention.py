@@ -68,7 +68,7 @@ class CapturedBackend(AttentionBackend, Protocol):
         shares: bool,
         max_chunks: int,
     ) -> None:
-        """Begin a step from the device's arrays alone (see ``CudaAttention``)."""
+        """Begin a step for which the host reads no array contents (see ``CudaAttention``)."""
         ...
 
 

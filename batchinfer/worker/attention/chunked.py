@@ -64,7 +64,7 @@ class CapturedChunkedAttention(ChunkedAttention):
         shares: bool,
         max_chunks: int,
     ) -> None:
-        """Begin a step from the device's arrays alone, like ``CudaAttention.begin_captured``.
+        """Begin a step for which the host reads no array contents, like ``CudaAttention``.
 
         Steps for which ``crosses_chunks`` is true must not be replayed.
         """

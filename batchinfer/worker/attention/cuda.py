@@ -223,7 +223,7 @@ class BatchInvariantAttention(CudaAttention):
 
 
 class LatentCudaAttention(CudaAttention):
-    """Attends to latents, which all heads share. Shared prefixes are not read only once."""
+    """Attends to latents, which all heads share. Each sequence reads a shared prefix separately."""
 
     def attend(self, layer: int, query: torch.Tensor, variant: AttentionVariant) -> torch.Tensor:
         """Return the attended latents [T, Hq, rank] of queries [T, Hq, rank + rotary width]."""

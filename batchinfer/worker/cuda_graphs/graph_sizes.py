@@ -18,8 +18,8 @@ Kind = Literal["decode", "shared decode", "mixed"]
 any other step."""
 
 MAX_GRAPH_TOKENS = 8192
-"""Most tokens of a step with a graph. A larger step runs longer than the host takes to launch its
-kernels."""
+"""Largest number of tokens in a step with a graph. A larger step runs longer than the host takes to
+launch its kernels."""
 
 # Pairs of (first number of sequences, distance between sizes).
 _DECODE_STEPS = ((64, 32), (256, 64))

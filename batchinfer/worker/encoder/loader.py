@@ -136,7 +136,8 @@ def load_encoder(
 
     Raises:
         ModelError: one line that says what to do.
-        DeviceError: the weights do not fit the device, or no kernel meets the requirements.
+        DeviceError: the weights do not fit into the device's memory, or no kernel meets the
+            requirements.
     """
     description = describe_encoder(choice, weights_too=True)
     dtype = getattr(torch, description.dtype)
@@ -234,7 +235,7 @@ def _texts(description: EncoderDescription, *lengths: int) -> list[torch.Tensor]
 @torch.inference_mode()
 def _reference(body: PreTrainedModel, token_ids: torch.Tensor) -> torch.Tensor:
     """Compute the hidden states [T, H] of a text with transformers' attention."""
-    with quiet_transformers():  # for some families, transformers warns that nothing is switched
+    with quiet_transformers():  # warns if a family has no attention to switch
         body.set_attn_implementation("eager")
         try:
             states: torch.Tensor = body(input_ids=token_ids[None].to(body.device)).last_hidden_state

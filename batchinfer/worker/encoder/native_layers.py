@@ -50,7 +50,7 @@ class _Parts(NamedTuple):
 
 
 class NativeEncoderLayers(nn.Module):
-    """All layers of an encoder in one call.
+    """Runs all layers of an encoder in one call.
 
     Args:
         parts: modules and settings of each layer; shapes and settings are the same in all layers.

@@ -221,7 +221,7 @@ class AdapterLoader:
 
         Raises:
             ModelError: the adapter is missing, is not supported, or belongs to another model.
-            DeviceError: the adapter does not fit the device.
+            DeviceError: the adapter does not fit into the device's memory.
         """
         (adapter,) = read_adapters({name: path}, self._config)
         self._check(adapter)
@@ -249,7 +249,7 @@ def add_adapters(
 
     Raises:
         ModelError: an adapter changes layers that do not support adapters.
-        DeviceError: the weights do not fit the device.
+        DeviceError: the weights do not fit into the device's memory.
     """
     weight = next(model.parameters())
     for number, adapter in enumerate(adapters, start=first):

@@ -39,7 +39,7 @@ class ShallowCopy:
 
     model: nn.Module
     windows: Mapping[str, int]
-    """Sliding windows of the whole model, in tokens, that the copy shortens, by config key."""
+    """Sliding windows of the whole model, in tokens, that the copy shortens, keyed by config key."""
     in_float32: bool
     """True if the weights are copies in float32, False if they are shared with the whole model."""
 

@@ -87,7 +87,7 @@ def load_weights(
     Raises:
         ModelError: the files cannot be read or do not match the config, or ``random`` is set for a
             quantized checkpoint.
-        DeviceError: the weights do not fit the device.
+        DeviceError: the weights do not fit into the device's memory.
     """
     register()
     saved = saved_section(config.to_dict())

@@ -26,8 +26,8 @@ _SLOW = 2.0
 """Fewer threads are tried only if steps take at least this many times as long as on a quiet
 machine."""
 _DELAYED = 0.25
-"""Run delay per second, summed over all threads, from which on other processes are assumed to use
-the cores."""
+"""Other processes are assumed to use the cores if the run delay per second, summed over all
+threads, is at least this."""
 _WORTH = 0.9
 """Fewer threads are kept if steps take at most this share of the time that more threads took."""
 _FIRST_PAUSE, _LAST_PAUSE = 4, 128
@@ -62,7 +62,7 @@ class _Window:
         self.seconds = 0.0
         self.delay: float | None = None
         """The process's run delay when the first step began."""
-        # Seconds per token, by the number of bits of the step's token count.
+        # Seconds per token, keyed by the bit length of the step's token count.
         self._paces: dict[int, list[float]] = {}
 
     def add(self, tokens: int, seconds: float) -> None:

@@ -1,6 +1,6 @@
 """Chooses the number of threads that compute on the CPU, and runs steps on them.
 
-torch and the C kernels share one OpenMP runtime, and both ask ``torch.get_num_threads()``.
+torch and the C kernels share one OpenMP runtime. Both use ``torch.get_num_threads()`` threads.
 """
 
 from __future__ import annotations
