@@ -95,7 +95,7 @@ def graph_bytes(
     max_graph_tokens: int,
     max_model_len: int,
 ) -> int:
-    """Return a high estimate of the bytes of all step graphs and their inputs. The graphs share a
+    """Return an upper estimate of the bytes of all step graphs and their inputs. The graphs share a
     memory pool, which is as large as the largest graph needs."""
     sizes = all_sizes(max_num_seqs, max_graph_tokens)
     logits = max_num_seqs * LOGITS_COPIES * int(text_config(config)["vocab_size"])
@@ -150,9 +150,9 @@ class MemoryPlan:
     logits_bytes: int
     """Estimate for sampling ``max_num_seqs`` rows, or scoring ``SCORED_ROWS`` prompt tokens."""
     graph_bytes: int
-    """Estimate for step graphs; 0 on a CPU."""
+    """Estimate for all step graphs; 0 on a CPU."""
     max_graph_tokens: int
-    """Number of tokens of the largest step with a graph; 0 on a CPU."""
+    """Number of tokens in the largest step with a graph; 0 on a CPU."""
     available_bytes: int
     """Memory of the device that all parts together may use."""
     num_host_blocks: int

@@ -67,7 +67,7 @@ class PromptScorer:
         return SampleHandle(on["ids"], logprobs.values[:, 0], ~torch.cat(finite), logprobs)
 
     def _head(self, rows: Tensor, num_tokens: int) -> Tensor:
-        unused_ids = rows.new_zeros((1, num_tokens))  # Gemma 4 reads their number
+        unused_ids = rows.new_zeros((1, num_tokens))  # Gemma 4 needs the number of ids
         output = self._model(input_ids=unused_ids, use_cache=False, logits_to_keep=rows)
         logits: Tensor = output.logits[0]
         return logits

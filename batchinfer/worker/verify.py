@@ -92,7 +92,7 @@ def swap_verified(
             return True
     except torch.OutOfMemoryError:
         raise
-    except Exception:  # the model's code uses more of the module than its replacement has
+    except Exception:  # the model's code uses attributes that the replacement lacks
         pass
     _put(originals)
     return False

@@ -49,7 +49,8 @@ def check_batch_invariance(
 
     Raises:
         ModelError: the logits differ, or on a CUDA device they may differ.
-        DeviceError: torch is set to round float32 factors to TF32.
+        DeviceError: torch is set to round the operands of float32 matrix multiplications
+            to TF32.
     """
     if next(model.parameters()).is_cuda:
         check_operations(model, layout, kernel)
@@ -79,7 +80,8 @@ def check_operations(
 
     Raises:
         ModelError: the bits of an operation may depend on the number of rows.
-        DeviceError: torch is set to round float32 factors to TF32.
+        DeviceError: torch is set to round the operands of float32 matrix multiplications
+            to TF32.
     """
     if torch.backends.cuda.matmul.allow_tf32:
         raise DeviceError(

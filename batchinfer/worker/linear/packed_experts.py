@@ -84,7 +84,7 @@ class PackedExperts(nn.Module):
             self._biases.append(matrix.biases)
             delattr(experts, matrix.name)
         if hasattr(experts, _CODES):
-            delattr(experts, _CODES)  # the kept readers of codes refer to the loaded weights
+            delattr(experts, _CODES)  # the readers of the codes keep the loaded weights alive
         self.experts = experts
         """transformers' module without its weights; it still has the activation and the biases."""
 

@@ -97,7 +97,7 @@ def language_model_config(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def read_language_model(folder: Path | None, config: PreTrainedConfig, **options: Any) -> Any:
-    """Read the causal model of a wrapper. Return the model and transformers' report on loading it.
+    """Load a wrapper's causal model. Return the model and transformers' report on loading it.
 
     Args:
         folder: the wrapper's folder; None if ``options`` contains the tensors (``state_dict``).

@@ -39,7 +39,7 @@ class ShallowCopy:
 
     model: nn.Module
     windows: Mapping[str, int]
-    """Sliding windows of the whole model, in tokens, that the copy shortens, keyed by config key."""
+    """The whole model's sliding windows that the copy shortens, in tokens, keyed by config key."""
     in_float32: bool
     """True if the weights are copies in float32, False if they are shared with the whole model."""
 
@@ -158,7 +158,8 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _fill(model: nn.Module, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None) -> None:
-    """Give a model on the ``meta`` device the tensors of the same names. Tied weights stay tied."""
+    """Replace the tensors of a model on the ``meta`` device by those with the same names in
+    ``tensors``. Tied weights stay tied."""
     cast: dict[int, torch.Tensor] = {}
     for prefix, module in model.named_modules():
         for members in (module._parameters, module._buffers):

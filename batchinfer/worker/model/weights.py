@@ -293,8 +293,8 @@ def _fix(module: torch.nn.Module, max_model_len: int) -> None:
     like = frequencies.new_zeros(1)
     alone = torch.tensor([[0, 1]], device=frequencies.device)
     with_last = torch.tensor([[0, 1, max_model_len - 1]], device=frequencies.device)
-    # A call with the last position makes transformers choose the frequencies. With another
-    # rope_type, it never chooses again.
+    # A call with the last position makes transformers choose the frequencies. Once the rope_type
+    # is "default", it keeps them.
     module(like, position_ids=with_last)
     module.rope_type = "default"  # type: ignore[assignment]
     expected = module(like, position_ids=with_last)

@@ -58,7 +58,7 @@ class ThreadCores:
     """Binds the OpenMP threads that compute for one Python thread, only while they compute.
 
     Args:
-        environ: the environment. If an OpenMP variable in it controls binding, this class binds
+        environ: environment variables. If an OpenMP variable controls binding, this class binds
             nothing.
     """
 
