@@ -74,8 +74,8 @@ def plan_decode(
             Ignored if there is a window.
         max_context_len: upper bound on `context_lens`.
         num_launches: number of attention layers that use the list, each once.
-        num_splits: largest number of pieces per context (default: from `max_context_len`). All
-            values give correct results.
+        num_splits: largest number of pieces per context (default: from `max_context_len`). Any
+            value gives correct results.
     """
     num_sequences, device = len(context_lens), context_lens.device
     group = num_heads // num_kv_heads

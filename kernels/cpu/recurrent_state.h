@@ -57,7 +57,7 @@ static inline float *piece_of(
     return p->slots + slots[piece / per_slot] * p->slot_stride + piece % per_slot * elements;
 }
 
-/* Returns piece `number` of a sequence's matrices, which have `rows` rows. Sets it to 0 if the
+/* Returns piece `number` of a sequence's matrices, which have `rows` rows. Zeroes the piece if the
    sequence is new. */
 static inline float *matrix_piece(
     const paged_states *p, int64_t sequence, int64_t number, int64_t rows) {

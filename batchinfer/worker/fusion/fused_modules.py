@@ -145,7 +145,7 @@ class AddLinear(nn.Module):
     """Adds ``x @ weight.T`` to ``residual``, which the caller sets before each call.
 
     Args:
-        linear: a linear layer of torch, or a module with ``add_to``.
+        linear: a torch linear layer, or a module with ``add_to``.
     """
 
     def __init__(self, linear: nn.Module) -> None:
