@@ -64,7 +64,7 @@ def test_layers_with_their_own_attention_are_refused() -> None:
 def test_more_attention_layers_than_in_the_config_are_refused() -> None:
     model, layout = with_layout("llama")
     model.model.layers[2].self_attn.layer_idx = 3
-    with pytest.raises(ModelError, match="'llama' cannot be run: layer 3 attends, but"):
+    with pytest.raises(ModelError, match="'llama' cannot be run: layer 3 calls attention, but"):
         check_attention(model, layout)
 
 

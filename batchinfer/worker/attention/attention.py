@@ -193,7 +193,7 @@ def paged_attention_forward(
     num_layers = context.cache.layout.num_layers
     if layer >= num_layers:
         raise UnsupportedAttentionError(
-            f"layer {layer} attends, but the config has only {num_layers} layers with KV"
+            f"layer {layer} calls attention, but the config has only {num_layers} layers"
         )
     if scaling is None:
         scaling = query.shape[-1] ** -0.5
@@ -240,4 +240,6 @@ def _check_call(
         raise UnsupportedAttentionError(f"{type(module).__name__} is not causal")
     for name in _UNSUPPORTED:
         if kwargs.get(name) is not None:
-            raise UnsupportedAttentionError(f"{type(module).__name__} passes {name}")
+            raise UnsupportedAttentionError(
+                f"{type(module).__name__} passes {name} to attention, which is not supported"
+            )

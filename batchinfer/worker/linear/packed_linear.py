@@ -201,7 +201,8 @@ def no_linears(model: Any) -> ModelError:
     """Return the error for a model that has no linear layers to quantize."""
     return ModelError(
         f"model.quantization: models of the family {model.config.model_type!r} have no linear "
-        "layers that can be quantized"
+        "layers that can be quantized",
+        hint="remove the key",
     )
 
 

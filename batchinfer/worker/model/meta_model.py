@@ -70,7 +70,7 @@ def check_buildable(folder: Path, config: PreTrainedConfig, file_bytes: int | No
         f"{folder}/config.json describes a model of {count:,} parameters, but the "
         f"weight files have only {file_bytes:,} bytes: {name} would be "
         f"{' x '.join(map(str, shape))} "
-        f"({', '.join(sorted(keys)) or 'by its sizes'}); take config.json and the "
+        f"({', '.join(sorted(keys)) or 'from several sizes'}); take config.json and the "
         "safetensors files from the same model"
     )
 

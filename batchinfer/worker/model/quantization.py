@@ -137,7 +137,8 @@ def quantize(model: Any, method: str, device: torch.device) -> None:
         family = model.config.model_type
         raise ModelError(
             f"model.quantization: models of the family {family!r} have no linear layers that "
-            "can be quantized"
+            "can be quantized",
+            hint="remove the key",
         )
     config = _config(ao, method, device, linears)
     for name, linear in linears.items():
@@ -149,7 +150,8 @@ def quantize(model: Any, method: str, device: torch.device) -> None:
             reason = one_line(error, 200)
             raise ModelError(
                 f"model.quantization: {method} cannot quantize {name} in "
-                f"{linear.weight.dtype}: {reason}"
+                f"{linear.weight.dtype}: {reason}",
+                hint="remove the key, or choose another method",
             ) from error
 
 
@@ -175,7 +177,11 @@ def _config(ao: Any, method: str, device: torch.device, linears: Mapping[str, nn
     widths = {linear.in_features for linear in linears.values()}
     group = next((size for size in _GROUPS if all(width % size == 0 for width in widths)), None)
     if group is None:
-        raise ModelError("model.quantization: int4_weight_only needs widths divisible by 32")
+        raise ModelError(
+            "model.quantization: int4_weight_only needs linear layers whose numbers of inputs are "
+            "divisible by 32",
+            hint="remove the key, or choose another method",
+        )
     if device.type == "cuda":
         return ao.Int4WeightOnlyConfig(group_size=group, int4_packing_format="tile_packed_to_4d")
     from torchao.prototype.quantization.int4 import PrototypeInt4WeightOnlyConfig

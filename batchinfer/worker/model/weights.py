@@ -302,8 +302,8 @@ def _fix(module: torch.nn.Module, max_model_len: int) -> None:
         if not torch.equal(actual, wanted[:, :2]):
             raise ModelError(
                 f"the model cannot be run: {type(module).__name__} chooses rotary "
-                "frequencies by the longest row in the batch (longrope), and this "
-                "choice cannot be fixed"
+                "frequencies based on the longest row in the batch (longrope), and "
+                "this choice cannot be fixed"
             )
 
 

@@ -222,7 +222,7 @@ def test_models_that_cannot_be_quantized_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="'gpt2' have no linear layers that can be quantized"):
         load_model(ModelConfig(str(tmp_path / "gpt2"), quantization="int8_weight_only"), device=CPU)
     make_checkpoint("llama", tmp_path / "odd", intermediate_size=48)
-    with pytest.raises(ModelError, match="int4_weight_only needs widths divisible by 32"):
+    with pytest.raises(ModelError, match=r"int4_weight_only needs .* divisible by 32"):
         load_model(ModelConfig(str(tmp_path / "odd"), quantization="int4_weight_only"), device=CPU)
 
 
