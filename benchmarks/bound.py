@@ -21,7 +21,7 @@ from batchinfer.worker.linear.packed_linear import PackedLinear
 from batchinfer.worker.linear_kernels import linear_kernels
 
 ROWS = 64
-"""Rows of a GEMM: the sequences in a step of the quarter-size workloads."""
+"""Rows per matrix product: sequences in a step when workloads run with a quarter of their rows."""
 
 
 def layer_shapes(config: AutoConfig) -> list[tuple[int, int]]:
@@ -33,8 +33,8 @@ def layer_shapes(config: AutoConfig) -> list[tuple[int, int]]:
 
 
 def seconds_per_token(shapes: list[tuple[int, int]], copies: int, dtype: torch.dtype) -> float:
-    """Return the median time per row of all linear layers, with the fastest kernel; each layer has
-    its own weights."""
+    """Return the median seconds per row that all linear layers take together, with the fastest
+    kernel; each layer has its own weights."""
     plain = [
         torch.nn.Linear(*shape, bias=False, dtype=dtype).requires_grad_(False)
         for _ in range(copies)
@@ -55,7 +55,7 @@ def seconds_per_token(shapes: list[tuple[int, int]], copies: int, dtype: torch.d
 
 
 def computed_tokens(rows: list[Row]) -> int:
-    """Return the tokens to compute: those of the prefix tree, and all outputs except the last."""
+    """Count tokens to compute: those of the prefix tree, and a sample's outputs except the last."""
     tree = {tuple(row.prompt[: at + 1]) for row in rows for at in range(len(row.prompt))}
     return len(tree) + sum(row.n * (row.output_len - 1) for row in rows)
 

@@ -62,7 +62,7 @@ _MAX_CONTEXT = 4096
 
 @dataclass(frozen=True)
 class Case:
-    """A call, and the kernels to compile among those that it launches."""
+    """A call to a kernel's wrapper, and which of the kernels that it launches to compile."""
 
     name: str
     kernels: tuple[str, ...]
@@ -70,7 +70,7 @@ class Case:
 
 
 def _attention(name: str, *kernels: str, fp8: bool = False, **shape: Any) -> Case:
-    """A step with a decode and a chunk; `shape` has arguments of `AttentionCase`."""
+    """A step with a decode and a chunk; `shape` has further arguments of `AttentionCase`."""
 
     def launch() -> None:
         case = AttentionCase(name, ((1, 40), (20, 40)), **shape)

@@ -83,7 +83,7 @@ def write(path: Path, rows: Iterable[Row]) -> None:
 
 def regressions(rows: Iterable[Row], kept: Iterable[Row]) -> list[str]:
     """Return one line per regression from the stored rows: over 10 % more instructions, a larger
-    stack, or no more tensor core instructions or 16-byte copies."""
+    stack, or the loss of all tensor core instructions or of all 16-byte copies."""
     before = {(row.triton, row.name): row for row in kept}
     lines = []
     for row in rows:
@@ -134,10 +134,10 @@ class Compiler:
         self._rows: dict[str, list[Row]] = {}
         self._compile = JITFunction.run
         JITFunction.run = lambda function, *args, **kwargs: self._launched(function, args, kwargs)
-        launch.INTERPRETED = True  # lets CPU tensors through; their pointers are never followed
+        launch.INTERPRETED = True  # accepts CPU tensors; their pointers are never read
 
     def rows(self, case: Case, capability: int) -> Iterator[Row]:
-        """Yield the rows of a case's kernels; for other versions of Triton, the known ones.
+        """Yield the rows of a case's kernels, and the known rows for other versions of Triton.
 
         Raises:
             ValueError: the case does not launch all kernels that it names.
@@ -212,8 +212,8 @@ def _work(arguments: dict[str, Any]) -> tuple[float, str]:
 
 
 def _linear_work(rows: int, outputs: int, width: int) -> tuple[float, str]:
-    """Return the work of a linear layer: with few rows, reading weights limits it, with many rows,
-    multiplying."""
+    """Return the work of a linear layer: bytes of weight if there are few rows, because reading
+    weights then limits the speed, otherwise multiplications."""
     if rows <= 64:
         return outputs * width / 1024, "KiB of weight"
     return rows * outputs * width / 128**3, "128 x 128 x 128"

@@ -1,4 +1,4 @@
-"""Compiles all kernels at real shapes, on a machine without a GPU, and reports on the code.
+"""Compiles all kernels at real shapes, without a GPU, and prints a table of the compiled code.
 
 python benchmarks/compile_report.py                      # print a table for sm_80 and sm_90
 python benchmarks/compile_report.py --cases d128 d256    # only these cases
@@ -31,10 +31,10 @@ _HEAD = (
 
 
 def report(targets: list[int], names: list[str], *, fresh: bool = False) -> list[Row]:
-    """Return the rows of cases for compute capabilities; for other Triton versions, known rows.
+    """Return the rows of cases for compute capabilities, and known rows of other Triton versions.
 
     Args:
-        names: cases; empty: all.
+        names: names of the cases; all cases if empty.
         fresh: compile kernels even if compiled.csv has them.
     """
     compiler = Compiler([] if fresh else read(COMPILED))

@@ -1,6 +1,6 @@
 """Compares engines on a CPU, in separate processes, by the medians of alternating rounds.
 
-python benchmarks/cpu.py                       # the table of benchmarks/README.md, one hour
+python benchmarks/cpu.py                       # the table of benchmarks/README.md; takes an hour
 python benchmarks/cpu.py --workloads W1 --engines batchinfer generate --rounds 2
 """
 
@@ -44,7 +44,7 @@ def run_once(engine: str, workload: str, dtype: str, args: argparse.Namespace) -
 
 
 def measure_bounds(args: argparse.Namespace) -> list[Run]:
-    """Measure the bound by linear layers on this machine now."""
+    """Measure the speed that the linear layers alone allow on this machine (`bound.py`)."""
     bounds = []
     for dtype in args.dtypes:
         command = [*args.before, sys.executable, str(HERE / "bound.py")]
@@ -72,8 +72,8 @@ def measure(args: argparse.Namespace) -> list[Run]:
 
 
 def table(runs: list[Run], args: argparse.Namespace) -> str:
-    """Return a table of median output tokens/s; ratios are the first engine's speed by each
-    peer's."""
+    """Return a table of median output tokens/s; ratios are the first engine's speed divided by
+    each peer's."""
     lines = []
     for dtype in args.dtypes:
         engines = [*args.engines, "bound"]
@@ -127,7 +127,9 @@ def main() -> None:
     parser.add_argument("--scale", type=float, default=0.25, help="share of the rows")
     parser.add_argument("--batch", type=int, default=32, help="sequences in a batch of generate")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--folder", type=Path, default=HERE / "work", help="model and peers")
+    parser.add_argument(
+        "--folder", type=Path, default=HERE / "work", help="folder of model and peers"
+    )
     parser.add_argument(
         "--before", default="", help="command prefix for each process, such as taskset"
     )

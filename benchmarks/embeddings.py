@@ -3,11 +3,11 @@
 python benchmarks/embeddings.py --python PATH --rounds 3 --json out/embeddings.json
 python benchmarks/embeddings.py --python PATH --texts 2000 --models minilm --dtypes float32
 
-PATH is a Python with sentence-transformers. Models have random weights and the shapes of
-all-MiniLM-L6-v2 (22 M) and bge-base-en (110 M). Texts are random words; their number is lognormal
-with a mean of 33 and at most 400. Both sides are timed from texts to vectors with a loaded model:
-``encode`` with batches of 32, which it sorts by length, and a job by the time in ``summary.json``
-from its first step to its last. Vectors are compared by cosine.
+PATH is a Python interpreter with sentence-transformers. Models have random weights and the shapes
+of all-MiniLM-L6-v2 (22 M) and bge-base-en (110 M). Texts are random words; the number of words in a
+text is lognormal with a mean of 33 and at most 400. Both sides are timed from texts to vectors with
+a loaded model: ``encode`` with batches of 32, which it sorts by length, and a job by the time in
+``summary.json`` from its first step to its last. Vectors are compared by cosine.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Run = dict[str, Any]
 
 
 def words(count: int) -> list[str]:
-    """Return ``count`` different words, always the same."""
+    """Return ``count`` different words, the same ones in every call."""
     draw, distinct = random.Random(0), dict[str, None]()
     while len(distinct) < count:
         syllables = range(draw.randint(1, 4))
@@ -196,7 +196,7 @@ def main() -> None:
     for name in args.models:
         for dtype in args.dtypes:
             ratios = [r["ratio"] for r in runs if (r["model"], r["dtype"]) == (name, dtype)]
-            print(f"{name} {dtype}: {statistics.median(ratios):.2f} times, of {len(ratios)} rounds")
+            print(f"{name} {dtype}: {statistics.median(ratios):.2f}x, median of {len(ratios)}")
     if args.json is not None:
         facts = {"date": str(date.today()), "threads": args.threads, "texts": args.texts}
         facts |= {"seconds": time.perf_counter() - began}

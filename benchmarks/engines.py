@@ -297,7 +297,7 @@ def main() -> None:
     parser.add_argument("--quantization", help="name of the engine's quantization")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--batch", type=int, default=32, help="sequences in a batch of generate")
-    parser.add_argument("--cache-gib", type=int, default=2, help="KV cache of the peers")
+    parser.add_argument("--cache-gib", type=int, default=2, help="GiB of KV cache for the peers")
     parser.set_defaults(prime=False)
     args = parser.parse_args()
     stdout = os.dup(1)

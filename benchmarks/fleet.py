@@ -2,10 +2,11 @@
 
     python benchmarks/fleet.py [--workers 1,2,4,8,32] [--rows 200000] [--rows-per-part 4096]
 
-The sizes of claims come from the real function. A worker runs ``SLOTS`` rows at a time; a row with
-n tokens takes n steps. It claims more parts if fewer than ``SLOTS`` rows wait outside its engine.
-Output lengths are uniform from 10 to 2,000 tokens. With two workers or more, one worker is four
-times slower. Prints the share of the ideal time, in which all slots are busy until the end.
+Claims have the sizes that the real ``claim_size`` returns. A worker runs ``SLOTS`` rows at a time;
+a row with n tokens takes n steps. It claims more parts if fewer than ``SLOTS`` rows wait outside
+its engine. Output lengths are uniform from 10 to 2,000 tokens. With two workers or more, one worker
+is four times slower. Prints the ideal time, in which all slots are busy until the end, divided by
+the simulated time.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _QUEUED = SLOTS // 2
 def share_of_ideal(
     num_workers: int, num_rows: int = 200_000, rows_per_part: int = 4096, slowness: float = 4.0
 ) -> float:
-    """Return the share of the ideal time; one worker is slower."""
+    """Return the ideal time divided by the simulated time; one worker is slower."""
     lengths = np.random.default_rng(0).integers(10, 2001, num_rows)
     paces = [1.0] * (num_workers - 1) + [slowness if num_workers > 1 else 1.0]
     ideal = float(lengths.sum()) / (SLOTS * sum(1 / pace for pace in paces))
@@ -41,9 +42,9 @@ def share_of_ideal(
 
 
 def _run(lengths: list[int], free: list[Part], paces: list[float]) -> float:
-    """Return the steps until the last row is finished."""
+    """Return the number of steps until the last row is finished."""
     waiting = [deque[int]() for _ in paces]
-    """Rows of each worker that wait."""
+    """Waiting rows of each worker."""
     running = [0] * len(paces)
     made = [0] * len(paces)
     """Rows that each worker has finished."""

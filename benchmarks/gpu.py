@@ -91,7 +91,10 @@ def run_stage(stage: str, todo: list[Task], results: Results, *, dry_run: bool) 
     for task in todo:
         limit_s = _DRY_LIMIT_S if dry_run else min(task.limit_s, ends - time.monotonic())
         if limit_s < 1:
-            outcome: dict[str, Any] = {"ok": False, "error": "not run: the stage's time is over"}
+            outcome: dict[str, Any] = {
+                "ok": False,
+                "error": "not run: the stage's time is up",
+            }
         else:
             outcome = run_task(task, results.folder, limit_s, dry_run=dry_run)
         results.add("tasks", task.name, {"stage": stage, **outcome})

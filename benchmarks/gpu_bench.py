@@ -40,10 +40,10 @@ def bench(
 ) -> None:
     """Measure workloads on one model, each after a warm-up with rows of the same kind.
 
-    While there is time, W1 is profiled and repeated, and its cell replaced.
+    While there is time, W1 is profiled and repeated, and its cell is replaced.
 
     Args:
-        ends: time limit of this process, by `time.monotonic`.
+        ends: value of `time.monotonic` at which this process must end.
     """
     settings = EngineConfig(
         max_num_seqs=8 if dry_run else 1024,
@@ -88,7 +88,7 @@ def warm_up(jobs: list[Job]) -> list[Job]:
     """Return rows with short outputs that compile all kernels that the workload needs.
 
     If rows share prefixes, all rows are needed: in steps that are too large for a graph, the kernel
-    that lists shared pieces is compiled for each power of two of sequences.
+    that lists shared pieces is compiled once for each power of two of the number of sequences.
     """
     rows = jobs if any(job.shared_len for job in jobs) else jobs[:_WARM_ROWS]
     return [replace(job, output_len=min(job.output_len, _WARM_TOKENS)) for job in rows]
@@ -113,7 +113,7 @@ def requests(jobs: list[Job], vocab: int, seed: int) -> list[Request]:
 
 
 def _run(built: Ready, jobs: list[Job], seed: int) -> dict[str, Any]:
-    """Run all jobs and measure the time. Each seed has other prompts, so no prefixes are cached."""
+    """Run all jobs and measure the time. Seeds give different prompts, so no prefix is cached."""
     engine = built.engine
     todo = requests(jobs, built.vocab, seed)
     _synchronize()
@@ -231,7 +231,7 @@ def _tokens(device: torch.device, jobs: list[Job]) -> dict[str, Any]:
 
 
 def _logits(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    """Compare logits after a prompt that is computed in two chunks with float32 logits."""
+    """Compare the logits after a prompt, computed in two chunks, with float32 logits."""
     jobs = [Job(48, 0, 1)]
     settings = EngineConfig(max_num_seqs=4, max_num_batched_tokens=32, num_kv_blocks=32)
     built = ready("tiny", device, dtype, settings)

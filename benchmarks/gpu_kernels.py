@@ -1,4 +1,4 @@
-"""Runs the tests with the marker ``gpu`` in several processes, because compilation takes long."""
+"""Runs the tests with the marker ``gpu`` in several processes, because compilation is slow."""
 
 from __future__ import annotations
 

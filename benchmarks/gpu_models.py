@@ -116,7 +116,7 @@ class Ready:
 
 
 def ready(name: str, device: torch.device, dtype: torch.dtype, settings: EngineConfig) -> Ready:
-    """Create a model and an engine like ``batchinfer`` does, without files."""
+    """Create a model and an engine as ``batchinfer`` does, but without files."""
     model = random_model(name, device, dtype)
     config = model.config.to_dict()
     dtype_name = str(dtype).removeprefix("torch.")

@@ -96,7 +96,7 @@ def _matrix_rate(device: torch.device, dtype: torch.dtype, size: int) -> float:
 def attention(
     results: Results, device: torch.device, ceilings: Ceilings, model: str, *, dry_run: bool
 ) -> None:
-    """Measure all cases with the heads of a model; context lengths vary."""
+    """Measure all cases with a model's number of heads; context lengths vary."""
     heads = max(shape_of(model).heads, _KV_HEADS)  # a dry run's model has fewer
     measure = partial(_measure, results, model)
     strided = (2, 20) if dry_run else _STRIDED
@@ -126,8 +126,8 @@ class Pool:
     """Caches of several layers, and block tables with random slots.
 
     Args:
-        layers: default: enough to exceed caches.
-        num_slots: default: as many as the contexts need.
+        layers: number of layers; by default enough to exceed the device's caches.
+        num_slots: number of slots; by default as many as the contexts need.
         layer_major: store the blocks of a layer together, instead of the layers of a block.
     """
 

@@ -18,7 +18,8 @@ _BATCHES = (64, 128, 256)
 
 
 def generate(model_name: str, device: torch.device, tiny: bool) -> dict[str, Any]:
-    """transformers' ``generate`` with rows sorted by output length; the best of some batch sizes.
+    """Measure transformers' ``generate`` on rows sorted by output length; the best batch size
+    counts.
 
     Runs only the first batch of each size, with a time limit. This batch has the longest outputs
     and wastes the least.
@@ -53,7 +54,7 @@ def generate(model_name: str, device: torch.device, tiny: bool) -> dict[str, Any
 
 
 def generate_batch(model_name: str, device: torch.device, tiny: bool) -> dict[str, Any]:
-    """transformers' continuous batching, with flash attention if it is installed."""
+    """Measure transformers' continuous batching, with flash attention if it is installed."""
     from transformers import ContinuousBatchingConfig, GenerationConfig
 
     flash = next(
@@ -98,7 +99,7 @@ def generate_batch(model_name: str, device: torch.device, tiny: bool) -> dict[st
 
 
 def flashinfer(model_name: str, device: torch.device, tiny: bool) -> dict[str, Any]:
-    """FlashInfer's decode attention over blocks of 16, on 256 contexts of about 1,000 tokens."""
+    """Measure FlashInfer's decode attention on 256 contexts of about 1,000 tokens."""
     import flashinfer  # type: ignore[import-not-found]
 
     shape = shape_of(model_name)

@@ -46,7 +46,7 @@ def _mixed(count: int, low: int, high: int) -> list[Job]:
 
 
 def prompts(jobs: list[Job], vocab: int, seed: int) -> list[np.ndarray]:
-    """Return random int32 token ids, with the shared prefix of the jobs."""
+    """Return each job's prompt: random int32 token ids after the prefix that the jobs share."""
     rng = np.random.default_rng(seed)
     low = min(FIRST_ID, vocab // 2)
     shared = rng.integers(low, vocab, max(job.shared_len for job in jobs), dtype=np.int32)

@@ -2,10 +2,10 @@
 
     python benchmarks/host.py [--sequences 1024]
 
-Prints median and mean processor time per call of ``Engine.step`` with nearly all sequences running:
-for steps that only decode and steps that also start rows, and for an engine that reads each step at
-once and one that runs a step ahead (whose calls schedule the next step). Rows have 100 to 1,023
-prompt tokens and as many output tokens. The pool is never full.
+Prints median and mean processor time per call to ``Engine.step`` with nearly all sequences running.
+It does so for steps that only decode and steps that also start rows, and for an engine that waits
+for each step's result and one that schedules the next step before it reads the last result. Rows
+have 100 to 1,023 prompt tokens and as many output tokens. The pool is never full.
 """
 
 from __future__ import annotations

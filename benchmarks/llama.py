@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from workloads import Row
 
-_SEQUENCES = 64  # that run together
+_SEQUENCES = 64  # sequences that run together
 _CELLS = 640  # KV cells per sequence
 _BATCH = 1024  # tokens per step
 _TYPES = {"float32": "F32", "bfloat16": "BF16", "q8_0": "Q8_0"}

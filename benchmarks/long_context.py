@@ -67,7 +67,7 @@ def make_model(path: Path) -> Path:
 
 
 def peak_rss() -> int:
-    """Return this process's peak bytes; ``ru_maxrss`` may include the parent process."""
+    """Return this process's peak memory in bytes; ``ru_maxrss`` may include the parent process."""
     status = Path("/proc/self/status").read_text()
     (kib,) = (line.split()[1] for line in status.splitlines() if line.startswith("VmHWM:"))
     return int(kib) * 1024
@@ -141,7 +141,8 @@ def planned_mib(lines: list[str]) -> float:
 def run(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     """Generate, then compare."""
     table: list[str] = []
-    # Run a small model first: imports and start-up are not the engine's memory.
+    # Run a small layer first, so that the memory of torch's start-up does not count as the
+    # engine's.
     torch.nn.Linear(64, 64)(torch.zeros(1024, 64))
     before = peak_rss()
     settings = EngineConfig(

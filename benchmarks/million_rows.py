@@ -1,4 +1,4 @@
-r"""Runs a job with many short rows through everything except a model: memory, resume, commits.
+r"""Measures memory, resuming and commits of a job with many short rows and a fake model.
 
     python benchmarks/million_rows.py [--rows 1000000] [--folder DIR] [--slack 1]
     python benchmarks/million_rows.py --rows 400000 --kill-at 0 --blocks 2048
@@ -7,7 +7,7 @@ r"""Runs a job with many short rows through everything except a model: memory, r
 
 Only the engine's runner is fake: it returns one token immediately, and writes to host memory when a
 block is swapped out. The job is killed (kill -9) after nine tenths of its rows, then resumed. With
-``--prefixes``, each row begins with one of these texts, chosen at random. Prints the following
+``--prefixes``, each row begins with one of that many texts, chosen at random. Prints the following
 numbers, and exits with 1 if a bound is exceeded:
 
 - memory: growth of resident memory over the last three quarters of the first run (least squares),
@@ -20,8 +20,8 @@ numbers, and exits with 1 if a bound is exceeded:
 
 The allocators' heaps settle after about half a million rows. Until then, their free space grows by
 2 MB per 100,000 rows, while memory in use (Python's objects, malloc, Arrow) stays within 0.2 MB.
-Jobs with less than a quarter of a million rows are checked for the last two numbers only.
-``--slack`` multiplies bounds of time, for machines that are busy.
+Jobs with less than a quarter of a million rows are not checked for growth of memory.
+``--slack`` multiplies the time bounds, for busy machines.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class SwappingStub(StubRunner):
     """Writes to host memory when a block is swapped out."""
 
     num_out = 0
-    """Blocks copied to the host."""
+    """Number of blocks copied to the host."""
 
     def __init__(self, num_host_blocks: int) -> None:
         self._host = np.zeros((num_host_blocks, BYTES_PER_BLOCK), np.uint8)
@@ -131,7 +131,7 @@ class SwappingStub(StubRunner):
 
     @property
     def num_unread(self) -> int:
-        """Blocks that were copied to the host and never used again."""
+        """Number of blocks that were copied to the host and never used again."""
         return self._num_overwritten + len(self._unread)
 
 
@@ -253,7 +253,7 @@ def peak_bytes() -> int:
 
 
 def kill_on_its_way(process: subprocess.Popen[bytes], folder: Path, num_rows: float) -> None:
-    """Kill the job's process when parts have ``num_rows`` rows."""
+    """Kill the job's process once finished parts hold ``num_rows`` rows."""
     records = folder / "out" / "_batchinfer" / "parts"
     wanted = num_rows / 4096
     while len(list(records.glob("*.json"))) < wanted:
@@ -309,7 +309,7 @@ def main() -> int:
         "--kill-at", type=float, default=0.9, help="kill after this share of the rows; 0: never"
     )
     parser.add_argument("--folder", type=Path, help="folder for data and output; not deleted")
-    parser.add_argument("--slack", type=float, default=1.0, help="factor for bounds of time")
+    parser.add_argument("--slack", type=float, default=1.0, help="factor for the time bounds")
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.here:

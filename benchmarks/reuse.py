@@ -3,9 +3,9 @@
     python benchmarks/reuse.py [--rows 1000000] [--new 1000] [--folder DIR] [--json FILE]
 
 First, a tenth of ``--rows`` short prompts run on a runner that computes nothing, to measure the
-cost of row keys. Then a job with all rows gets one answer for every row, and two jobs reuse its
-output: one with ``--new`` additional rows at the end of its input, and one with as many random rows
-replaced, so that every part waits for some. Prints, for each job, seconds of wall time and of
+cost of row keys. Then a job with all rows gets the same answer for every row, and two jobs reuse
+its output: one with ``--new`` additional rows at the end of its input, and one with as many random
+rows replaced, so that every part waits for some. Prints, for each job, seconds of wall time and of
 processor time (including children), computed rows, the keys' share of the processor time, and bytes
 of keys per row on disk.
 """
@@ -113,7 +113,7 @@ def measured(folder: Path, out: str, *others: str) -> dict[str, Any]:
 
 
 class OneAnswer(RowReuse):
-    """Replaces other outputs: has the same answer for every row."""
+    """Stands in for the other outputs, and has the same answer for every row."""
 
     def __init__(self, outputs: Any, generated: pa.Schema, warn: Any) -> None:
         super().__init__([], generated, warn)

@@ -2,8 +2,8 @@
 
 Each operator takes the longer of its FLOPs at the measured matrix rate and its bytes at the
 measured copy bandwidth. This is the speed of an engine with perfect kernels and no gaps between
-them. The schedule has chunked prefill, decodes first, and reserves blocks for a whole row at
-admission.
+them. The schedule uses chunked prefill, runs decodes first, and reserves the blocks of
+a whole row at admission.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ class Shape:
 
     @property
     def activation_bytes(self) -> int:
-        """Bytes of activations per token, for all layers; each operator between GEMMs is one
-        pass."""
+        """Bytes of activations read and written per token, for all layers, if each operator
+        between GEMMs takes one pass."""
         query, key = self.heads * self.width, self.kv_heads * self.width
         elements = 10 * self.hidden + 3 * (query + 2 * key) + 3 * query + 6 * self.inner
         return self.layers * elements * self.element_bytes

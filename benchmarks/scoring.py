@@ -35,7 +35,7 @@ Row = tuple[list[int], list[list[int]]]
 
 
 def make_rows(count: int, context: int) -> list[Row]:
-    """Return random rows: contexts within an eighth of ``context`` tokens, choices of 2 to 8."""
+    """Return random rows: contexts of ``context`` tokens +- an eighth, choices of 2 to 8 tokens."""
     rng = np.random.default_rng(0)
 
     def ids(shortest: int, longest: int) -> list[int]:
@@ -115,7 +115,7 @@ def main() -> None:
     theirs_s, theirs = by_transformers(model, rows, args.batch)
     lengths = [[len(choice) for choice in choices] for _, choices in rows]
     apart = np.abs(np.array(ours) - np.array(theirs)) / np.array(lengths)
-    assert apart.max() < CLOSE, f"log-likelihoods differ by {apart.max()} a token"
+    assert apart.max() < CLOSE, f"log-likelihoods differ by {apart.max()} per token"
     result = {
         "rows": len(rows),
         "choices": CHOICES,

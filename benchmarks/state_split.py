@@ -55,7 +55,7 @@ USABLE = 0.9
 
 
 def requests(lengths: tuple[tuple[int, int], ...], rows: int) -> Iterator[Request]:
-    """Rows of random tokens, which share no prefix."""
+    """Yield requests with random tokens, which share no prefix."""
     ids = np.random.default_rng(0)
     for row in range(rows):
         prompt, answer = lengths[row % len(lengths)]

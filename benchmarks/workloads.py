@@ -41,4 +41,4 @@ def workload(name: str, scale: float = 1.0) -> list[Row]:
         return [Row(ids(128), 64, n=8) for _ in range(max(1, int(32 * scale)))]
     if name[:1] == "D":
         return [Row(ids(16), 33) for _ in range(int(name[1:]))]
-    raise ValueError(f"no workload {name!r}: W1, W2, W3, or D and a number")
+    raise ValueError(f"unknown workload {name!r}; choose W1, W2, W3, or D and a number")
