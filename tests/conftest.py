@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 try:
     from hypothesis import HealthCheck, settings
 except ImportError:
-    settings = None  # tests with the marker `gpu` run without it
+    settings = None  # tests with the marker `gpu` also run without Hypothesis
 
 try:
     from hypothesis.internal.conjecture import providers
@@ -57,9 +57,10 @@ if settings is not None:
         suppress_health_check=[HealthCheck.function_scoped_fixture],
     )
     settings.load_profile("repeatable")
-# Hypothesis tries constants of the package's modules that are already imported. These depend on the
-# tests that ran before, so each pytest worker would try other examples. This turns it off; no test
-# depends on it if a release of Hypothesis moves these functions.
+# Hypothesis also tries constants from the modules of the package that are already imported. Which
+# modules these are depends on the tests that ran before, so each pytest worker would try different
+# examples. This patch turns that off. If a release of Hypothesis moves these functions, the patch
+# has no effect, and tests still pass.
 if hasattr(providers, "_get_local_constants") and hasattr(providers, "_local_constants"):
     _none = providers._local_constants
     providers._get_local_constants = lambda: _none
@@ -113,7 +114,7 @@ def text_processes_start_fast(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def process_state_is_restored() -> Iterator[None]:
-    """Restore signal handlers, imports and logging, which a program may change."""
+    """Restore signal handlers, imports and logging, which a test of the program may change."""
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
     before = {number: signal.getsignal(number) for number in numbers}
     yield

@@ -57,7 +57,7 @@ _SIZES: Mapping[str, Any] = {
     "layer_types": None,
     "mlp_layer_types": None,
 }
-"""Sizes for every model whose family has the key."""
+"""Sizes that a drawn config gets if its family has the key."""
 _CAPS = ("attn_logit_softcapping", "final_logit_softcapping", "logit_cap")
 _BIASES = (
     "attention_bias",

@@ -1,8 +1,8 @@
 """Start fork servers of text processes by forking a process that has imported their modules.
 
 Each job and each `LLM` starts a Python process whose imports take a sixth of a second. Of the
-thousand such processes in a test run, only the first imports. The real start is tested in
-`tests/text/processes`, and by all tests that run the program.
+thousand such processes in a test run, only the first does these imports. The real start is tested
+in `tests/text/processes`, and by all tests that run the program.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def fork_servers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class _Forked:
-    """A fork server, with the methods of `subprocess.Popen` that are used."""
+    """A fork server, with the methods of `subprocess.Popen` that its users call."""
 
     def __init__(self, pid: int, status: socket.socket) -> None:
         self._pid, self._status = pid, status
@@ -87,7 +87,7 @@ _server: _Server | None = None
 def _start(
     command: list[str], *, stdin: int, stdout: int, stderr: IO[bytes], env: dict[str, str]
 ) -> _Forked:
-    """Replace `subprocess.Popen` for fork servers; their stdout goes nowhere anyway."""
+    """Replace `subprocess.Popen` for fork servers; `stdout` is ignored, because it is discarded."""
     global _server
     if _server is None or _server.owner != os.getpid():
         _server = _Server(command[3:], env)
@@ -99,7 +99,7 @@ def serve() -> None:
     leave_signals_to_parent()
     asked = Connection(os.dup(0))
     os.dup2(os.open(os.devnull, os.O_RDWR), 1)
-    # By pidfd of a fork server: its process id, and the socket for its exit status.
+    # Keyed by the pidfd of a fork server: its process id, and the socket for its exit status.
     told: dict[int, tuple[int, int]] = {}
     while True:
         for ready in select.select([asked, *told], [], [])[0]:

@@ -1,9 +1,9 @@
-"""Speed up Triton's interpreter by leaving out work without effect.
+"""Speed up Triton's interpreter by skipping work that has no effect.
 
 Whenever a kernel calls a function, the interpreter searches all of `triton.language` for functions
 to replace, although the launch has already replaced them. This takes half the time of kernels with
 many small functions. It also checks each integer sum and product for overflow, but reports overflow
-only in debug mode, which takes a third of the rest.
+only in debug mode. These checks take a third of the remaining time.
 """
 
 from __future__ import annotations

@@ -202,7 +202,7 @@ _RECURRENT_FAMILIES: dict[str, dict[str, Any]] = {
     },
     "olmo_hybrid": {**_GATED_DELTA, "linear_num_value_heads": 2},
     "qwen3_5_moe_text": {**_GATED_DELTA, **_MOE, "shared_expert_intermediate_size": 24},
-    # Larger weights would be badly conditioned.
+    # With larger weights, the model would be badly conditioned.
     "qwen3_5_text": {**_GATED_DELTA, "initializer_range": 0.2},
     "qwen3_next": {**_GATED_DELTA, **_MOE, "shared_expert_intermediate_size": 24},
     "zamba2": {
@@ -233,7 +233,7 @@ _DECODER_FAMILIES: dict[str, dict[str, Any]] = {
     }
 }
 DECODER_FAMILIES = tuple(_DECODER_FAMILIES)
-"""Families whose head takes the output of a decoder inside the model."""
+"""Families whose output head reads the output of a ``decoder`` module inside the model."""
 LATENT_FAMILIES = tuple(_LATENT_FAMILIES)
 """Families with latent attention."""
 

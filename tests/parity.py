@@ -39,7 +39,7 @@ class Setup:
     block_size: int = 16
     pool_tokens: int = 4096
     num_states: int = 64
-    """Number of recurrent states that the pool has room for in addition."""
+    """Number of recurrent states for which the pool has room, in addition to the KV blocks."""
     max_tokens: int = 512
     caching: bool = True
     n: int = 1
@@ -79,7 +79,7 @@ def run(loaded: LoadedModel, setup: Setup) -> tuple[dict[int, Completion], list[
     dtype, num_host_blocks = getattr(torch, loaded.dtype), setup.num_host_blocks
     num_host_blocks *= not any(layout.windows)
     cache = KVCache(layout, num_blocks, CPU, dtype, num_host_blocks)
-    cache.pool[:-1].fill_(torch.nan)  # contents from before must not be read
+    cache.pool[:-1].fill_(torch.nan)  # old contents must not be read
     windows = cache.layout.windows
     pool = BlockPool(
         num_blocks,

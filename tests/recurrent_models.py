@@ -10,9 +10,9 @@ from tests.models import RECURRENT_FAMILIES
 _SHORT_CONV = ("lfm2", "lfm2_moe", "lfm3")
 """Families with short convolutions."""
 _WITHOUT_ATTENTION = ("falcon_mamba", "mamba", "mamba2")
-"""Families of which no layer attends."""
+"""Families without attention layers."""
 _MAMBA2_IN_HIDDEN = ("bamba", "granitemoehybrid", "zamba2")
-"""Families whose Mamba-2 heads together must be a multiple of the hidden size wide."""
+"""Families in which the total width of the Mamba-2 heads must be a multiple of the hidden size."""
 
 
 def draw_changes(family: str, random: Random) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Whole jobs whose rows choose adapters: each row equals peft's result for it alone."""
+"""Whole jobs whose rows choose adapters: each row's result equals peft's for that row alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rooms of the package: what each is for, and what it may import; and a start without torch."""
+"""Checks what each room of the package may import, and that the program starts without torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from batchinfer.job.spec.tasks import TASK_SPECS, TaskName
 
 PACKAGE = Path(__file__).parent.parent / "batchinfer"
 MOST_MODULES = 15
-"""Most modules of a folder, so that it can still be read as one room."""
+"""Largest number of modules in a folder, so that it can still be read as one room."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,8 @@ def described(name: str, may_import: tuple[str, ...] = ()) -> Room:
 
 
 # From the lowest room to the highest: a room may import only rooms above it in this list, and of
-# these only the rooms that the last column names. So there are no circles, and a new room goes
-# below all rooms that it needs.
+# these only the rooms that the last column names. So there are no import cycles, and a new room
+# goes below all rooms that it needs.
 ROOMS = [
     Room("errors", "errors that a user can cause and fix, with their exit codes"),
     Room("near_names", "suggestions for misspelled names"),
@@ -233,7 +233,7 @@ def imported(path: Path) -> Iterator[str]:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: imports are absolute"
+            assert node.level == 0, f"{path}: use absolute imports"
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
@@ -304,17 +304,17 @@ def test_the_table_has_no_rooms_that_are_gone() -> None:
 def test_a_folder_is_read_as_one_room(folder: Path) -> None:
     names = [path.name for path in folder.glob("*.py") if path.name != "__init__.py"]
     assert len(names) <= MOST_MODULES or folder.name == "kernels", (
-        f"{folder} has {len(names)}: split it"
+        f"{folder} has {len(names)} modules: split it"
     )
 
 
 def test_modules_have_no_circular_imports() -> None:
-    """Imports inside functions count too: of two modules, one must be the lower."""
+    """Imports inside functions count too: of any two modules, one must be below the other."""
     graph = {
         name: {found for whole in imported(path) if (found := known(whole)) not in ("", name)}
         for name, path in MODULES.items()
     }
-    list(TopologicalSorter(graph).static_order())  # CycleError names the modules of a circle
+    list(TopologicalSorter(graph).static_order())  # CycleError names the modules of a cycle
 
 
 def test_docstrings_describe_only_existing_arguments() -> None:

@@ -74,7 +74,7 @@ def run(
 ) -> tuple[dict[int, Completion], list[StepStats]]:
     """Run the prompts, each with its parameters, through an engine with the loaded model."""
     cache = KVCache(loaded.layout(setup.block_size), setup.num_blocks, CPU, torch.float32)
-    cache.pool[:-1].fill_(torch.nan)  # contents from before must not be read
+    cache.pool[:-1].fill_(torch.nan)  # old contents must not be read
     size, windows, per_state = setup.block_size, cache.layout.windows, cache.layout.slots_per_state
     pool = BlockPool(
         setup.num_blocks,

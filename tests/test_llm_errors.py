@@ -1,4 +1,4 @@
-"""A mistake in a call of the Python API gives one clear message before a model runs."""
+"""A mistake in a call to the Python API gives one clear message before a model runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Log-probabilities of ids that a call names, and ``LLM(logprobs_mode=...)``."""
+"""Log-probabilities of ids that a call asks for, and ``LLM(logprobs_mode=...)``."""
 
 from __future__ import annotations
 

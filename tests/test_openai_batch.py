@@ -234,7 +234,7 @@ def test_run_batch_puts_all_lines_into_one_file_in_order(
     bad = request("bad", messages="x")
     rows = [good(0), bad, good(3), request("long", messages=HELLO, temperature=0)]
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    target = tmp_path / "output.jsonl"  # output files in the folder are named like this
+    target = tmp_path / "output.jsonl"  # the file in the working folder has this name too
     options = BatchOptions(str(source), str(target), str(model), max_model_len=64, quiet=True)
     assert run_batch(options) is ExitCode.OK
     written = target.read_bytes()

@@ -41,7 +41,7 @@ def test_stored_tensors_equal_saved_tensors(tmp_path: Path, dtype: torch.dtype) 
     found = find_tensor(folder, "nothing", "score.weight")
     assert found.read().tolist() == saved.float().tolist()
     assert found.read([5, 0]).tolist() == saved.float()[[5, 0]].tolist()
-    assert find_tensor(folder, "core.weight") is None, "names end where a part of them begins"
+    assert find_tensor(folder, "core.weight") is None, "a name is not found by a suffix of it"
 
 
 HEAD = {"score.weight": torch.ones(3, 4)}

@@ -56,7 +56,7 @@ def test_sliding_windows_bound_the_blocks_of_a_long_row(
     num_blocks = layout.slots_for(PROMPT + OUTPUT - 1, CHUNK)
     assert num_blocks == full * BLOCKS + windowed * 11
     cache = KVCache(layout, num_blocks, CPU, torch.float32, layer_major=layer_major)
-    cache.blocks[:-1].fill_(torch.nan)  # contents from before must not be read
+    cache.blocks[:-1].fill_(torch.nan)  # old contents must not be read
     pool = BlockPool(num_blocks, SIZE, enable_prefix_caching=True, windows=layout.windows)
     scheduler = Scheduler(pool, SequenceTable(4, 512, SIZE, layout.windows), CHUNK)
     engine = Engine(scheduler, ModelRunner(loaded.model, cache, Sampler()))

@@ -1,4 +1,4 @@
-"""Structured output with tiny random models is valid, and equals transformers' with a grammar.
+"""Structured output of tiny random models is valid, and equals that of transformers.
 
 Rows without a grammar do not change.
 """

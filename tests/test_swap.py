@@ -1,4 +1,4 @@
-"""Rows in a pool of a fiftieth of the need have the same outputs with each kind of preemption."""
+"""Rows have the same outputs in a pool that is far too small, with each kind of preemption."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def run(
     cache = KVCache(
         layout, num_blocks, CPU, torch.float32, num_host_blocks, layer_major=layer_major
     )
-    cache.blocks[:-1].fill_(torch.nan)  # contents from before must not be read
+    cache.blocks[:-1].fill_(torch.nan)  # old contents must not be read
     pool = BlockPool(
         num_blocks, BLOCK_SIZE, enable_prefix_caching=True, num_host_blocks=num_host_blocks
     )

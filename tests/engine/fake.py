@@ -77,7 +77,8 @@ class FakeRunner:
         self._previous = np.full(1, EMPTY, dtype=np.int32)
 
     def submit(self, step: Step) -> Ready:
-        """Run a step at once; take tokens that the host does not know from the previous step."""
+        """Run a step at once; tokens that the host does not know yet come from the previous
+        step."""
         known = step.previous_sample < 0
         step = replace(
             step, token_ids=np.where(known, step.token_ids, self._previous[step.previous_sample])
@@ -156,7 +157,7 @@ class FakeRunner:
             computed = int(step.context_lens[at] - (stop - start))
             before = {self.states[slot] for slot in slots[at]} if computed else {b""}
             assert [len(state) for state in before] == [4 * computed], (
-                "the state has another length"
+                "the state has the wrong length"
             )
             whole.append(before.pop() + step.token_ids[start:stop].astype(np.int32).tobytes())
             assert whole[-1].endswith(context), "the state belongs to another context"
@@ -216,7 +217,7 @@ class FakeRunner:
             seen = slice(max(computed - window + 1, 0) if window else 0, length)
             positions = self.kv_positions[slots].ravel()[seen]
             assert positions.tolist() == list(range(length))[seen], (
-                "the block table has other positions"
+                "the block table has the wrong positions"
             )
             adapters = self.kv_adapters[slots].ravel()[seen]
             assert (adapters == adapters_of(step)[at]).all(), "another adapter computed the tokens"

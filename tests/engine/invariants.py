@@ -73,7 +73,8 @@ def _slots(block: Block, *, has_own: bool) -> list[int]:
 
 
 def check_beam_groups(table: SequenceTable) -> None:
-    """Assert that groups run whole or with just their leaders, and have one length and age."""
+    """Assert that groups run whole or as just their leader, and that their beams are equally
+    long."""
     for leader in {sequence.group[0] for sequence in table.running() if sequence.state.search}:
         group, size = leader.group, leader.request.group_size
         rows = [beam.row for beam in group if beam.row >= 0]

@@ -1,4 +1,4 @@
-"""A beam search finds the same beams as alone, and its beams share blocks."""
+"""A beam search finds the same beams as when it runs alone, and its beams share blocks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from tests.engine.toy_grammar import constrained
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize("max_tokens", [6, 64])
 def test_preempted_group_continues_whole(caching: bool, max_tokens: int) -> None:
-    """Every ninth step preempts the newest group; groups with other adapters share no blocks."""
+    """Every ninth step preempts the newest group; groups with different adapters share no
+    blocks."""
     requests = [
         replace(beams(row, [row // 2] * 9, 4, max_tokens=30, ignore_eos=True), adapter=row % 2)
         for row in range(6)

@@ -1,4 +1,4 @@
-"""Each sample has the same tokens as alone, however its steps are scheduled."""
+"""Each sample has the same tokens as when it runs alone, however its steps are scheduled."""
 
 from __future__ import annotations
 

@@ -253,12 +253,12 @@ class StepError(Exception):
 
 
 class Fails(FakeRunner):
-    """Lets one step write nothing and fail, when it is submitted or when it is read."""
+    """Makes one step fail without writing, when it is submitted or when it is read."""
 
     def __init__(self, num_blocks: int, block_size: int, next_token: NextToken = hashed) -> None:
         super().__init__(num_blocks, block_size, next_token)
         self.left = -1
-        """Steps before the failure."""
+        """Number of steps left before the failure."""
         self.late = False
 
     def submit(self, step: Step) -> Ready:

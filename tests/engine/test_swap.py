@@ -28,7 +28,7 @@ from tests.engine.workloads import assert_expected
 
 
 def ends_late(context: bytes, stream: int, sample: int, position: int) -> int:
-    """End rows after 4 tokens, and rows from the fortieth on after 40."""
+    """End each row after 4 tokens, but row 40 and later rows after 40 tokens."""
     ends = 4 if stream < 40 else 40
     return EOS if position == ends - 1 else hashed(context, stream, sample, position)
 

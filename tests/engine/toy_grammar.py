@@ -1,4 +1,4 @@
-"""A grammar over tokens of the fake runner: a hash of the text allows the next tokens."""
+"""A grammar over the fake runner's tokens: a hash of the text decides which may come next."""
 
 from __future__ import annotations
 

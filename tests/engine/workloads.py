@@ -85,7 +85,7 @@ def run_preempting(
 def assert_expected(
     completion: Completion, next_token: NextToken = hashed, window: int = 0
 ) -> None:
-    """Assert that a row or search has the outputs that it has alone.
+    """Assert that a row or search has the same outputs as when it runs alone.
 
     Args:
         window: the number of tokens that a model sees if all its layers have windows; 0: all.

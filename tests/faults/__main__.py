@@ -1,4 +1,4 @@
-"""``make faults``: the long tests against faults, and a table of their results."""
+"""Run the long fault tests (``make faults``), and print a table of their results."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.faults.violation import ViolationError
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
     parser.add_argument(
-        "stages", nargs="*", metavar="STAGE", help=f"run only these of {', '.join(STAGES)}"
+        "stages", nargs="*", metavar="STAGE", help=f"stages to run, from {', '.join(STAGES)}"
     )
     for name, stage in STAGES.items():
         parser.add_argument(f"--{name}", type=int, default=stage.count, help=stage.what)
@@ -26,7 +26,7 @@ def main() -> int:
         type=float,
         default=1.0,
         metavar="S",
-        help="seconds between flushes of long answers; short runs need a second to make progress",
+        help="seconds between flushes of long answers; if longer, short runs save nothing",
     )
     parser.add_argument("--seed", type=int, default=int(time.time()), help="random seed")
     parser.add_argument("--jobs", type=int, default=2, help="number of processes")

@@ -35,11 +35,11 @@ class PowerFailure(BaseException):
 
 
 class CommitProtocol(RuleBasedStateMachine):
-    """Runs of one job; see the module."""
+    """Runs of one job; see the module's docstring."""
 
     files_type: type[LossyFiles] = LossyFiles
     of_updates = False
-    """Begin with the update of a finished job."""
+    """Whether to begin with the update of a finished job."""
     num_crashes = 0
 
     @initialize(fails=st.booleans())
@@ -121,7 +121,7 @@ def check_crash_states(
     """Run random sequences of runs and power failures; return the number of power failures.
 
     Args:
-        number: seed of everything random.
+        number: the random seed.
         files_type: the file system.
         of_updates: update a finished job in every sequence.
 

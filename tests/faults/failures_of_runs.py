@@ -25,7 +25,7 @@ RUN = ["run", "job.yaml", "--quiet", "--no-report"]
 
 
 def _data(change: Callable[[Path], object] = lambda path: None, **columns: object) -> Failure:
-    """Return a failure of a job over these columns, after ``change`` was made to the file."""
+    """Return a failure of a job with these columns, whose file is first modified by ``change``."""
 
     def failure(place: Place) -> list[str]:
         place.job()
@@ -52,7 +52,7 @@ def _two_files(place: Place) -> list[str]:
 
 
 def _later(change: Callable[[Place], object], command: list[str] = RUN) -> Failure:
-    """Return a failure of a finished job, after ``change`` was made."""
+    """Return a failure of a job that has finished and is then modified by ``change``."""
 
     def failure(place: Place) -> list[str]:
         place.finished()
@@ -87,7 +87,7 @@ def _too_many_errors(place: Place) -> list[str]:
 
 
 def _model(change: Callable[[Path], object], old: str = "", new: str = "") -> Failure:
-    """Return a failure with the tiny model, after ``change`` was made to a copy of its folder."""
+    """Return a failure with a copy of the tiny model's folder that ``change`` has modified."""
 
     def failure(place: Place) -> list[str]:
         folder = place.folder / "tiny"

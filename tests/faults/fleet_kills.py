@@ -26,7 +26,7 @@ class Kills:
 
     jobs: int = 0
     again_s: list[float] = field(default_factory=list)
-    """Seconds of finished rows that each kill lost."""
+    """Seconds of work on finished rows that each kill lost."""
     rows_again: int = 0
     """Finished rows that kills lost."""
 

@@ -23,9 +23,9 @@ from pathlib import Path
 from tests.faults.violation import ViolationError
 
 MOST_S = 5.0
-"""Most seconds that a case may take."""
+"""Maximum number of seconds that a case may take."""
 _DEAD_S = 60.0
-"""Seconds after ``most_s`` in which a silent worker is killed."""
+"""A worker that stays silent for this many seconds beyond ``most_s`` is killed."""
 
 Case = Callable[[int, int, Path], str]
 """Runs a case, given its number, the seed and a folder; returns a word for the result."""

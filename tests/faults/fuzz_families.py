@@ -1,4 +1,4 @@
-"""Random models of many families have transformers' logits, or are refused with a reason."""
+"""Random models of many families give transformers' logits, or are refused with a reason."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from tests.families import FAMILIES, draw_config
 from tests.faults.violation import ViolationError
 
 EQUAL = "equal"
-"""The result of a case with transformers' logits."""
+"""The result of a case whose logits equal those of transformers."""
 MOST_S = 30.0
-"""Most seconds that a model may take."""
+"""Maximum number of seconds that a model may take."""
 _LENGTH = 70
 _BLOCK_SIZE = 16
 _TIMES_AS_FAR = 5.0

@@ -1,4 +1,4 @@
-"""Random job files are read, or refused at once in a few lines."""
+"""Random job files are accepted, or refused at once with a message of a few lines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Broken or hostile model folders run, or are refused in a few lines that name the file."""
+"""Broken or hostile model folders run, or are refused with a short message that names the file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.faults.model_mutations import BASES, Mutation, make_base, mutate
 from tests.faults.violation import ViolationError
 
 MOST_S = 10.0
-"""Most seconds that a folder may take."""
+"""Maximum number of seconds that a folder may take."""
 MAX_LINE = 1000
 _MOST_BYTES = 12 << 30
 """Limit of the address space, so that a folder that requests too much cannot stop the machine."""

@@ -1,4 +1,4 @@
-"""Damaged Parquet files give exactly their rows, or are refused by name.
+"""Damaged Parquet files give exactly the original rows, or a message that names the file.
 
 The files have page checksums. The damage excludes one case that checksums cannot detect: two whole
 pages of the same kind that change places.

@@ -20,7 +20,7 @@ from tests.parity import CPU, OUTPUT_TOKENS, Setup, prompts, run, tokens_of
 from tests.recurrent_models import draw_changes
 
 MOST_S = 300.0
-"""Most seconds that a model may take."""
+"""Maximum number of seconds that a model may take."""
 SETUPS = 3
 """Number of ways to run each model."""
 _TIMES_AS_FAR = 5.0

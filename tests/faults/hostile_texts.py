@@ -2,8 +2,8 @@
 
 A case is a job over three rows, of which the middle one makes the template or the tokenizer fail.
 The job must end with an error or a prompt for that row, and with the right prompts for the others.
-Its processes must keep to their memory, and end within ``MOST_TO_STOP_S`` of a SIGTERM that comes
-during that row.
+Its processes must stay within their memory limits, and end within ``MOST_TO_STOP_S`` of a SIGTERM
+that comes during that row.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from tests.job.datasets import write_parquet
 from tests.job.fakes import FakeBuild, FakeBuilt, byte_tokenizer, job
 
 MOST_S = 180.0
-"""Most seconds that a case may take, which runs its job twice.
+"""Maximum number of seconds that a case may take, which runs its job twice.
 
 A row may take 2.5 s of processor time together with others, then 10 s alone in the same process and
 10 s in a new one.
 """
 MOST_TO_STOP_S = 5.0
 MOST_BYTES = Limits().memory_bytes + 2**28
-"""Most resident memory of a text process, including the memory it starts with."""
+"""Largest allowed resident memory of a text process, including the memory it starts with."""
 GOOD, BAD = "good", "bad"
 _STOP_AFTER_S = (0.3, 2.0)
 
@@ -119,7 +119,7 @@ Change = Callable[[dict[str, Any]], None]
 
 
 def split(pattern: str) -> Change:
-    """Split texts by a regular expression."""
+    """Split texts at the matches of a regular expression."""
 
     def change(tokenizer: dict[str, Any]) -> None:
         pieces = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated"}
@@ -130,7 +130,7 @@ def split(pattern: str) -> Change:
 
 
 def replace(pattern: str, content: str, times: int) -> Change:
-    """Replace by a regular expression several times."""
+    """Replace the matches of a regular expression, several times."""
 
     def change(tokenizer: dict[str, Any]) -> None:
         one = {"type": "Replace", "pattern": {"Regex": pattern}, "content": content}
@@ -150,7 +150,7 @@ def normalized(*kinds: str) -> Change:
 
 
 def word_piece(tokenizer: dict[str, Any]) -> None:
-    """Search the longest piece in words of any length, which takes quadratic time."""
+    """Search for the longest piece in words of any length, which takes quadratic time."""
     alphabet = tokenizer["model"]["vocab"]
     continued = {f"##{text}": len(alphabet) + id_ for text, id_ in alphabet.items()}
     tokenizer["model"] = {

@@ -100,13 +100,13 @@ def kill_while_tokens_are_kept(folder: Path) -> dict[str, object]:
 
 
 def kill_by_a_row(folder: Path) -> dict[str, object]:
-    """Kill the process whenever the engine gets one row."""
+    """Kill the process whenever the engine gets a certain row."""
     killer = Killer(folder, echo_job(folder), FakeBuild(max_num_seqs=8), OFTEN)
     return _given_up(killer, f"row-{POISON}:1")
 
 
 def kill_by_a_prompt(folder: Path) -> dict[str, object]:
-    """Kill the process whenever it builds the prompt of one row."""
+    """Kill the process whenever it builds the prompt of a certain row."""
     killer = Killer(folder, echo_job(folder), FakeBuild(max_num_seqs=8), OFTEN)
     return _given_up(killer, f"prompt-{POISON}:1")
 

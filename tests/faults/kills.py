@@ -185,7 +185,7 @@ class Outcome:
     kills: int = 0
     jobs: int = 0
     again_s: list[float] = field(default_factory=list)
-    """Seconds of finished rows that each kill lost."""
+    """Seconds of work on finished rows that each kill lost."""
     rows_again: int = 0
     """Number of finished rows that kills lost."""
     given_up: int = 0
@@ -278,8 +278,8 @@ class Killer:
     def race(self) -> list[int]:
         """Start two runs of one job at once; return their sorted exit statuses.
 
-        The run that writes the first part waits until the other run has ended, which would find
-        nothing to do if it started late.
+        The run that writes the first part waits until the other run has ended. Otherwise the other
+        run might start late and find nothing to do.
         """
         self._begin()
         release = self._place / "release"
@@ -384,7 +384,8 @@ class Killer:
         return rows
 
     def _may_update(self, random: Random) -> bool:
-        """Choose ``--update`` for the next run: any run continues an update that has begun."""
+        """Choose if the next run gets ``--update``: an update that has begun continues either
+        way."""
         pattern = r"_batchinfer/next/[^/]+/_batchinfer/manifest.*\.json"
         has_begun = any(re.fullmatch(pattern, name) for name in self.output.files())
         return not has_begun or random.random() < 0.5
@@ -440,7 +441,7 @@ def _log_failpoints(path: Path) -> None:
 
 
 def _hold_first_part(release: Path) -> None:
-    """Wait before the first part is published until a file exists."""
+    """Before the first part is published, wait until a file exists."""
     failpoint = filesystem.failpoint
 
     def wait(name: str) -> None:

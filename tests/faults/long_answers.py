@@ -1,4 +1,4 @@
-"""Jobs of long answers that are killed; no flushed token is drawn again."""
+"""Kill jobs with long answers, and check that no flushed token is drawn again."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ class File:
 
 @dataclass
 class Folder:
-    """A folder: for each name, what it referred to since the folder's last sync, oldest first."""
+    """A folder: for each name, its nodes since the folder's last sync, oldest first."""
 
     names: dict[str, list[Node | None]] = field(default_factory=dict)
 
@@ -114,8 +114,8 @@ class LossyFiles:
     def after_power_loss(self, random: Random) -> LossyFiles:
         """Return a file system as a power failure may leave it.
 
-        A name refers to anything that it referred to since its folder's last sync. A file holds its
-        synced data, or part of its new data.
+        A name refers to any of the nodes that it has referred to since its folder's last sync. A
+        file holds its synced data, or part of its new data.
         """
         found = type(self)(_folder_found(self.root, random, random.random(), {}))
         found._clock = self._clock

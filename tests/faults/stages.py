@@ -42,9 +42,9 @@ from tests.job.stores import environment, s3_server
 Row = tuple[str, str, str]
 """What was tested, the results, and ``ok`` or a word in capitals."""
 MOST_LOST_S = 10.0
-"""Seconds of finished rows that a kill may lose."""
+"""Seconds of work on finished rows that a kill may lose."""
 KILLS_PER_GIVEN_UP = 50
-"""Kills for each row that may be given up: on a busy machine, runs die soon after loading."""
+"""One row may be given up per this many kills: on a busy machine, runs die soon after loading."""
 MOST_TOKENS_LOST_S = 5.0
 MOST_LOST_IN_FLEETS_S = 5.0
 MOST_TO_STOP_S = 5.0
@@ -201,7 +201,7 @@ def random_edits(folder: Path, count: int, options: Namespace) -> Iterator[Row]:
 
 
 def _crash_states(*, of_updates: bool) -> Callable[..., Iterator[Row]]:
-    """Return a stage that fails the power in random sequences of runs, retries and updates."""
+    """Return a stage that cuts the power in random sequences of runs, retries and updates."""
 
     def run(folder: Path, count: int, options: Namespace) -> Iterator[Row]:
         tried, what = 0, "power failures of updates" if of_updates else "power failures"

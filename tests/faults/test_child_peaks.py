@@ -19,7 +19,7 @@ GRANDCHILD = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {BL
 
 
 def peak_beside(code: str) -> int:
-    """Return the peak memory of a Python process that waits, after a line, to be measured."""
+    """Run code in a Python process that prints a line and waits; return its peak memory."""
     command = [sys.executable, "-c", code]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
         assert child.stdin

@@ -1,4 +1,4 @@
-"""A few of the cases that ``make faults`` runs by the ten thousands."""
+"""A few of the cases that ``make faults`` runs by the tens of thousands."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.faults.fuzz import Case, run_cases
 from tests.models import RECURRENT_FAMILIES
 
 SLOW_S = 30.0
-"""Far more seconds than a case takes on a busy machine, but too few for endless growth."""
+"""Far more seconds than a case takes on a busy machine; a case that takes longer never ends."""
 
 
 @pytest.mark.parametrize("count", [100, pytest.param(300, marks=pytest.mark.long)])

@@ -1,4 +1,4 @@
-"""Jobs on a real model that sometimes run out of memory; line 24 of the fault matrix."""
+"""Jobs on a real model that sometimes run out of memory."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_text_is_the_same_wherever_memory_runs_out(
 
 
 def failing(function: Callable[..., Any], at: int) -> Callable[..., Any]:
-    """Return the function, whose call ``at`` runs out of memory after its work."""
+    """Wrap the function so that call number ``at`` runs out of memory after its work."""
     calls = iter(range(1_000_000))
 
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Inputs of batch-invariant attention, from those of `paged_attention`."""
+"""Inputs of batch-invariant attention, made from the inputs of `paged_attention`."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def build_linear(
     `out` unless the product is added to it.
 
     Args:
-        rows_too: x is float8 too.
+        rows_too: whether x is float8 too.
     """
     generator = torch.Generator().manual_seed(0)
 

@@ -21,7 +21,7 @@ class LoraCase(Case):
     width: int
     out_width: int
     missing: int = 0
-    """The layer has no factors for this number of adapters, counted from the last."""
+    """Number of adapters, counted from the last, for which the layer has no factors."""
 
 
 LORA_CASES = (
@@ -46,7 +46,7 @@ def build_lora(
     def randn(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator).to(device, dtype)
 
-    # If no adapter is missing, one more than `counts` has factors.
+    # If no adapter is missing, there are factors for one adapter more than `counts` lists.
     adapters = len(case.counts) - case.missing if case.missing else len(case.counts) + 1
     used = sum(case.counts)
     order = torch.randperm(case.num_rows, generator=generator)

@@ -22,7 +22,7 @@ class LowBitCase:
     seed: int = 0
     table: bool = False  # 4-bit codes are indices into a table
     order: bool = False  # columns of grouped codes are permuted
-    bits: int = 4  # of grouped codes
+    bits: int = 4  # per grouped code
 
 
 def build_low_bit(case: LowBitCase, dtype: torch.dtype) -> Build:

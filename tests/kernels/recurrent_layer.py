@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from batchinfer.kernels.chunk_scan import ScanWork
 
 Cuts = list[list[int]]
-"""Ends of the steps of each sequence, after a first 0."""
+"""For each sequence: 0, then the end of each of its steps."""
 
 
 def at_once(lengths: list[int]) -> Cuts:
-    """Compute each sequence in one step."""
+    """Return cuts with which each sequence is computed in one step."""
     return [[0, length] for length in lengths]
 
 
@@ -30,7 +30,7 @@ class RecurrentLayer:
     Args:
         text: config whose layers are all recurrent.
         lengths: tokens of each sequence.
-        slot_bytes: size of a slot, at least.
+        slot_bytes: minimum size of a slot in bytes.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class RecurrentLayer:
         self.weights: Any = None
         self.output_width = self.shape.num_values
         self.in_chunks = False
-        """True to scan sequences that compute several tokens in chunks."""
+        """Whether sequences that compute several tokens are scanned in chunks."""
 
     def draw(self, *shape: int) -> torch.Tensor:
         """Return random numbers in the model's dtype."""

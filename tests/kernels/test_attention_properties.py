@@ -1,4 +1,4 @@
-"""Attention on random shapes and random trees of prefixes equals its reference.
+"""Attention on random shapes and random trees of prefixes matches its reference.
 
 These tests have their own file because the other tests must run without Hypothesis on GPU machines.
 """

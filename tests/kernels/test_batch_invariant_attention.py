@@ -1,4 +1,4 @@
-"""Batch-invariant attention equals its reference, and a token's bits depend on its context
+"""Batch-invariant attention matches its reference, and a token's bits depend on its context
 alone."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Kernels that write, copy and unpack the cache and its tables equal their references."""
+"""Kernels that write, copy and unpack the cache and its tables match their references."""
 
 import pytest
 import torch

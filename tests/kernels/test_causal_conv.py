@@ -1,6 +1,6 @@
-"""The C kernel of a causal convolution equals its reference.
+"""The C kernel of a causal convolution matches its reference.
 
-A token's bits do not depend on the cuts into steps or on other sequences.
+A token's bits depend neither on how its sequence is cut into steps nor on other sequences.
 """
 
 from __future__ import annotations

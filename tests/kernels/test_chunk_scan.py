@@ -1,4 +1,4 @@
-"""Chunked scans equal the references; steps that end between chunks change no bits."""
+"""Chunked scans match the references; ending a step between chunks changes no bits."""
 
 from __future__ import annotations
 

@@ -29,9 +29,9 @@ from compile_cases import CASES, Case  # noqa: E402
 from compile_kernels import COMPILED, Row, _without_docstrings, read, regressions, write  # noqa: E402
 from sass import main_loop, parse  # noqa: E402
 
-# Most bytes of shared memory per program: A100, and H100 or H200.
+# Maximum bytes of shared memory per program, on an A100, and on an H100 or H200.
 SHARED_MEMORY = {"sm_80": 163 * 2**10, "sm_90": 227 * 2**10}
-# A few bytes, in the second launch, which only processes flat rows.
+# These spill a few bytes, in the second launch, which only processes flat rows.
 KNOWN_SPILLS = {"sm_80 sample_filters sample_rest", "sm_90 sample_filters sample_rest"}
 
 
@@ -108,7 +108,7 @@ def check_kept(version: str, path: Path, folder: Path) -> None:
 @pytest.mark.long
 def test_stored_table_equals_fresh_compilation(tmp_path: Path) -> None:
     if triton.__version__ not in {row.triton for row in read(COMPILED)}:
-        pytest.skip(f"compiled.csv has no rows for Triton {triton.__version__}: --update")
+        pytest.skip(f"compiled.csv has no rows for Triton {triton.__version__}; --update adds them")
     check_kept(triton.__version__, ROOT, tmp_path)
 
 

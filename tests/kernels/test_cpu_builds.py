@@ -113,7 +113,7 @@ def test_cpu_attention_over_float8_equals_reference(
 
 
 def test_engines_in_one_process_use_their_own_instructions() -> None:
-    """Layers keep the arguments of C functions, also if another engine uses the same pool."""
+    """Layers keep their C functions' arguments, even if another engine uses the same pool."""
     wide = {"head_dim": 128, "num_hidden_layers": 6}  # sums that differ after rounding
     model, layout = fused("qwen3", joined=True, dtype=torch.bfloat16, **wide)
     run = Run("qwen3", layout, torch.bfloat16, **wide)

@@ -1,4 +1,5 @@
-"""Encoder layers in C equal float64, and a sequence's bits do not depend on other sequences."""
+"""Encoder layers in C match a float64 reference up to rounding, and a sequence's bits do not depend
+on other sequences."""
 
 from __future__ import annotations
 

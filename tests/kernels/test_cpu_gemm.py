@@ -1,4 +1,4 @@
-"""The C GEMM equals float64 for all shapes, and a row's bits do not depend on other rows."""
+"""The C GEMM matches float64 up to rounding, and a row's bits do not depend on other rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention in C equals its reference, and a row's bits depend on its own context alone."""
+"""Attention in C matches its reference, and a row's bits depend on its own context alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The row-wise C kernels equal their references, and a row's bits depend on that row alone."""
+"""The row-wise C kernels match their references, and a row's bits depend on that row alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Drawing in C gives the tokens of the sampler's torch operations, for all filters."""
+"""The C kernel draws the same tokens as the sampler's torch operations, for all filters."""
 
 from __future__ import annotations
 

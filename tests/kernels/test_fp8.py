@@ -262,7 +262,8 @@ def test_float8_weights_keep_small_weights_if_another_tile_has_large_ones(
 ) -> None:
     """The first token of a text often has nearly all weight.
 
-    Weights below 2^-18 of a tile's largest may be lost, by rounding half of that.
+    Weights are rounded to multiples of 2^-18 of the largest weight in their tile, so each may be
+    off by half of that.
     """
     lost = 64 * 2.0**-19
     scores, values = torch.zeros(512), torch.ones(512)

@@ -1,4 +1,4 @@
-"""Float8 linear layers and quantization equal their references."""
+"""Float8 linear layers and quantization match their references."""
 
 from __future__ import annotations
 

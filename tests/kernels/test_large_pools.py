@@ -51,7 +51,9 @@ def test_kv_write_and_attention_use_int64_offsets(
     monkeypatch.setattr(decode_attention, "multiplies_float8", lambda *_, **__: kind == "split")
     cache_dtype = None if kind == "model" else FP8
     inputs = build_attention(CASE, interpreter, torch.float16, cache_dtype)
-    inputs.arguments["query"].copy_(inputs.arguments["query"].bfloat16())  # two float8 are exact
+    inputs.arguments["query"].copy_(
+        inputs.arguments["query"].bfloat16()
+    )  # two float8 numbers hold it exactly
     arguments = far_apart(inputs.arguments, inputs.pool)
     assert len(inputs.pool) * SLOT_ELEMENTS > 2**32
     rows, slots = torch.randn(2, 3, 2, 16).half(), arguments["block_tables"][[0, 1, 2], [2, 1, 1]]

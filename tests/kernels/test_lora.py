@@ -1,4 +1,4 @@
-"""LoRA kernels equal their references, and a row's bits do not depend on other rows."""
+"""LoRA kernels match their references, and a row's bits do not depend on other rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Batch-invariant matmul equals its reference, and a row's bits do not depend on other rows."""
+"""Batch-invariant matmul matches its reference, and a row's bits do not depend on other rows."""
 
 from __future__ import annotations
 

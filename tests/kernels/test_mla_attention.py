@@ -1,4 +1,4 @@
-"""MLA attention in Triton equals its reference."""
+"""MLA attention in Triton matches its reference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Paged attention in Triton equals its reference, and lists each piece of work once."""
+"""Paged attention in Triton matches its reference, and lists each piece of work once."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Penalties, biases and allowed tokens equal their reference bit for bit."""
+"""Penalties, biases and allowed tokens match their reference bit for bit."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Triton kernels of recurrent layers equal their references.
+"""Triton kernels of recurrent layers match their references.
 
-A token's bits do not depend on the cuts into steps.
+A token's bits do not depend on how its sequence is cut into steps.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The row-wise Triton kernels equal their references."""
+"""The row-wise Triton kernels match their references."""
 
 from __future__ import annotations
 

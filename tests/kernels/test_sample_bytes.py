@@ -33,7 +33,7 @@ class Traffic:
 
 @contextmanager
 def counted_bytes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Traffic]:
-    """Count the traffic of the kernels that run inside."""
+    """Count the traffic of the kernels that run inside the ``with`` block."""
     traffic = Traffic()
     load, store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
 

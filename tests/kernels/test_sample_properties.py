@@ -1,4 +1,4 @@
-"""Sampling and penalties equal their references for random rows, filters and edits.
+"""Sampling and penalties match their references for random rows, filters and edits.
 
 These tests have their own file because the other tests must run without Hypothesis on GPU machines.
 """

@@ -1,4 +1,4 @@
-"""Decodes that share prefixes equal the reference, and list each shared piece once."""
+"""Decodes that share prefixes match the reference, and list each shared piece once."""
 
 from dataclasses import replace
 from typing import Any

@@ -1,4 +1,4 @@
-"""Token bitmasks: the kernel equals its reference and changes no other logits."""
+"""Token bitmasks: the kernel matches its reference and changes no other logits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Over three hundred schemas that a grammar can hardly enforce, or not at all.
+"""Over three hundred schemas that a grammar can enforce only in part, or not at all.
 
 The handwritten ones have a few schemas per keyword, like JSON Schema's test suite. The random ones
 are records like those of APIs, with one or two such keywords. Short texts match most of them.

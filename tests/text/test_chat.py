@@ -1,4 +1,4 @@
-"""Chat templates render and tokenize like transformers' ``apply_chat_template``."""
+"""Chat templates render and tokenize as transformers' ``apply_chat_template`` does."""
 
 from __future__ import annotations
 

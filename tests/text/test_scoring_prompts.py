@@ -1,4 +1,4 @@
-"""Prompts with completions are split like evaluation harnesses do; bad rows give one error."""
+"""Prompts with completions are split as in evaluation harnesses; each bad row gives one error."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ def chat_template(source: str) -> ChatTemplate:
 
 
 def joined(talk: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the conversation with its text parts joined, like vLLM."""
+    """Return the conversation with its text parts joined as in vLLM."""
     return [
         {**m, "content": "\n".join(part["text"] for part in m["content"])}
         if isinstance(m["content"], list)

@@ -18,7 +18,7 @@ _NOT_LAUNCHED = ("empty", "empty_like", "empty_strided", "new_empty", "detach", 
 
 
 def pretend_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let all tensors say that they are on a CUDA device, so that Triton's kernels are called."""
+    """Make all tensors report a CUDA device, so that Triton's kernels are called."""
     monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
 
 

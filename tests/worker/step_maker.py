@@ -49,7 +49,8 @@ class StepMaker:
     ) -> Step:
         """Return a step that computes the next tokens of each sequence.
 
-        Logits are computed for last tokens of sequences, and with ``every_logit`` for all tokens.
+        Logits are computed for the last token of each sequence, or with ``every_logit`` for all
+        tokens.
         """
         tokens, positions, starts, slots, wanted = [], [], [0], [], []
         for sequence, count in parts:

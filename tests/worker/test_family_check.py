@@ -88,7 +88,9 @@ def test_a_model_that_ignores_positions_is_refused() -> None:
     rotary = model.model.rotary_emb
     forward = rotary.forward
     rotary.forward = lambda x, position_ids: forward(x, torch.arange(x.shape[1])[None])
-    check_attention(model, layout)  # rotary positions are relative, so a shift changes nothing
+    check_attention(
+        model, layout
+    )  # rotary positions are relative, so a constant shift changes nothing
     rotary.forward = lambda x, position_ids: forward(x, torch.arange(x.shape[1])[None] ** 2)
     with pytest.raises(ModelError, match="depends on its neighbors"):
         check_attention(model, layout)

@@ -22,7 +22,7 @@ def tensors() -> list[torch.Tensor]:
 def test_memory_allocated_by_another_thread_is_returned() -> None:
     with ThreadPoolExecutor(1) as threads:
         made = threads.submit(tensors).result()
-        kept = made[::64]  # surrounded by free memory, so that nothing is returned by itself
+        kept = made[::64]  # between freed tensors, so that malloc returns nothing by itself
         held = psutil.Process().memory_info().rss
         del made
         return_freed_memory()

@@ -59,7 +59,8 @@ def test_tensors_of_the_failed_attempt_are_freed() -> None:
 
 
 def test_tensors_of_an_earlier_error_are_freed() -> None:
-    """The out-of-memory error was raised while another error was handled, whose tensors must go."""
+    """The out-of-memory error is raised while another error is handled, whose tensors must go
+    too."""
     kept: list[weakref.ref[torch.Tensor]] = []
 
     def fail() -> None:

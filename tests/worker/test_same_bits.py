@@ -167,7 +167,7 @@ def test_rows_that_attend_together_have_the_bits_of_rows_apart(
 def test_batch_dependent_kernel_changes_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Shows that the tests above can fail."""
+    """Show that the tests above can fail."""
     monkeypatch.setattr(kernel_choice, "linear_kernels", lambda dtype: (BATCH_DEPENDENT,))
     loaded = load_model(ModelConfig(str(make_checkpoint("llama", tmp_path, **WIDE))), device=CPU)
     usual = logits_of(loaded, Setup())

@@ -1,6 +1,6 @@
 """With `engine.deterministic`, a row's tokens and logprobs have the same bits on CUDA too.
 
-They depend neither on other rows nor on the schedule, in Triton's interpreter and on a GPU.
+They depend neither on other rows nor on the schedule. Tested in Triton's interpreter and on GPUs.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def prompt(row: int) -> np.ndarray:
 
 
 def replayed(run: Run) -> Run:
-    """Capture nothing: a replay calls ``run`` again."""
+    """Do not capture; a replay calls ``run`` again."""
     return run
 
 
@@ -171,7 +171,7 @@ def prepared_model(
     """Return a tiny model prepared as ``engine.deterministic`` does.
 
     Args:
-        packed: False keeps torch's matrix products.
+        packed: whether linear layers use our kernel; otherwise they use torch's matrix products.
     """
     register()
     model = tiny_model(family, **SMALL | changes).to(device, dtype)
@@ -192,7 +192,7 @@ def prepared_model(
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # padding holds arbitrary values
 @pytest.mark.usefixtures("interpreted")
 def test_bits_do_not_depend_on_how_a_row_is_run() -> None:
-    """Without ``engine.deterministic``, the preempted row would have other bits."""
+    """Without ``engine.deterministic``, the preempted row would have different bits."""
     prepared = prepared_model("qwen3", hidden_size=32)
     usual = bits_of(prepared, Setup())
     assert len(usual) == 5 * 3

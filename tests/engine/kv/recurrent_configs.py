@@ -14,7 +14,7 @@ def gated_delta_config(
     value_width: int,
     conv_width: int,
 ) -> dict[str, Any]:
-    """Return the keys of a Qwen3-Next config from which the layout of the state follows."""
+    """Return the keys of a Qwen3-Next config that determine the layout of its state."""
     return {
         "model_type": "qwen3_next",
         "layer_types": ["linear_attention"] * num_layers,
@@ -27,7 +27,7 @@ def gated_delta_config(
 
 
 def mamba1_config(*, num_layers: int, channels: int, state_size: int) -> dict[str, Any]:
-    """Return the keys of a Mamba config from which the layout of the state follows."""
+    """Return the keys of a Mamba config that determine the layout of its state."""
     return {
         "model_type": "mamba",
         "num_hidden_layers": num_layers,
@@ -42,7 +42,7 @@ def mamba1_config(*, num_layers: int, channels: int, state_size: int) -> dict[st
 def mamba2_config(
     *, num_layers: int, heads: int, width: int, groups: int, state_size: int, conv_width: int
 ) -> dict[str, Any]:
-    """Return the keys of a Nemotron-H config from which the layout of the state follows."""
+    """Return the keys of a Nemotron-H config that determine the layout of its state."""
     return {
         "model_type": "nemotron_h",
         "layers_block_type": ["linear_attention"] * num_layers,
@@ -55,7 +55,7 @@ def mamba2_config(
 
 
 def short_conv_config(*, num_layers: int, channels: int, conv_width: int) -> dict[str, Any]:
-    """Return the keys of an LFM2 config from which the layout of the state follows."""
+    """Return the keys of an LFM2 config that determine the layout of its state."""
     return {
         "model_type": "lfm2",
         "layer_types": ["conv"] * num_layers,

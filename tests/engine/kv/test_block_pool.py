@@ -98,7 +98,8 @@ class PoolMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.tables)
     @rule(data=st.data(), tokens=st.lists(st.integers(0, 1), min_size=1, max_size=12))
     def index(self, data: st.DataObject, tokens: list[int]) -> None:
-        """Index a table's blocks as if they held ``tokens``; few distinct tokens often clash."""
+        """Index a table's blocks as if they held ``tokens``; with few distinct tokens, clashes are
+        likely."""
         self.enter(data.draw(st.sampled_from(self.tables)), tokens)
 
     def enter(self, table: list[Block], tokens: list[int]) -> list[Block]:

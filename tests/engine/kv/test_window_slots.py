@@ -17,7 +17,7 @@ SIZE = 4
 
 
 def most_held(prompt: int, output: int, chunk: int, windows: tuple[int, ...]) -> int:
-    """Count the most slots that a single row holds, position by position."""
+    """Return the most slots that a single row ever holds, counted position by position."""
     most, computed = 0, 0
     while computed < prompt + output - 1:
         num_new = min(chunk, prompt - computed) if computed < prompt else 1

@@ -48,7 +48,7 @@ def test_weights_equal_those_that_transformers_makes_from_the_config(family: str
     model = AutoModelForCausalLM.from_config(config)
     actual = 4 * sum(parameter.numel() for parameter in model.parameters())
     planned = ModelCost.from_config(config.to_dict(), "float32").weight_bytes
-    # The model counts no learned positions, which in this gpt2 are half as large as the embedding.
+    # ModelCost leaves out learned positions, which are half as large as this gpt2's embedding.
     assert planned == pytest.approx(actual, rel=0.15 if family == "gpt2" else 0.03)
 
 

@@ -17,7 +17,7 @@ from batchinfer.text.tokenizer import Tokenizer
 
 
 class Builder:
-    """Renders rows, and makes each an error with the code "done"."""
+    """Renders rows, and turns each into an error with the code "done"."""
 
     columns = ("ids",)
 
@@ -54,7 +54,7 @@ class Waiting(Builder):
     """Waits forever, the first few times that it renders.
 
     Args:
-        marks: a folder for a file per time.
+        marks: a folder that gets a file each time.
     """
 
     def __init__(self, marks: Path, times: int, tokenizer: Tokenizer) -> None:

@@ -26,15 +26,15 @@ MakeProcesses = Callable[..., TextProcesses]
 
 @pytest.fixture
 def text_processes_start_fast() -> None:
-    """Replace the fixture of the same name: these tests start processes like a job."""
+    """Replace the fixture of the same name: these tests start processes as a job does."""
 
 
 def byte_level(pattern: str | None = None, growth: int = 1) -> Tokenizer:
     """Return a tokenizer with one token per byte of a text.
 
     Args:
-        pattern: a regular expression by which texts are split first.
-        growth: each x in a text becomes this many x first, three times in a row.
+        pattern: a regular expression that splits texts first.
+        growth: each x in a text is first replaced by this many x, three times in a row.
     """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Backend(models.BPE({text: at for at, text in enumerate(alphabet)}, []))

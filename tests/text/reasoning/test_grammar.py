@@ -1,4 +1,4 @@
-"""Reasoning is free and has a limit; grammars apply to the answer alone."""
+"""Grammars apply to the answer alone; reasoning is free up to its token limit."""
 
 from __future__ import annotations
 

@@ -178,7 +178,7 @@ def test_fp8_cache_equals_rounded_keys_and_values(
 @pytest.mark.skipif(not cpu_attention.supports(torch.float32), reason="no C compiler here")
 @pytest.mark.parametrize("block_size", [5, 16])
 def test_c_kernels_read_an_fp8_cache(block_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Equal torch's results, except for keys and values that round to the next float8 value."""
+    """The results equal torch's, unless a key or value rounds to the next float8 value."""
     monkeypatch.undo()
     own = Parity("llama", block_size, fp8=True)
     with monkeypatch.context() as patch:

@@ -29,13 +29,13 @@ NUM_LAYERS = 1
 
 
 def eager(run: Run) -> Run:
-    """Capture nothing: a replay calls ``run`` again, which sees new inputs only in its tensors."""
+    """Do not capture; a replay calls ``run`` again, which sees new inputs only in its tensors."""
     return run
 
 
 @cache
 def fused_model(family: str, changes: tuple[tuple[str, Any], ...]) -> torch.nn.Module:
-    """Return a fused tiny model with paged attention; each is made only once."""
+    """Return a fused tiny model with paged attention; each model is made only once."""
     return _fused(family, dict(changes))
 
 

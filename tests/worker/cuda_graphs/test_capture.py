@@ -1,4 +1,4 @@
-"""Operations that wait for the device cannot be captured, and are detected when they run."""
+"""Operations that wait for the device cannot be captured in a graph, and are detected."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Replayed CUDA graphs give the logits of eager steps.
 
-On a CPU, Triton's interpreter runs the kernels in float32, and a replay computes again.
+On a CPU, Triton's interpreter runs the kernels in float32, and a replay repeats the computation.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def test_captured_computations_share_memory_and_read_their_inputs(device: str) -
     capture, replays = CudaCapture(), []
     inputs = [torch.zeros(size, device=device, dtype=torch.bfloat16) for size in (4096, 64)]
     for tensor in inputs:
-        (tensor + 1).mul_(2)  # the computation before its capture, as ``capture`` asks for
+        (tensor + 1).mul_(2)  # runs the computation before its capture, as ``capture`` requires
         replays.append(capture(lambda tensor=tensor: ((tensor + 1).mul_(2),)))
     for value in (1.0, 5.0):
         for tensor, replay in zip(inputs, replays, strict=True):

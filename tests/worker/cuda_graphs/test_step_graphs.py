@@ -38,7 +38,7 @@ def on_triton(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def no_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let copies to the host keep their tensor: without a device there is no pinned memory."""
+    """Make copies to the host keep their tensor: without a device there is no pinned memory."""
 
     def keep(self: HostCopy, tensor: torch.Tensor) -> None:
         self._event, self._host = None, tensor
@@ -88,7 +88,9 @@ def test_a_decode_step_gives_the_plain_logits_and_touches_no_other_slot(
 @settings(max_examples=1, phases=[Phase.explicit, Phase.generate])
 @example(parts=[(19, 1), (0, 1), (7, 6), (32, 5), (0, 3)], seed=0)  # decodes and chunks
 @example(parts=[(0, 2)], seed=1)  # of the smallest size
-@example(parts=[(17, 1)] * 4 + [(0, 29), (3, 2), (50, 2), (9, 1)], seed=2)  # of the largest, full
+@example(
+    parts=[(17, 1)] * 4 + [(0, 29), (3, 2), (50, 2), (9, 1)], seed=2
+)  # of the largest size, without padding
 @given(
     st.lists(st.tuples(st.integers(0, 30), st.integers(1, 8)), min_size=1, max_size=4),
     st.integers(min_value=0, max_value=9),

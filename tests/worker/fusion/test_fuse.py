@@ -129,7 +129,7 @@ def logits_of(model: Any, step: Step) -> torch.Tensor:
 @dtypes
 @pytest.mark.parametrize("family", ["gemma2", "gemma3_text", "llama", "qwen3", "olmo2"])
 def test_fusion_with_norm_weights_of_trained_models(family: str, dtype: torch.dtype) -> None:
-    """Some weights are far larger than the rest: large gates tell activations apart."""
+    """Some weights are far larger than the rest: only large gates tell activations apart."""
 
     def change(model: Any) -> None:
         torch.manual_seed(1)

@@ -112,13 +112,13 @@ def calls(model: torch.nn.Module) -> list[int]:
         ("qwen3", 3),  # head norms
         ("mistral", 3),  # a window
         ("gemma2", 0),  # norms after the products
-        ("granite", 0),  # scales what it adds
+        ("granite", 0),  # scales what it adds to the residual
         ("qwen3_moe", 0),
         ("gpt2", 0),
     ],
 )
 def test_logits_still_equal_transformers(family: str, count: int, joined: bool) -> None:
-    """Steps of other sequences grow, shrink and repeat the length of the step before."""
+    """Steps grow, shrink, and repeat the length of the previous step with other sequences."""
     model, layout = fused(family, joined=joined)
     assert calls(model) == ([count] if joined and count else [1] * count)
     run = Run(family, layout)
@@ -134,7 +134,7 @@ def test_logits_still_equal_transformers(family: str, count: int, joined: bool) 
 
 
 def _turn_from(place: int) -> Any:
-    """Return a hook that gives one layer other rotary angles from a position on."""
+    """Return a hook that gives one layer different rotary angles from a position on."""
 
     def turn(layer: Any, arguments: Any, options: Any) -> tuple[Any, Any]:
         cos, sin = (part.clone() for part in options["position_embeddings"])
@@ -146,7 +146,7 @@ def _turn_from(place: int) -> Any:
 
 @pytest.mark.parametrize("place", [0, 8], ids=["at once", "late"])
 def test_layers_with_different_rotary_angles_stay_apart(place: int) -> None:
-    """Also if the angles differ only at positions that no trial run covers."""
+    """This holds even if the angles differ only at positions that no trial run covers."""
     model, layout = fused("llama")
     body: Any = model.model
     body.layers[1].register_forward_pre_hook(_turn_from(place), with_kwargs=True)
@@ -248,7 +248,7 @@ def test_the_workspace_holds_rows_of_each_product_of_a_layer(
 def test_joined_layers_have_the_bits_of_separate_calls(
     dtype: torch.dtype, method: str, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Run few and many rows; their int8 rounding happens in other functions.
+    """Run few rows and many rows, because different functions round them to int8.
 
     Threads wait for each other where one function reads what another wrote.
     """

@@ -121,7 +121,7 @@ def test_a_models_experts_are_rounded_as_its_linear_layers(method: str, tmp_path
         used = method if loaded is rounded else None
         cost = ModelCost.from_config(loaded.config, "float32", quantization=used)
         assert loaded.facts["weight_bytes"] == pytest.approx(cost.weight_bytes, rel=0.2), (
-            "scales beside"
+            "equal up to the scales"
         )
     noise = (logits_of(rounded) - logits_of(plain)).norm() / logits_of(plain).norm()
     assert 0 < noise < (0.2 if method == "int8" else 0.8)
@@ -130,7 +130,7 @@ def test_a_models_experts_are_rounded_as_its_linear_layers(method: str, tmp_path
 @needs_compiler
 @pytest.mark.parametrize("method", LOW_BIT_METHODS)
 def test_mxfp4_weights_are_kept_as_saved(method: str, tmp_path: Path) -> None:
-    """Its codes of 4 bits and power-of-two scales stay exact; only the rows are rounded."""
+    """Its 4-bit codes and power-of-two scales stay exact; only the rows are rounded."""
     folder, _ = write_quantized(tmp_path, "gpt_oss", MXFP4, experts_alone, **ALL_SEE_ALL)
     model = ModelConfig(str(folder), dtype="float32")
     plain = load_model(model, device=CPU)

@@ -84,7 +84,7 @@ class Rounded(nn.Module):
 
 
 def linears(model: Any) -> Iterator[tuple[nn.Module, str, nn.Linear]]:
-    """Yield the parent, the name and the layer of each linear layer."""
+    """Yield each linear layer with its parent module and its name in it."""
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if type(child) is nn.Linear:
@@ -144,7 +144,7 @@ def test_layers_are_fused_small_and_keep_a_rows_bits(
 
 
 def test_layers_that_differ_by_rounding_are_joined(tmp_path: Path) -> None:
-    """With one rounding less, a hidden state can have another code in one of many layers."""
+    """Joined layers round once less, so a hidden state may get a different code in some layer."""
     sizes: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 6}
     folder = make_checkpoint("llama", tmp_path, initializer_range=0.3, **sizes)
     model = load(folder, "int8", "bfloat16").model

@@ -40,9 +40,9 @@ def test_the_product_equals_the_layers(
 def test_packed_linear_is_batch_invariant(
     kernel: LinearKernel, dtype: torch.dtype, in_features: int, out_features: int
 ) -> None:
-    """The result also does not depend on the number of threads."""
+    """The result does not depend on the number of threads either."""
     if not kernel.is_batch_invariant:
-        pytest.skip(f"{kernel.name} does not say that it does")
+        pytest.skip(f"{kernel.name} is not batch-invariant")
     packed = PackedLinear(layer(in_features, out_features, dtype, bias=True), kernel)
     x = torch.randn(300, in_features).to(dtype)
     whole = packed(x)

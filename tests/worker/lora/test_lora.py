@@ -1,4 +1,4 @@
-"""Each adapter in a mixed batch gives the results of peft with this adapter alone."""
+"""Each adapter in a mixed batch gives the same results as peft with this adapter alone."""
 
 from __future__ import annotations
 
@@ -357,7 +357,7 @@ def test_adapter_too_large_for_the_device_is_named(
         )
 
 
-# Layers that a configuration names, as in peft
+# Which layers a configuration names, as in peft
 
 NAMES = [f"model.layers.{n}.{part}" for n in (0, 1, 11) for part in ("attn.q_proj", "mlp.up")]
 

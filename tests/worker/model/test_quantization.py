@@ -33,7 +33,7 @@ WIDE = {"hidden_size": 64, "intermediate_size": 96}
 
 
 def theirs(method: str) -> Any:
-    """Return the configuration of torchao that our method replaces."""
+    """Return the torchao configuration that our method corresponds to."""
     from torchao.prototype.quantization.int4 import PrototypeInt4WeightOnlyConfig
     from torchao.quantization import Int8WeightOnlyConfig
 

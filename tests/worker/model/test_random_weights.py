@@ -39,7 +39,7 @@ def test_random_weights_need_no_weight_files_and_keep_the_random_state(tmp_path:
     for ours, theirs in zip(one.model.parameters(), other.model.parameters(), strict=True):
         assert torch.equal(ours, theirs)
     assert torch.equal(torch.random.get_rng_state(), state), (
-        "the program's random state is unchanged"
+        "loading must not change the program's random state"
     )
 
 

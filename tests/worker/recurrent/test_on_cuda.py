@@ -1,6 +1,6 @@
 """Recurrent models compute transformers' logits with Triton kernels and CUDA graphs.
 
-On a CPU, Triton's interpreter runs the kernels in float32, and a replay computes again.
+On a CPU, Triton's interpreter runs the kernels in float32, and a replay repeats the computation.
 """
 
 from __future__ import annotations

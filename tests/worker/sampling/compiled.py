@@ -20,9 +20,10 @@ from batchinfer.worker.sampling.variants import SamplingVariants
 from tests.engine.fake import make_engine, run_all
 
 VOCAB = 1024
-"""Number of logits of a row if no model is loaded."""
+"""Number of logits per row if no model is loaded."""
 Variant = tuple[Any, ...]
-"""A kernel, and the arguments that it is compiled for: dtypes of tensors, and other values."""
+"""A kernel, and what it is compiled for: the dtypes of tensors and the values of other
+arguments."""
 _JUDGES: Variant = ("row_stats",)
 """The kernel that computes log-probabilities of prompts."""
 

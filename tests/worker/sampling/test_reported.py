@@ -51,7 +51,7 @@ def test_named_ids_are_reported_next_to_the_most_likely() -> None:
     own = logits.log_softmax(1).numpy()
     assert result.named_logprobs[0] == pytest.approx(own[0, [5, 900, 5]], abs=1e-5)
     assert result.named_logprobs[1, 0] == pytest.approx(own[1, 77], abs=1e-5)
-    assert np.isneginf(result.named_logprobs[1:, 1:]).all(), "padding"
+    assert np.isneginf(result.named_logprobs[1:, 1:]).all(), "unused places are padded"
     for name in ("token_ids", "logprobs", "ranks", "top_token_ids", "top_logprobs"):
         np.testing.assert_array_equal(getattr(result, name), getattr(plain, name))
     assert plain.named_logprobs is None

@@ -72,7 +72,7 @@ class Team:
 def team_of_a_fresh_thread(
     environ: Mapping[str, str],
 ) -> Iterator[Callable[[int], tuple[Set[int], list[Set[int]]]]]:
-    """Run a team in a new thread, which shares no threads of the runtime with other tests."""
+    """Run a team in a new thread, which shares no OpenMP threads with other tests."""
     with ThreadPoolExecutor(1) as pool:
         pool.submit(threading.get_native_id).result()
         team = Team(environ)

@@ -130,7 +130,7 @@ def cheap_delay(at: int) -> tuple[float, float | None]:
 
 
 def shrinking_delay(at: int) -> tuple[float, float | None]:
-    """The sum shrinks when threads end, because it covers only living threads."""
+    """The sum of delays shrinks when threads end, because it covers only living threads."""
     return 0.1, -1.0
 
 
@@ -162,7 +162,7 @@ def test_delays_between_steps_do_not_count() -> None:
 
 
 def test_thread_counts_that_cannot_pay_off_are_not_tried() -> None:
-    """Other processes always use an eighth of the cores; half the threads cannot be faster."""
+    """Other processes always use an eighth of the cores, so half the threads cannot be faster."""
     delay = 0.0
     governor = ThreadGovernor(CORES, delay=lambda: delay)
     for _ in range(1000):
@@ -238,7 +238,7 @@ def test_run_delay_of_this_process() -> None:
     first = run_delay()
     second = run_delay()
     if first is None or second is None:
-        pytest.skip("this kernel does not say")
+        pytest.skip("this kernel does not report run delays")
     assert first >= 0.0
 
 

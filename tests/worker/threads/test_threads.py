@@ -1,4 +1,4 @@
-"""The number of threads on a CPU: which setting decides, and which lines are logged."""
+"""The number of threads on a CPU: which setting decides it, and which lines are logged."""
 
 from __future__ import annotations
 

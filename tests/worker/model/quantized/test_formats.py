@@ -51,7 +51,9 @@ def test_each_format_dequantizes_to_its_weight(case: str, tmp_path: Path) -> Non
     assert tensors["a.weight"].is_contiguous()
     assert torch.equal(tensors["a.bias"], WEIGHT[0])
     assert 0 < (written.weight - WEIGHT).norm() < 0.5 * WEIGHT.norm(), "it is quantized"
-    assert read(tmp_path, section, {"weight": WEIGHT})["a.weight"].equal(WEIGHT), "layers left out"
+    assert read(tmp_path, section, {"weight": WEIGHT})["a.weight"].equal(WEIGHT), (
+        "a layer that is not quantized stays unchanged"
+    )
 
 
 @pytest.mark.parametrize("case", ["gptq", "gptq with zeros", "gptq 8 bits"])

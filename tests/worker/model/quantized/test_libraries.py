@@ -1,6 +1,6 @@
 """Weights that the formats' own libraries wrote, if they are installed, are read correctly.
 
-GPTQModel and AutoAWQ need a CUDA device to install, so ``writers`` stands in for them.
+GPTQModel and AutoAWQ cannot be installed without a CUDA device, so ``writers`` replaces them.
 """
 
 from __future__ import annotations

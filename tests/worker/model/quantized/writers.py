@@ -1,7 +1,7 @@
-"""Write quantized weights in each format's published layout, and the weights they stand for.
+"""Write quantized weights in each format's published layout, and the weights that they encode.
 
 Integers, scales and zeros are made first. The expected weight is computed from them element by
-element, and only then are they packed.
+element. Only then are the integers packed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ Writer = Callable[[torch.Tensor], Written]
 
 
 def pack(numbers: torch.Tensor, bits: int) -> torch.Tensor:
-    """Pack [..., n] integers into [..., n * bits / 32] words, the first one in the lowest bits."""
+    """Pack [..., n] integers into [..., n * bits / 32] words, the first integer in the lowest
+    bits."""
     spare = -numbers.shape[-1] % (32 // bits)
     numbers = torch.nn.functional.pad(numbers, (0, spare))
     per_word = numbers.long().unflatten(-1, (-1, 32 // bits))
@@ -270,4 +271,4 @@ CASES: dict[str, tuple[dict[str, Any], Writer]] = {
     ),
     "llm.int8": ({"quant_method": "bitsandbytes", "load_in_8bit": True}, llm_int8),
 }
-"""By name, the ``quantization_config`` and the writer of a layer's weight."""
+"""For each case, the ``quantization_config`` and the writer of a layer's weight."""
