@@ -81,7 +81,7 @@ def _table(
 
 
 def _resolved(value: Mapping[str, Any], records: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Resolve a ``$ref``, also one inside ``anyOf``; the keys next to it override the record's."""
+    """Resolve a ``$ref``, even inside ``anyOf``; the keys next to it override the record's."""
     for choice in value.get("anyOf", ()):
         if "$ref" in choice:
             return {**value, **_resolved(choice, records)}

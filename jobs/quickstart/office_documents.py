@@ -155,7 +155,7 @@ NOTES = [
 
 
 def make_order(values: Values) -> tuple[str, str]:
-    """Generate an order with payer and receiver in random order; the question is the receiver."""
+    """Generate an order with payer and receiver in random order; the answer is the receiver."""
     rng = values.rng
     label = f"{values.person()}, {values.street()}, {values.town()}"
     parties = [f"Deliver to: {label}"]

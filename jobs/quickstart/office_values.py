@@ -61,7 +61,7 @@ class Values:
         return self.rng.choice(choices)
 
     def owns(self, value: str) -> bool:
-        """True if the value belongs to this split."""
+        """Return whether the value belongs to this split."""
         return (crc32(value.encode()) % 8 == 0) == self._held_out
 
     def draw(self, make: Callable[[], str]) -> str:

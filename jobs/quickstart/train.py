@@ -30,8 +30,8 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTra
 HERE = Path(__file__).resolve().parent
 PAD, BOS, IM_START, IM_END = SPECIALS = ("<|pad|>", "<|bos|>", "<|im_start|>", "<|im_end|>")
 
-# A space joins the token of a lower-case word, but not of a capital or a digit, so that names and
-# numbers have the same tokens after a space and after a quotation mark and are easy to copy.
+# A space is part of a lower-case word's token, but not of a capital's or a digit's, so that names
+# and numbers have the same tokens after a space and after a quotation mark and are easy to copy.
 # Numbers are split into pairs of digits: single digits occur so often in a document that the
 # preceding digit does not determine the next.
 WORDS = r" ?\p{Ll}+|\p{Lu}+\p{Ll}*|\p{N}{1,2}| ?[^\s\p{L}\p{N}]+|\s+|."

@@ -1,4 +1,4 @@
-"""Values in messages: durations, sizes and shares in fitting units."""
+"""Values in messages: durations, sizes and shares in suitable units."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def test_ray_job_uses_known_kuberay_fields(ray_job: dict[str, Any]) -> None:
 
 
 def test_ray_job_has_a_gpu_per_worker_and_none_on_the_head(ray_job: dict[str, Any]) -> None:
-    """The driver runs in the head's pod, which then needs no GPU and gets no worker."""
+    """The launcher runs in the head's pod, which therefore needs no GPU and gets no worker."""
     cluster = ray_job["spec"]["rayClusterSpec"]
     (group,) = cluster["workerGroupSpecs"]
     (container,) = group["template"]["spec"]["containers"]

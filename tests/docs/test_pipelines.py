@@ -1,4 +1,4 @@
-"""The examples for schedulers are valid, and handle exit codes as the contract says."""
+"""The examples for schedulers are valid, and handle exit codes as the page documents."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_every_status_key_is_documented() -> None:
 def run_script(block: Block, folder: Path, codes: list[int]) -> tuple[int, list[str]]:
     """Run a script with stand-ins for its programs, which record their calls.
 
-    Each call of ``batchinfer`` exits with the next of ``codes``. Return the script's exit code and
+    Each call to ``batchinfer`` exits with the next of ``codes``. Return the script's exit code and
     the calls.
     """
     programs = folder / "bin"

@@ -67,7 +67,7 @@ def drawn_at_length(context: bytes, stream: int, sample: int, position: int) -> 
 
 @dataclass
 class FakeBuilt:
-    """A fake runner's engine, with the attributes that ``build_engine`` returns."""
+    """A fake runner's engine, with the attributes of ``build_engine``'s result."""
 
     engine: Engine
     tokenizer: Tokenizer = field(default_factory=byte_tokenizer)

@@ -80,7 +80,7 @@ def point_to(address: str, patch: pytest.MonkeyPatch) -> None:
 
 
 def objects(key: str = "") -> dict[str, bytes]:
-    """Return the objects below a key by the rest of their keys, on the environment's server."""
+    """Return the objects under a key, by the rest of their keys, on the environment's server."""
     store = from_url(f"s3://{BUCKET}", client_options={"allow_http": True})
     keys = [entry["path"] for some in obstore.list(store, key or None) for entry in some]
     return {name[len(key) :].lstrip("/"): bytes(obstore.get(store, name).bytes()) for name in keys}
@@ -95,7 +95,7 @@ def upload(folder: Path, key: str) -> None:
 
 
 def mark_folder(address: str, key: str) -> None:
-    """Put an empty object whose key ends in a slash, like S3 consoles that create a folder."""
+    """Put an empty object whose key ends in a slash, as S3 consoles do to create a folder."""
     url = f"{address}/{BUCKET}/{key.rstrip('/')}/"
     urllib.request.urlopen(urllib.request.Request(url, data=b"", method="PUT")).close()
 
@@ -124,8 +124,9 @@ def between(address: str, answer: Callable[[Request], int | None]) -> Iterator[s
 
     Args:
         address: the server to forward to.
-        answer: returns the status to send for a request. None: forward the request as it is then,
-            and return the response. Negative: forward it, but return this status without the sign.
+        answer: returns the status to send for a request. None: forward the request, with any
+            change that ``answer`` made, and return the response. Negative: forward the request, but
+            return the status without its sign.
     """
 
     class Handler(BaseHTTPRequestHandler):

@@ -1,6 +1,6 @@
 /* Tests of the C kernels without Python, for emulated processors. Products and attention of
-   pseudorandom inputs are compared with plain loops in double, and rows alone with rows together.
-   Encoder layers are in encoder_driver.h.
+   pseudorandom inputs are compared with plain loops in double, and results of rows alone with
+   results of rows together. Encoder layers are in encoder_driver.h.
 
    Compiled with kernels/cpu/{encoder_layers,gemm,gemm_groups,gemm_int8,paged_attention,row_ops,amx_tiles}.c.
    It prints the instructions that were used and a hash of all outputs' bits. The exit code is 1 if a
@@ -31,8 +31,8 @@ const char *attend_instructions_f32(int kernel);
 const char *attend_instructions_bf16(int kernel);
 
 static uint64_t state;
-static float scale = 1.0f; /* of inputs */
-static int bits = 4;       /* of codes in groups */
+static float scale = 1.0f; /* of the random inputs */
+static int bits = 4;       /* per grouped code */
 static int attend_by;
 static int failures;
 static uint64_t hash;
@@ -95,7 +95,7 @@ static void multiply_rows(
     expect(!(x.is_bf16 ? gemm_bf16 : gemm_f32)(&a), "memory", x.is_bf16, rows);
 }
 
-/* A row of `a` as int8 and its scale, as gemm_rows.h takes it. */
+/* Rounds a row of `a` to int8 as gemm_rows.h expects, and returns its scale. */
 static float to_int8(array a, size_t from, int count, int8_t *codes) {
     float most = 0.0f;
     for (int i = 0; i < count; i++) most = fmaxf(most, fabsf(get(a, from + i)));
@@ -117,14 +117,14 @@ static array as_floats(array a, int rounded, int width) {
     return floats;
 }
 
-#define GROUP 32 /* of codes of 4 bits */
+#define GROUP 32 /* codes that share a scale */
 
 typedef struct {
     uint8_t *codes, *zeros;
     float *scales;
 } coded;
 
-/* Codes of a weight. INT8: each output rounded. GROUPS: random codes, which replace the weight. */
+/* Codes of a weight. INT8: each output is rounded. GROUPS: random codes, which replace the weight. */
 static coded coded_of(array weight, int kind, int in) {
     const int groups = (in + GROUP - 1) / GROUP, middle = 1 << (bits - 1);
     const size_t outs = weight.count / in;
@@ -158,7 +158,7 @@ static array packed_of(array weight, int kernel, int kind, coded c, int in, int 
 static void check_product(int is_bf16, int kernel, int kind, int in, int outs) {
     array x = make(is_bf16, (size_t)MOST_ROWS * in, 1);
     array weight = make(is_bf16 && kind != GROUPS, (size_t)outs * in, 1);
-    array bias = make(is_bf16, outs, scale == 1.0f); /* would hide tiny products */
+    array bias = make(is_bf16, outs, scale == 1.0f); /* 0 if a bias would hide tiny products */
     array out = make(is_bf16, (size_t)MOST_ROWS * outs, scale == 1.0f);
     array some = make(is_bf16, (size_t)MOST_ROWS * outs, 0), there = make(is_bf16, out.count, 0);
     const coded codes = coded_of(weight, kind, in);

@@ -75,7 +75,7 @@ def check_answers(tmp_path: Path, texts: list[str]) -> None:
 
 
 def check_sums(tmp_path: Path) -> None:
-    """Check the equations between token counts that the contract promises."""
+    """Check the equations between token counts that ``docs/output.md`` promises."""
     out = tmp_path / "out"
     tokens = json.loads((out / "summary.json").read_bytes())["tokens"]
     prefill = pc.sum(pq.read_table(out / "stats" / "steps.parquet")["prefill_tokens"]).as_py()

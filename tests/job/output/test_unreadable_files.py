@@ -1,4 +1,4 @@
-"""A file that cannot be read is not damaged: reads are repeated, and no finished row runs again."""
+"""Unreadable files do not count as damaged: reads are repeated, and no finished row runs again."""
 
 from __future__ import annotations
 
@@ -49,7 +49,8 @@ def in_order(folder: Path) -> JobSpec:
 def failing_reads(
     pattern: str, times: int, number: int, patch: pytest.MonkeyPatch
 ) -> Iterator[list[str]]:
-    """Let the first ``times`` reads of matching files fail; yield the paths of the failed reads."""
+    """Make the first ``times`` reads of matching files fail; yield the paths of the failed
+    reads."""
     failed: list[str] = []
 
     class Failing(io.FileIO):

@@ -1,4 +1,4 @@
-"""Helpers for tests of jobs with rows of all tasks."""
+"""Helpers that read the outputs of jobs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Columns that requests cannot be made from are refused by their type."""
+"""Columns with a type from which no request can be made are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Jobs that score, compared with transformers, also with bad rows."""
+"""Jobs that score, compared with transformers; bad rows become errors."""
 
 from __future__ import annotations
 

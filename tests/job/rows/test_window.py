@@ -1,4 +1,4 @@
-"""The order in which rows reach the engine, when they do, and which prefixes they share."""
+"""When and in which order rows reach the engine, and which prefixes they share."""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ def test_file_metadata(tmp_path: Path, build: FakeBuild) -> None:
 
 
 def test_file_metadata_does_not_contain_the_model_path(tmp_path: Path, build: FakeBuild) -> None:
-    """So moving a project does not change the bytes of its parts."""
+    """Moving a project must not change the bytes of its parts."""
     numbered(tmp_path)
     model = tmp_path / "models" / "small"
     model.mkdir(parents=True)

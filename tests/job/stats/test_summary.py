@@ -1,4 +1,4 @@
-"""Statistics of whole jobs have the columns, definitions and identities of the contract."""
+"""Statistics of whole jobs have the columns and identities that ``docs/output.md`` defines."""
 
 from __future__ import annotations
 

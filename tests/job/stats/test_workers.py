@@ -1,4 +1,4 @@
-"""Statistics of runs at the same time."""
+"""Statistics of runs that take place at the same time."""
 
 from __future__ import annotations
 

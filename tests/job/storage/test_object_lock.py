@@ -143,7 +143,7 @@ def test_suspended_run_that_lost_the_lock_writes_nothing(state: StorePath) -> No
 
 
 def test_late_write_of_an_old_holder_replaces_nothing(state: StorePath) -> None:
-    """By its own clock, the old holder slept between its last check of the lock and the write."""
+    """The old holder slept between its last check of the lock and the write."""
     sleeper = Run(state)
     sleeper.lock.acquire()
     path, known = (state.parent / "data" / name for name in ("part-1.parquet", "part-2.parquet"))

@@ -1,4 +1,4 @@
-"""Tokens in flight: times of flushes, and no obsolete tokens on disk."""
+"""Tokens in flight are flushed in time, and no obsolete tokens stay on disk."""
 
 from __future__ import annotations
 
