@@ -62,7 +62,7 @@ _MAX_CONTEXT = 4096
 
 @dataclass(frozen=True)
 class Case:
-    """A call to a kernel's wrapper, and which of the kernels that it launches to compile."""
+    """A call to a kernel's wrapper; ``kernels`` names the launched kernels to compile."""
 
     name: str
     kernels: tuple[str, ...]

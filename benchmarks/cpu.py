@@ -57,7 +57,7 @@ def measure_bounds(args: argparse.Namespace) -> list[Run]:
 
 
 def measure(args: argparse.Namespace) -> list[Run]:
-    """Run all engines in turn, several rounds."""
+    """Run all engines in turn, for several rounds."""
     runs = []
     for _ in range(args.rounds):
         runs += measure_bounds(args)

@@ -67,7 +67,7 @@ def run_all(name: str, model: str, threads: int, args: argparse.Namespace) -> li
 
 
 def measure(args: argparse.Namespace) -> list[Run]:
-    """Run all engines in turn on each model and number of threads, until the time is over."""
+    """Run all engines in turn on each model and number of threads, until the time is up."""
     ends = time.monotonic() + 60 * args.minutes
     runs: list[Run] = []
     for _ in range(args.rounds):

@@ -109,7 +109,7 @@ def job(folder: Path, num_blocks: int, order: str) -> JobSpec:
 
 
 class SwappingStub(StubRunner):
-    """Writes to host memory when a block is swapped out."""
+    """A stub runner that writes to host memory when a block is swapped out."""
 
     num_out = 0
     """Number of blocks copied to the host."""

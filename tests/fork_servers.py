@@ -87,7 +87,8 @@ _server: _Server | None = None
 def _start(
     command: list[str], *, stdin: int, stdout: int, stderr: IO[bytes], env: dict[str, str]
 ) -> _Forked:
-    """Replace `subprocess.Popen` for fork servers; `stdout` is ignored, because it is discarded."""
+    """Replace `subprocess.Popen` for fork servers; `stdout` is ignored: fork servers print
+    nothing."""
     global _server
     if _server is None or _server.owner != os.getpid():
         _server = _Server(command[3:], env)

@@ -22,7 +22,7 @@ def request(custom_id: str, url: str = CHAT, **body: Any) -> dict[str, Any]:
 def answers(
     folder: Path, model: Path, requests: list[dict[str, Any]], **options: Any
 ) -> dict[str, dict[str, Any]]:
-    """Answer ``requests`` with ``run-batch``; return the lines of its output by ``custom_id``."""
+    """Answer ``requests`` with ``run-batch``; return its output lines, keyed by ``custom_id``."""
     source, target = folder / "batch.jsonl", folder / "answers.jsonl"
     source.write_text("".join(f"{json.dumps(one)}\n" for one in requests))
     options = {"dtype": "float32", "quiet": True, "max_error_rate": 1.0, **options}

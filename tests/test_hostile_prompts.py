@@ -38,7 +38,8 @@ ENDLESS = Limits(cpu_seconds=1e5, shared_cpu_seconds=1e5, seconds=1e5)
 
 @pytest.fixture
 def text_processes_start_fast() -> None:
-    """Replace the fixture of this name: these tests look for fork servers among child processes."""
+    """Replace the fixture of the same name: these tests look for fork servers among child
+    processes."""
 
 
 @pytest.fixture(scope="module")

@@ -50,7 +50,7 @@ Instruction = tuple[str, str]
 
 
 def stages() -> dict[str, list[Instruction]]:
-    """Return the instructions of each stage by name."""
+    """Return the instructions of each stage, keyed by the stage's name."""
     found: dict[str, list[Instruction]] = {}
     name = ""
     for line in parser.DockerfileParser(path=str(ROOT / "Dockerfile")).structure:

@@ -54,7 +54,7 @@ class Bench:
         return int(error.exit_code) if isinstance(error, JobError) else result.exit_code
 
     def failed(self) -> dict[int, str]:
-        """Return the error codes in the output by row id."""
+        """Return the error codes in the output, keyed by row id."""
         parts = (self.folder / "out" / "data").iterdir()
         rows = [row for part in parts for row in pq.read_table(part).to_pylist()]
         assert len(rows) == NUM_ROWS

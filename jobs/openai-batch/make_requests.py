@@ -16,7 +16,7 @@ FIRST_ROW, NUM_ROWS = 48, 48
 
 
 def line(at: int, row: dict[str, str]) -> str:
-    """Return a request; every eighth requests log probabilities."""
+    """Return a request; every eighth one asks for log-probabilities."""
     turns = (("system", row["instruction"]), ("user", row["document"]))
     body: dict[str, Any] = {
         "model": "quickstart/model",

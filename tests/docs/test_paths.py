@@ -31,7 +31,7 @@ SOURCES = sorted(
 
 
 def named(path: Path) -> Iterator[str]:
-    """Yield the paths that a file names, except those of other projects."""
+    """Yield the paths that a file names, except paths of other projects."""
     text = path.read_text(encoding="utf-8")
     for found in _PATH.findall(text):
         if not found.startswith(_OTHERS) and "://" not in found:

@@ -24,7 +24,7 @@ NextToken = Callable[[bytes, int, int, int], int]
 """Maps (context tokens as bytes, random stream, sample index, position) to a token id."""
 
 MakeEngine = Callable[..., tuple[Engine, "FakeRunner"]]
-"""``make_engine``, for engines that run ahead or do not."""
+"""``make_engine``, for engines that run ahead or for engines that do not."""
 
 EOS = 0
 EMPTY = -1

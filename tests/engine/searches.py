@@ -24,7 +24,7 @@ class SmallToy(Toy):
 
 
 def expected_beams(request: Request, max_model_len: int = 4096, window: int = 0) -> Found:
-    """Search by definition: consider every token of every beam."""
+    """Search exhaustively: consider every token of every beam."""
     params, prompt = request.params, request.prompt_token_ids.tolist()
     width, grammar = params.beam_width, request.grammar
     assert width is not None

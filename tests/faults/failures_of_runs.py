@@ -315,4 +315,4 @@ RUNS: dict[str, Failure] = {
     "8 an output where no folder can be made": _job("path: out", "path: /proc/x", prompt=["a"]),
     "8 a file where a folder of the output goes": _in_the_way("out/_batchinfer"),
 }
-"""Failures by exit code and title."""
+"""Failures, keyed by exit code and title."""

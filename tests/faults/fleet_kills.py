@@ -95,7 +95,7 @@ def _ended_within(process: subprocess.Popen[bytes], seconds: float | None) -> in
 
 
 def _logs(place: Path) -> dict[int, Path]:
-    """Return the logs of finished rows by process id; see ``Paced``."""
+    """Return the logs of finished rows, keyed by process id; see ``Paced``."""
     return {int(path.name.removeprefix("pid-")): path for path in place.glob("pid-*")}
 
 

@@ -46,7 +46,7 @@ def job_file(random: Random) -> bytes:
 
 
 def options(random: Random) -> tuple[list[str], list[str]]:
-    """Return arguments for ``--set`` and for ``--var``, most often none."""
+    """Return arguments for ``--set`` and for ``--var``, usually none."""
     overrides, variables = [], []
     while random.random() < 0.15:
         keys = ".".join(map(str, random.choice(_paths(_data(random)))))

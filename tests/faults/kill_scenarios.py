@@ -34,7 +34,7 @@ def echo_job(folder: Path, **sections: dict[str, Any]) -> JobSpec:
 
 
 def update_killer(folder: Path) -> Killer:
-    """Return a killer of updates; the new input has added, deleted and changed rows."""
+    """Return a ``Killer`` of updates; the new input has added, deleted and changed rows."""
     path, build = folder / "in" / "x.parquet", FakeBuild(max_num_seqs=8, next_token=drawn)
     sampling, output = {"max_tokens": 6, "temperature": 1.0}, {"path": str(folder / "old")}
     spec = echo_job(folder, sampling=sampling, output={**output, "rows_per_part": 10})

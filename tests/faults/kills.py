@@ -235,12 +235,13 @@ class Killer:
                 raise ViolationError("the updated output differs from a new output")
 
     def points(self) -> dict[str, list[str]]:
-        """Return failpoints for the first, a middle and the last time each is reached, by name."""
+        """Return, for each failpoint's name, the first, a middle and the last time it is
+        reached."""
         times = {name: {1, (last + 1) // 2, last} for name, last in self._reached.items()}
         return {name: [f"{name}:{at}" for at in sorted(times[name])] for name in sorted(times)}
 
     def kill_at_random(self, kills: int, random: Random, earliest: float, latest: float) -> None:
-        """Kill jobs at random seconds after the start of each run; finish the last job."""
+        """Kill jobs a random time after the start of each run; finish the last job."""
         while self.outcome.kills < kills:
             self._begin()
             code = KILLED
@@ -311,7 +312,7 @@ class Killer:
         return rows
 
     def read_parts(self) -> dict[str, bytes]:
-        """Read the parts of the latest job by name."""
+        """Read the parts of the latest job, keyed by name."""
         files = self.output.files()
         return {name: data for name, data in files.items() if name.startswith("data/")}
 

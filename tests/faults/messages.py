@@ -15,7 +15,7 @@ GOLDEN = Path(__file__).with_name("messages.txt")
 
 
 def all_failures() -> dict[str, Failure]:
-    """Return all failures, by expected exit code and title."""
+    """Return all failures, keyed by expected exit code and title."""
     return {**{f"2 {title}": failure for title, failure in USAGE.items()}, **RUNS}
 
 
@@ -26,7 +26,7 @@ def as_text(title: str, code: int, printed: str) -> str:
 
 
 def golden() -> dict[str, str]:
-    """Return the entries of the file, by title."""
+    """Return the entries of the file, keyed by title."""
     entries = GOLDEN.read_text(encoding="utf-8").split("\n\n")
     return {entry.partition(":")[0]: entry.strip("\n") + "\n" for entry in entries}
 

@@ -34,7 +34,7 @@ class Plan:
     """A job and its input."""
 
     files: dict[str, list[Row]]
-    """Rows by file name; prompts may repeat, ids do not."""
+    """Rows, keyed by file name; prompts may repeat, ids do not."""
     rows_per_part: int = 4
     max_tokens: int = 6
     temperature: float = 0.0

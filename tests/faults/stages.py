@@ -240,7 +240,7 @@ def _fuzz(what: str, case: Case, most_s: float = MOST_S) -> Callable[..., Iterat
 
 
 def _small_job(folder: Path) -> Killer:
-    """Return a killer of a job of 300 rows that writes to disk often."""
+    """Return a ``Killer`` of a job with 300 rows that writes to disk often."""
     killer = Killer(folder, tiny_job(folder, num_rows=300, rows_per_part=50), None, Pace(1e9, 20))
     killer.run_unbroken()
     return killer

@@ -31,7 +31,7 @@ def flip_bit(path: Path, offset: int) -> None:
 
 
 def rot(path: Path) -> None:
-    """Flip a bit and keep the modification time, like a failing disk."""
+    """Flip a bit and keep the modification time, as a failing disk does."""
     before = path.stat()
     flip_bit(path, 40)
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))

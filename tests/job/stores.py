@@ -80,7 +80,8 @@ def point_to(address: str, patch: pytest.MonkeyPatch) -> None:
 
 
 def objects(key: str = "") -> dict[str, bytes]:
-    """Return the objects under a key, by the rest of their keys, on the environment's server."""
+    """Return the objects under a key on the environment's server, keyed by the rest of their
+    keys."""
     store = from_url(f"s3://{BUCKET}", client_options={"allow_http": True})
     keys = [entry["path"] for some in obstore.list(store, key or None) for entry in some]
     return {name[len(key) :].lstrip("/"): bytes(obstore.get(store, name).bytes()) for name in keys}

@@ -63,7 +63,7 @@ class AttentionInputs:
 _DECODES = ((1, 1), (1, 15), (1, 16), (1, 17), (1, 257))
 _MIXED = ((7, 7), (1, 33), (64, 64), (1, 257), (7, 40), (1, 1), (64, 100))
 
-# Small cases, also run in Triton's interpreter, which takes milliseconds per program.
+# Small cases, which also run in Triton's interpreter. It takes milliseconds per program.
 INTERPRETED_ATTENTION_CASES = (
     AttentionCase("decodes", _DECODES, num_heads=4, num_kv_heads=1, key_width=40),
     AttentionCase("decodes_split", _DECODES, num_heads=3, num_kv_heads=1, num_splits=3),

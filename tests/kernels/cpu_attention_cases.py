@@ -1,4 +1,4 @@
-"""Inputs and checks of the C kernels' attention, also over float8 and over latents (MLA)."""
+"""Inputs and checks of the C kernels' attention, including float8 caches and latents (MLA)."""
 
 from __future__ import annotations
 

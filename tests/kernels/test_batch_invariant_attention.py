@@ -71,7 +71,7 @@ def test_batch_invariant_short_pieces_on_gpu(
 def attend_spans(
     arguments: dict[str, Any], spans: list[tuple[int, int]], **plan: Any
 ) -> torch.Tensor:
-    """Compute spans of one sequence's positions in one step, and return the outputs by position."""
+    """Compute spans of one sequence's positions in one step; return the output of each position."""
     order = [position for span in spans for position in range(*span)]
     lens, ends = [stop - start for start, stop in spans], [stop for _, stop in spans]
     query = arguments["query"]

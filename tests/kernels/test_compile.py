@@ -1,4 +1,4 @@
-"""Compiles all kernels for GPUs on machines without one, also in bfloat16, which Triton's
+"""Compiles all kernels for GPUs on machines without one, including bfloat16, which Triton's
 interpreter computes wrongly.
 
 Only kernels that differ from `benchmarks/compiled.csv` are compiled; `benchmarks/README.md` says

@@ -1,5 +1,5 @@
-"""GEMMs, attention and encoder layers in a C program (``cpu_driver.c``), also on an emulated Arm
-processor."""
+"""GEMMs, attention and encoder layers in a C program (``cpu_driver.c``), on this processor and on
+an emulated Arm processor."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def a_run(run_id: str, began: float, engine_s: float, load_s: float = 0.0, **fac
 
 
 def timeline_of(span_s: float, **steps_of: list[tuple[float, float]]) -> Timeline:
-    """Return the steps of runs by writer.
+    """Return the steps of the run of each writer.
 
     Args:
         steps_of: for each step, its end on its run's clock and its duration, in seconds.

@@ -1,4 +1,4 @@
-"""A dozen schemas like those of users."""
+"""A dozen schemas of the kind that users write."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Control tokens in a row's text are found quickly, and pass a template as one character."""
+"""Control tokens in a row's text are found quickly, and pass through a template as characters."""
 
 from __future__ import annotations
 

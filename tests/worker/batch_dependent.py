@@ -1,4 +1,4 @@
-"""A GEMM whose last bits depend on the number of rows, like those of some libraries."""
+"""A GEMM whose last bits depend on the number of rows, as in some libraries."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class Trace(TorchDispatchMode):
 
 
 def _fixed(argument: Any) -> Any:
-    """Return an argument with None in place of tensors, also within tuples."""
+    """Return an argument with None in place of tensors, even within tuples."""
     if isinstance(argument, tuple):
         return tuple(map(_fixed, argument))
     return None if isinstance(argument, torch.Tensor) else argument

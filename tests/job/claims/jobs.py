@@ -18,7 +18,7 @@ def out_of(spec: JobSpec) -> Path:
 
 
 def data(spec: JobSpec) -> dict[str, bytes]:
-    """Return the bytes of each part, by file name."""
+    """Return the bytes of each part, keyed by file name."""
     return {path.name: path.read_bytes() for path in (out_of(spec) / "data").iterdir()}
 
 

@@ -29,7 +29,7 @@ class Job:
     poison: tuple[int, int] | None = None
     history: CrashHistory = field(default_factory=CrashHistory)
     kept: dict[int, int] = field(default_factory=dict)
-    """Number of stored tokens by row."""
+    """Number of stored tokens of each row."""
     finished: set[int] = field(default_factory=set)
     deaths: int = 0
 

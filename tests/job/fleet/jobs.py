@@ -44,7 +44,7 @@ def run(spec: JobSpec, build: Any = None, **options: Any) -> ExitCode:
 
 
 def part_hashes(out: Path) -> dict[str, str]:
-    """Return the hash of each part, by file name."""
+    """Return the hash of each part, keyed by file name."""
     return {
         path.name: hashlib.sha256(path.read_bytes()).hexdigest()
         for path in sorted((out / "data").iterdir())

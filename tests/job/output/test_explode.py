@@ -1,4 +1,4 @@
-"""``output.explode``: one output row per sample, also in jobs that are stopped and retried."""
+"""``output.explode``: one output row per sample, even in jobs that are stopped and retried."""
 
 from __future__ import annotations
 

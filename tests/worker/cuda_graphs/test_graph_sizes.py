@@ -1,4 +1,4 @@
-"""Graph sizes are few, and steps need little padding."""
+"""There are few graph sizes, and steps need little padding."""
 
 from __future__ import annotations
 

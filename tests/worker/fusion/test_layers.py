@@ -93,7 +93,7 @@ def test_layers_are_not_fused_without_finite_logits() -> None:
 
 
 def launches(num_layers: int, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Return the kernel launches in a decode step of two sequences, by name."""
+    """Count the launches of each kernel in a decode step of two sequences."""
     model, layout, _ = fused("qwen3", num_hidden_layers=num_layers)
     cache, steps, _ = prefill_and_decode(layout)
     for step in steps[:-1]:

@@ -60,7 +60,7 @@ _KEPT = {
     **dict.fromkeys(("packed int8", "int8 with zeros", "int8 in groups"), Int8GroupedWeight),
     **dict.fromkeys(("gptq 8 bits", "gptq 8 bits sorted"), Int8GroupedWeight),
 }
-"""Classes of the packed codes by case; in all other cases, the weights are quantized again."""
+"""Class of the packed codes in each case; in all other cases, weights are quantized again."""
 _ROUNDED = {"nf4 in rows", "nf4 in rows, nested", "llm.int8"}
 """Cases whose values are rounded once more: to 127 steps, or in the last bit of a float."""
 FP8_128 = (

@@ -1,4 +1,4 @@
-"""Tokenizer files are refused by name if loading them, or decoding, kills the process."""
+"""A tokenizer file that kills the process that loads it or decodes is refused and named."""
 
 from __future__ import annotations
 
