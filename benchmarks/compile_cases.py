@@ -92,7 +92,7 @@ def _shared(name: str, *kernels: str, fp8: bool = False, **shape: Any) -> Case:
 
 
 def _batch_invariant(name: str, *kernels: str, fp8: bool = False, **shape: Any) -> Case:
-    """The step of `_attention` with batch-invariant attention."""
+    """The same step as in `_attention`, with batch-invariant attention."""
 
     def launch() -> None:
         case = AttentionCase(name, ((1, 40), (20, 40)), **shape)

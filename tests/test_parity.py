@@ -1,4 +1,4 @@
-"""Greedy jobs through the whole engine choose the tokens of transformers' models."""
+"""Greedy jobs through the whole engine choose the same tokens as transformers' models."""
 
 from __future__ import annotations
 

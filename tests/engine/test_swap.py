@@ -277,7 +277,7 @@ def test_prefixes_return_from_the_host_for_later_rows(make_engine: MakeEngine) -
 
 
 def test_host_memory_is_used_again_before_new_memory(make_engine: MakeEngine) -> None:
-    """Each window has other documents, which reuse the host slots of the window before."""
+    """Each window has different documents, which reuse the host slots of the previous window."""
     engine, runner = make_engine(16, max_num_seqs=1, host_blocks=500, preemption="auto")
     touched = []
     for window in range(4):

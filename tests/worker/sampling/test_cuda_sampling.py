@@ -1,4 +1,4 @@
-"""Sampling on CUDA draws the tokens of the CPU, in few launches and without waiting."""
+"""Sampling on CUDA draws the same tokens as on a CPU, in few launches and without waiting."""
 
 from __future__ import annotations
 
