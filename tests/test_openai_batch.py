@@ -217,7 +217,7 @@ def test_missing_or_damaged_answer_files_are_rewritten(done: Path, model: Path) 
 
 
 def _times_of(out: Path) -> tuple[int, int]:
-    """Return the input's modification time at planning, twice, for ``os.utime``."""
+    """Return the input's modification time at planning, as both times that ``os.utime`` takes."""
     plan = json.loads((out / "_batchinfer" / "manifest.json").read_bytes())
     mtime_ns = plan["inputs"][0]["mtime_ns"]
     return mtime_ns, mtime_ns

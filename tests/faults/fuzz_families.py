@@ -1,4 +1,4 @@
-"""Random models of many families give transformers' logits, or are refused with a reason."""
+"""Random models of many families give the logits of transformers, or a reason for refusal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random models with recurrent layers choose transformers' tokens, however rows are run."""
+"""Random models with recurrent layers choose the tokens of transformers, however rows run."""
 
 from __future__ import annotations
 

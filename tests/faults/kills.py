@@ -69,10 +69,10 @@ class Child:
     pid: int
 
     def signal_after(self, seconds: float, number: signal.Signals) -> tuple[int, float]:
-        """Send a signal after some seconds, unless the process ends before.
+        """Send a signal after some seconds, unless the process ends before that.
 
         Returns:
-            Its exit status, and the seconds from the signal to its end.
+            The process's exit status, and the seconds from the signal to its end.
         """
         until = time.monotonic() + seconds
         while time.monotonic() < until:

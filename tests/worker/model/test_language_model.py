@@ -1,4 +1,4 @@
-"""Models that also take images or audio generate transformers' tokens for text alone."""
+"""Models that also take images or audio generate the same tokens as transformers from text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Quantized weights keep transformers' logits and take fewer bytes; bad settings are refused."""
+"""Quantized models have the logits of transformers and take fewer bytes; bad settings fail."""
 
 from __future__ import annotations
 

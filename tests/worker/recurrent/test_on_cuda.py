@@ -1,4 +1,4 @@
-"""Recurrent models compute transformers' logits with Triton kernels and CUDA graphs.
+"""With Triton kernels and CUDA graphs, recurrent models give the logits of transformers.
 
 On a CPU, Triton's interpreter runs the kernels in float32, and a replay repeats the computation.
 """
