@@ -132,7 +132,7 @@ def tokens_of(completions: dict[int, Completion]) -> dict[tuple[int, int], list[
 
 @torch.inference_mode()
 def assert_greedy(model: Any, completions: dict[int, Completion], longer: int = 0) -> None:
-    """Check that transformers would choose each token after the tokens before it, except for ties."""
+    """Check that transformers would choose each token after its predecessors, except for ties."""
     assert len(completions) == len(prompts(longer))
     for row, completion in completions.items():
         assert completion.error_code is None

@@ -80,7 +80,7 @@ def test_sliding_windows_bound_the_blocks_of_a_long_row(
 def _assert_greedy(
     family: str, changes: dict[str, Any], prompt: np.ndarray, output: np.ndarray
 ) -> None:
-    """Check that transformers would choose each token after the tokens before it, except for ties."""
+    """Check that transformers would choose each token after its predecessors, except for ties."""
     ids = torch.from_numpy(np.concatenate([prompt, output]).astype(np.int64))[None]
     logits = tiny_model(family, **changes)(ids).logits[0, -OUTPUT - 1 : -1]
     taken = logits[torch.arange(OUTPUT), ids[0, -OUTPUT:]]

@@ -39,7 +39,8 @@ SETUPS = {
 
 
 ONE_OF_EACH_KIND = ("falcon_mamba", "kimi_linear", "lfm2", "mamba2", "nemotron_h", "qwen3_5_text")
-"""A family of each kind of recurrent layer. Tests of the other families have the marker ``long``."""
+"""A family of each kind of recurrent layer. Tests of the other families have the marker
+``long``."""
 EVERY_FAMILY = [
     pytest.param(family, marks=[] if family in ONE_OF_EACH_KIND else pytest.mark.long)
     for family in RECURRENT_FAMILIES
