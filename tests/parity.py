@@ -51,7 +51,7 @@ class Setup:
     """Preempt the newest sequence after this many steps; 0: never."""
     runs_ahead: bool = False
     misleading: bool = False
-    """Let the engine expect short outputs, so that the pool becomes too small."""
+    """Make the engine expect short outputs, so that the pool becomes too small."""
     num_host_blocks: int = 0
     """Host slots; preempted sequences are swapped if there are any."""
 

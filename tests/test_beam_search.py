@@ -43,7 +43,7 @@ class Setup:
     max_tokens: int = 512
     runs_ahead: bool = False
     misleading: bool = False
-    """Let the engine expect short outputs, so that the pool becomes too small."""
+    """Make the engine expect short outputs, so that the pool becomes too small."""
 
 
 @functools.cache

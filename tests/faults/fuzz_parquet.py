@@ -100,7 +100,7 @@ def case(number: int, seed: int, folder: Path) -> str:
 
 
 def _read(path: Path) -> str:
-    """Read all rows of a file like a job."""
+    """Read all rows of a file as a job does."""
     rows: Rows = []
     try:
         source = open_source(str(path))

@@ -112,7 +112,7 @@ def test_row_without_finite_maximum_is_skipped() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_draws_do_not_depend_on_other_rows(dtype: torch.dtype) -> None:
-    """bfloat16 logits give the tokens of equal float32 logits."""
+    """bfloat16 logits give the same tokens as equal float32 logits."""
     torch.manual_seed(0)
     logits = torch.randn(45, 700).to(dtype)
     rows = torch.randperm(45)[:40]

@@ -102,7 +102,7 @@ def test_random_objects_survive_and_can_be_written(tmp_path: Path, objects: list
 
 
 def without_nulls(value: Any) -> Any:
-    """Convert a JSON value like Arrow's structs: drop null keys, make whole numbers floats."""
+    """Convert a JSON value as Arrow's structs do: drop null keys, make whole numbers floats."""
     if isinstance(value, dict):
         return {k: without_nulls(v) for k, v in value.items() if v is not None}
     if isinstance(value, list):
