@@ -11,7 +11,7 @@ sequences (`shared_attention.py`) instead of one item per sequence. Sequences th
 are adjacent in `order`, so a shared piece belongs to a run of sequences: sequences i and i + 1 of
 `order` share piece p if shared_lens[i + 1] reaches the end of the piece. A run ends at a sequence
 that does not decode, or whose pieces have another length. Shared items come after single items in
-the list. They always fit into it, because each shared item replaces at least one single item.
+the list. They always fit, because each shared item replaces at least one single item.
 """
 
 import math

@@ -139,7 +139,7 @@ def describe_model(
             float32 as the default for configs without a dtype.
 
     Raises:
-        ModelError: one line that says what to do.
+        ModelError: the model cannot be run; one line says why and what to do.
     """
     with phase("fetching the model"):
         wanted = ALL_FILES if weights_too else CONFIG_FILES
@@ -190,7 +190,7 @@ def load_model(
         random_weights: use random weights and ignore the folder's weight files.
 
     Raises:
-        ModelError: one line that says what to do.
+        ModelError: the model cannot be run; one line says why and what to do.
         DeviceError: the weights do not fit into the device's memory, or no kernel meets the
             requirements.
     """

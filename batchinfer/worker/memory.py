@@ -74,7 +74,8 @@ def pieces_bytes(
     layout: KVLayout, config: Mapping[str, Any], *, max_num_seqs: int, max_model_len: int
 ) -> int:
     """Return an upper bound on the bytes of attention's partial results in a step on CUDA. Each
-    piece of a context has partial results; layers of the same window and shape share the memory."""
+    piece of a context has partial results; layers with the same window and shape share the
+    memory."""
     heads = int(text_config(config).get("num_attention_heads") or layout.num_kv_heads)
     layers = layout.attention_layers
     kinds = {(layout.windows[layout.place(layer)[0]], layout.shape(layer)) for layer in layers}

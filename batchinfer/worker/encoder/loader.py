@@ -135,7 +135,7 @@ def load_encoder(
     """Check a model folder (or hub id) and load its weights. No code from the folder is run.
 
     Raises:
-        ModelError: one line that says what to do.
+        ModelError: the model cannot be run; one line says why and what to do.
         DeviceError: the weights do not fit into the device's memory, or no kernel meets the
             requirements.
     """

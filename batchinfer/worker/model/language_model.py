@@ -183,7 +183,7 @@ def _without_towers(wrapper_class: type[PreTrainedModel]) -> type[PreTrainedMode
 
 
 def _keep(module: nn.Module, kept: list[nn.Module]) -> bool:
-    """Delete submodules, except ``kept`` and their parents. Return True if some remain."""
+    """Delete submodules, except ``kept`` and their parents. Return True if the module is kept."""
     if any(module is each for each in kept):
         return True
     for name, child in list(module.named_children()):
