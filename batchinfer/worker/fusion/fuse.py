@@ -175,7 +175,7 @@ def _scaled(call: ModuleCall, scale: float) -> tuple[tuple[Any, ...], dict[str, 
 
 
 def _factories(module: Any) -> list[_Factory]:
-    """Return factories of the fused modules that may replace a module, judged by its parts."""
+    """Return factories of the fused modules that may replace a module, based on its parts."""
     parts = {name for name, _ in module.named_children()}
     if _is_attention(module, parts):
         offsets = _NORM_OFFSETS if "q_norm" in parts else _NORM_OFFSETS[:1]

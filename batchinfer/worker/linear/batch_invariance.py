@@ -1,8 +1,8 @@
 """Checks that a loaded model is batch-invariant, as ``engine.deterministic`` requires.
 
 On any device the model runs a few tokens alone, in a batch and in chunks, and all bits must be
-equal. On a CUDA device, this is not enough: torch chooses the order of sums by the number of rows,
-and may choose another order for numbers of rows that were not tested. Therefore, the names of
+equal. On a CUDA device, this is not enough: torch chooses the order of sums based on the number of
+rows, and may choose another order for numbers of rows that were not tested. Therefore, the names of
 torch's operations are checked too. Only operations whose results cannot depend on the number of
 rows are allowed: pointwise operations, copies, and reductions in which one block of threads reduces
 one row.
