@@ -23,12 +23,12 @@ from batchinfer.worker.model.quantization import plain_tensors
 from batchinfer.worker.prompt_logprobs import SCORED_ROWS
 from batchinfer.worker.sampling.sampler import workspace_bytes
 
-# Tensors that exist at the same time at the widest point of a layer. Eight tensors have the hidden
-# width: residual, normed, q, k, v, rotated q and k, attended. Three have the MLP width: gate, up,
-# and gate times up.
+# Numbers of tensors that exist at the same time at the widest point of a layer. Eight have the
+# hidden width: residual, normed, q, k, v, rotated q and k, attended. Three have the MLP width:
+# gate, up, and gate times up.
 _HIDDEN_COPIES = 8
 _INNER_COPIES = 3
-# Copies of the logits: the head's output, and in some families the scaled or capped logits.
+# Copies of the logits: the head's output and, in some families, the scaled or capped logits.
 LOGITS_COPIES = 2
 
 _BYTES_PER_GRAPH = 8 * 2**20  # estimate for a graph of a few hundred kernels
@@ -328,7 +328,7 @@ def device_memory(device: torch.device, loaded_bytes: int) -> DeviceMemory:
 
 
 def free_host_bytes() -> int:
-    """Measure the bytes of memory that this process may still take.
+    """Measure how many bytes of memory this process may still allocate.
 
     This is the host's free memory, or less if the process's control group or address space
     (``ulimit -v``) is limited. Files in the page cache count as free, because the kernel drops them

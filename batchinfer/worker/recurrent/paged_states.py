@@ -55,7 +55,7 @@ def paged_states(layer: int, *, has_scan: bool = False) -> PagedStates:
 
 @functools.cache
 def places_of(layout: StateLayout, number: int) -> StatePlaces:
-    """Return where slots hold the state of the model's ``number``-th recurrent layer, from 0."""
+    """Return where slots hold the state of recurrent layer ``number``, counted from 0."""
     shape, matrices, convolutions = layout.shape, layout.matrices, layout.convolutions
     return StatePlaces(
         columns=matrices.piece_elements // shape.key_width,

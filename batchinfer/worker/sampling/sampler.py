@@ -29,7 +29,7 @@ from batchinfer.worker.transfer import to_device
 
 _WORKSPACE_ELEMENTS = {"cpu": 2**19, "cuda": 2**24}
 """Largest number of logits that torch processes at a time, but at least one row. On a CPU, this
-many fit into a cache."""
+many logits fit into a cache."""
 _WORKSPACE_BYTES_EACH = 64
 """Bytes of workspace per logit. Measured: 24 for temperature, 28 for a small top-k, 51 for a top-k
 of nearly the vocabulary, 54 for top-p on flat rows. The remaining bytes are for sorting
