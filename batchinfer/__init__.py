@@ -50,11 +50,11 @@ _PARAMS = {
     "SamplingParams": "call_params",
     "StructuredOutputsParams": "structured_params",
 }
-"""Names that do not need torch, each with the module of ``config`` that defines it."""
+"""Names that can be imported without torch, each with its module in ``batchinfer.config``."""
 
 
 def __getattr__(name: str) -> Any:
-    """Import a name on first use: the command line handles signals sooner without these imports."""
+    """Import a name on first use, so that the command line handles signals before slow imports."""
     if name in _PARAMS:
         from importlib import import_module
 

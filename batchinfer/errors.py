@@ -36,11 +36,11 @@ class JobError(Exception):
 
 
 class UsageError(JobError):
-    """The command line or the job file is wrong; names the key and the line."""
+    """The command line or the job file is wrong; the message names the key and the line."""
 
 
 class NotYetError(UsageError):
-    """A feature that is planned, and that this version does not support."""
+    """A planned feature that this version does not support yet."""
 
     def __init__(self, what: str) -> None:
         super().__init__(f"not yet: {what} is not supported by this version")
@@ -89,10 +89,10 @@ class RowError(Exception):
 
 
 def one_line(error: BaseException, most: int = 300) -> str:
-    """Return an error's message, or its class, on one line of at most ``most`` characters.
+    """Return an error's message, or its class name if it has none, on one line.
 
-    Messages of libraries may fill a page or repeat bytes of a damaged file, so unprintable
-    characters are escaped.
+    A library's message may fill a page or repeat bytes of a damaged file, so the line has at most
+    ``most`` characters, and unprintable characters are escaped.
     """
     line = " ".join(str(error).split())[:most]
     shown = (c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in line)
@@ -116,7 +116,7 @@ def install_command(extra: str) -> str:
     other = _other_distribution()
     if other is None:
         return command
-    return f"pip uninstall batchinfer, which is another project's ({other}), then {command}"
+    return f"pip uninstall batchinfer (version {other}, which is another project's), then {command}"
 
 
 def _other_distribution() -> str | None:

@@ -55,7 +55,7 @@ class GrammarState(Protocol):
 
     @property
     def error(self) -> str | None:
-        """Error that stopped the matcher, because the grammar took too much work; else None."""
+        """Why the matcher stopped, for example because a step took too much work; else None."""
         ...
 
     def take(self, token_id: int) -> list[int]:
@@ -68,9 +68,9 @@ class GrammarState(Protocol):
         ...
 
     def replay(self, token_ids: Sequence[int]) -> None:
-        """Advance by several tokens of a sample, including forced tokens, without forcing more.
+        """Advance by known tokens of a sample, including forced ones, without forcing more tokens.
 
-        Sets ``error`` if the grammar does not allow them.
+        Sets ``error`` if the grammar does not allow the tokens.
         """
         ...
 
@@ -91,7 +91,7 @@ class Grammar(Protocol):
         ...
 
     def masks(self, states: Sequence[GrammarState]) -> npt.NDArray[np.int32]:
-        """Return the token masks of samples, which may also use other grammars of the same model.
+        """Return the token masks of samples. They may use different grammars of the same model.
 
         Returns:
             [len(states), words]: bit ``i % 32`` of word ``i // 32`` is set if token ``i`` may come

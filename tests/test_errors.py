@@ -44,7 +44,7 @@ def test_install_command_names_another_project(
 ) -> None:
     monkeypatch.setattr(metadata, "metadata", lambda _: distribution(summary))
     assert install_command("s3").startswith(
-        "pip uninstall batchinfer, which is another project's (3.2.1), then pip install"
+        "pip uninstall batchinfer (version 3.2.1, which is another project's), then pip install"
     )
 
 

@@ -1,4 +1,4 @@
-"""An engine for encoders, without KV pool, blocks and prefixes.
+"""An engine for encoders, which need no KV pool, blocks or shared prefixes.
 
 Every token of an encoder attends to the tokens after it. Texts therefore cannot share computation,
 and one step computes a whole text. The engine sorts waiting texts by length, longest first, so that
@@ -29,10 +29,10 @@ class EncoderEngine:
 
     Args:
         max_model_len: longest text, in tokens.
-        max_num_batched_tokens: most tokens of a step; a longer text runs alone.
-        max_num_seqs: most texts of a step.
+        max_num_batched_tokens: maximum number of tokens in a step; a longer text runs alone.
+        max_num_seqs: maximum number of texts in a step.
         clock: returns seconds; for statistics only.
-        vocab_size: upper bound of the model's token ids; None: token ids are not checked.
+        vocab_size: number of the model's token ids; None: prompts' ids are not checked.
     """
 
     def __init__(

@@ -52,7 +52,7 @@ class Engine:
         scheduler: queue, sequence table and block pool.
         clock: returns seconds; for statistics only.
         runs_ahead: true for a runner that computes asynchronously.
-        vocab_size: upper bound of the model's token ids; None: token ids are not checked.
+        vocab_size: number of the model's token ids; None: prompts' ids are not checked.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Engine:
 
     @property
     def num_unfinished(self) -> int:
-        """Requests that were added and not returned yet."""
+        """Number of requests that were added and not returned yet."""
         return self._num_unfinished
 
     @property
@@ -219,8 +219,8 @@ class Engine:
         if prompt >= room:
             return (
                 "prompt_too_long",
-                f"the prompt has {prompt} tokens; max_model_len is {room}, which "
-                "leaves no room for output",
+                f"the prompt has {prompt} tokens, but max_model_len is {room}, so there is no room "
+                "for output",
             )
         beyond = beyond_vocabulary(request, self._vocab_size)
         if beyond is not None:

@@ -1,6 +1,6 @@
 """Computes metrics of tokens, throughput and the KV pool from statistics of steps and rows.
 
-A mean is weighted by time. It includes only the steps for which the metric is defined.
+Means are weighted by the steps' times and include only steps for which the metric is defined.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class PoolTotals:
         """Add steps.
 
         Args:
-            steps: ``STEP_COLUMNS`` by name, a value for each step.
+            steps: the ``STEP_COLUMNS``, keyed by name, with one value per step.
             block_size: tokens per block for each step.
         """
         total, used, logical = (
@@ -98,9 +98,9 @@ def compute_metrics(
 
     Args:
         pool: totals of all steps.
-        requests: sums of the columns of ``requests``.
+        requests: sums of the fields of ``RequestStats``, keyed by name.
         num_rows: finished rows.
-        seconds: time the engine ran.
+        seconds: time that the engine ran.
     """
     prompt, cached, output = (
         requests[name] for name in ("prompt_tokens", "cached_tokens", "output_tokens")
@@ -187,7 +187,7 @@ class MetricsCollector:
         """Return the sections ``tokens``, ``throughput`` and ``kv`` for the steps so far."""
         totals = self._totals
         rows = np.array(self._steps[: totals.num_steps], np.float64).reshape(-1, len(STEP_COLUMNS))
-        # Contiguous columns are summed in the same order as columns read from files.
+        # Contiguous like columns read from files, so that both are summed in the same order.
         columns = np.ascontiguousarray(rows.T)
         pool = PoolTotals()
         pool.add(

@@ -1,4 +1,4 @@
-"""Recovery from out-of-memory errors: smaller steps."""
+"""Recovers from out-of-memory errors by running smaller steps."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def recover(scheduler: Scheduler, lost: Iterable[InFlight], error: OutOfMemory) 
     """Discard unconfirmed results, requeue all sequences, and halve the token limit of a step.
 
     Prefix lookups still find confirmed prompt blocks. Sequences keep their known tokens, and later
-    steps draw the lost tokens again with the same result. The smaller limit is permanent: weights
-    and pool keep their size, so a larger step would fail again and cost another recomputation.
-    Halving the tokens makes a step only slightly less efficient.
+    steps draw the lost tokens again with the same result. The smaller limit is permanent: the
+    weights and the pool keep their size, so a larger step would fail again and cost another
+    recomputation. With half as many tokens, steps are only slightly less efficient.
 
     Args:
         scheduler: has either scheduled a step without submitting it, or submitted ``lost``.

@@ -67,7 +67,7 @@ class _Reported:
     sizes: dict[int, int]
     """Reported tokens of each sample, plus 1 if its end was reported."""
     chain: int = -1
-    """-1: this run reported nothing yet, and ``sizes`` describe the request's partial output."""
+    """-1: this run has reported nothing yet, and ``sizes`` are those of the partial output."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +116,7 @@ class OutputTracker:
 
         Args:
             states: the running and waiting requests.
-            ended: finished requests without errors, whose rows have unfinished requests.
+            ended: requests that finished without errors and whose rows have unfinished requests.
             report_all: true to report all output again.
         """
         before, self._reported = self._reported, {}

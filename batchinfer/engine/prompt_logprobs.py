@@ -1,7 +1,7 @@
 """Log-probabilities of prompt tokens, collected over several steps.
 
-Scoring needs the logits at positions ``Request.logits_from`` to the second to last token of the
-prompt, because the logits at a position predict the next token. Known values survive a preemption
+Scoring needs the logits from position ``Request.logits_from`` to the prompt's second-to-last
+position, because the logits at a position predict the next token. Known values survive a preemption
 or a failed step. A prefix hit ends before the first position that still needs logits.
 """
 
@@ -30,7 +30,7 @@ class PromptScores:
 
     Args:
         num_top: alternatives per token.
-        num_named: most named ids per token.
+        num_named: maximum number of named ids per token.
         start: first position that needs logits.
         stop: end of the positions that need logits, exclusive.
     """
@@ -46,7 +46,7 @@ class PromptScores:
         self._known: list[StepResult] = []
 
     def take(self, start: int, result: StepResult) -> None:
-        """Add a step's result for the positions from ``start`` on. Known positions are skipped."""
+        """Add a step's result for the positions from ``start`` on, and skip known positions."""
         new = np.arange(len(result.logprobs)) >= self.next - start
         assert start <= self.next, "logits of a position were skipped"
         self.next += int(new.sum())

@@ -61,13 +61,13 @@ class Request:
     pools: bool = False
     """True to return the hidden state of the last prompt token and ignore the output token."""
     pooling: tuple[str, ...] = ("lasttoken",)
-    """With ``pools``: pooling modes. Only ``EncoderEngine`` supports modes except the default."""
+    """With ``pools``: pooling modes. Only ``EncoderEngine`` supports others than the default."""
     first_segment: int | None = None
     """For an encoder: number of tokens in the first text of a pair; None: a single text."""
     unpooled: int = 0
     """Number of leading prompt tokens that ``EncoderEngine`` excludes from pooling."""
     logits_processors: tuple[LogitsProcessor, ...] = ()
-    """The caller's functions on logits, in order. They run before all other processors."""
+    """The user's logits processors, in order. They run before all others."""
     named_token_ids: tuple[int, ...] = ()
     """With ``params.logprobs``: ids whose log-probabilities are returned for each output token."""
     named_prompt_token_ids: Int32 | None = None
@@ -135,7 +135,7 @@ def beyond_vocabulary(request: Request, vocab_size: int | None) -> tuple[str, st
 
     Args:
         request: the request to check; not empty.
-        vocab_size: upper bound of the model's token ids; None: token ids are not checked.
+        vocab_size: number of the model's token ids; None: the request is not checked.
     """
     highest = max(int(request.prompt_token_ids.max()), request.given_token or 0)
     if vocab_size is None or highest < vocab_size:
@@ -205,7 +205,7 @@ class PartialOutput:
 
 @dataclass(slots=True)
 class RequestStats:
-    """Statistics of a row. Times are in milliseconds."""
+    """Statistics of a request, or of all requests of a row. Times are in milliseconds."""
 
     prompt_tokens: int = 0
     output_tokens: int = 0
@@ -216,7 +216,7 @@ class RequestStats:
     swapped_blocks: int = 0
     """Blocks copied from the host."""
     peak_blocks: int = 0
-    """Largest number of distinct blocks that the row's sequences held at one time."""
+    """Largest number of distinct blocks that the request's sequences held at one time."""
     queue_ms: float = 0.0
     prefill_ms: float = 0.0
     decode_ms: float = 0.0
@@ -240,7 +240,7 @@ _COMBINE: Mapping[str, Callable[[Iterable[float]], float]] = {
     "latency_ms": max,
     "deduplicated": max,
 }
-"""Functions that combine statistics of a row's requests. Statistics without an entry are added."""
+"""Functions that combine statistics of a row's requests, keyed by field. Other fields are added."""
 
 
 def combined_stats(requests: Sequence[RequestStats]) -> RequestStats | None:

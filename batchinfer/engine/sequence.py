@@ -82,7 +82,7 @@ class RequestState:
         return PromptScores(num_top, first, last, num_named)
 
     def note_peak_blocks(self) -> None:
-        """Update the peak of blocks. Call it before the row releases blocks."""
+        """Update the peak number of blocks. Call it before the request releases blocks."""
         self.stats.peak_blocks = max(self.stats.peak_blocks, self._num_slots())
 
     def _num_slots(self) -> int:
@@ -104,8 +104,8 @@ class RequestState:
 class Sequence:
     """One sample of a row: the prompt's tokens, followed by output tokens.
 
-    Row ``row`` of the ``SequenceTable`` has the counts of a running sequence. A waiting sequence
-    has no blocks and no computed tokens.
+    The token and block counts of a running sequence are in row ``row`` of the ``SequenceTable``. A
+    waiting sequence has no blocks and no computed tokens.
     """
 
     __slots__ = (
@@ -142,7 +142,7 @@ class Sequence:
         """Number of leading blocks outside the window, for each window slot of a block."""
         self.row = -1
         self.deferred = False
-        """True if it has already waited for a prefix hit of less than a block."""
+        """True if it has already waited to make its prefix hit longer by less than a block."""
         self.computed_once = 0
         """Leading tokens that were computed or cached before. Computing them again counts as
         recomputation."""

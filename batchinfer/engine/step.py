@@ -2,7 +2,7 @@
 
 A ``Step`` is the input of one forward pass, a ``StepResult`` its output; both are structs of numpy
 arrays. S = sequences in the step, T = tokens computed, R = rows of logits, K = samples drawn
-(K >= R: the n samples of a row draw from one row of logits).
+(K >= R: after the prompt, a request's n samples draw from the same row of logits).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Bool = npt.NDArray[np.bool_]
 class SamplingColumns:
     """Sampling parameters, one value for each row of a table or each of K samples.
 
-    Every field declared here is passed from ``SamplingParams`` to the sampler by its name.
+    Every field declared here is passed from ``SamplingParams`` to the sampler under its own name.
     """
 
     temperature: Float32  # 0 = most likely token
@@ -50,7 +50,7 @@ class SamplingColumns:
         return cls(**{name: np.zeros(count, dtype) for name, dtype in _COLUMN_DTYPES.items()})
 
     def set_row(self, row: int, params: object, **derived: float) -> None:
-        """Fill a row with ``derived`` values, and attributes of ``params`` for other columns."""
+        """Fill a row: each column from ``derived`` if it is there, else from ``params``."""
         for name in _COLUMN_DTYPES:
             value = derived[name] if name in derived else getattr(params, name)
             getattr(self, name)[row] = value
@@ -82,8 +82,8 @@ class LogprobsMode(IntFlag):
     LOGITS = 1
     """The logits themselves."""
     PROCESSED = 2
-    """After biases, bans, penalties, temperature and filters; excluded tokens have -inf. Does not
-    apply to prompts."""
+    """Values after biases, bans, penalties, temperature and filters; -inf for excluded tokens. Does
+    not apply to prompts."""
 
 
 LogitsProcessor = Callable[..., Any]
@@ -93,7 +93,7 @@ output (lists), and the next token's logits (float32 [V] on the model's device).
 
 @dataclass(frozen=True, slots=True)
 class ProcessedRow:
-    """A row of logits and the caller's functions, which run before all other processors."""
+    """A row of logits with the user's logits processors, which run before all others."""
 
     row: int
     processors: tuple[LogitsProcessor, ...]
@@ -116,7 +116,7 @@ class SamplingBatch(SamplingColumns):
     logits_rows: Int32  # [K] row of logits that each sample draws from
     position: Int32  # [K] output tokens the sample had before this one
     penalties: Penalties | None
-    bias_samples: Int32  # [B] added to logits: sample, token id, value (-inf bans the token)
+    bias_samples: Int32  # [B] biases of logits: sample, token id, value (-inf bans the token)
     bias_token_ids: Int32  # [B]
     bias_values: Float32  # [B]
     allowed_samples: Int32  # [A] samples that may only draw their ``allowed_token_ids``
@@ -125,10 +125,10 @@ class SamplingBatch(SamplingColumns):
     masked_rows: Int32 = field(default_factory=_no_rows)  # [M] rows of logits with a grammar
     masks: Int32 = field(
         default_factory=_no_masks
-    )  # [M, words] bit i % 32 of word i // 32: token i
+    )  # [M, words] bit i % 32 of word i // 32 allows token i
     processed: tuple[ProcessedRow, ...] = ()
     named_token_ids: Int32 | None = None  # [K, W] ids to return log-probabilities of; -1 pads
-    logprobs_modes: Int32 | None = None  # [K] ``LogprobsMode``; None: all 0
+    logprobs_modes: Int32 | None = None  # [K] ``LogprobsMode``; None: all RAW
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,8 +147,8 @@ class SharedPrefixes:
     """Prefix tree of a step's sequences, stored as an order of the sequences.
 
     Shared prefixes are whole blocks computed before the step, so that every token of the step
-    attends to all of its sequence's shared prefix. Sequences i < j in the order share
-    ``min(shared_lens[i + 1 : j + 1])`` tokens.
+    attends to all of its sequence's shared prefix. The sequences ``order[i]`` and ``order[j]``,
+    i < j, share ``min(shared_lens[i + 1 : j + 1])`` tokens.
     """
 
     order: Int32  # [S] the step's sequences; those with a common prefix are adjacent
@@ -239,7 +239,7 @@ class StepResult:
         return self.no_token_left is not None and bool(self.no_token_left[at])
 
     def only(self, kept: Bool | slice) -> StepResult:
-        """Return some samples, by mask or slice, without scored tokens and hidden states."""
+        """Return the samples that a mask or slice selects, without scored tokens and states."""
         ranks, top_ids, top_logprobs = self.ranks, self.top_token_ids, self.top_logprobs
         no_token_left, named = self.no_token_left, self.named_logprobs
         return StepResult(

@@ -21,7 +21,7 @@ class Answer:
     """The model's reasoning; None if the model did not reason, or ``text`` holds the reasoning."""
     num_reasoning_tokens: int = 0
     tool_calls: tuple[ToolCall, ...] = ()
-    """Calls of the row's tools, which are not in ``text``."""
+    """Calls to the row's tools; ``text`` does not contain them."""
 
 
 @dataclass(frozen=True)

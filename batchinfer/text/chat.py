@@ -2,8 +2,8 @@
 
 The content of a message may be a list of text parts. Some templates loop over parts, some take only
 one text, some take only parts, and this may depend on the role. Rendering a test conversation shows
-which form a template takes. (vLLM analyzes the template's syntax in
-``vllm/entrypoints/chat_utils.py``, which fails behind a macro or a filter.)
+which form a template takes. (vLLM instead analyzes the template's syntax in
+``vllm/entrypoints/chat_utils.py``, which fails if the content passes through a macro or a filter.)
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from batchinfer.text.tools.tool_format import Tools
 
 Message = dict[str, Any]
 FinalMessage = Literal["auto", "answer", "continue", "leave"]
-"""End of a prompt. auto: continue the last message if it is the assistant's, else open an answer;
+"""How a prompt ends. auto: continue the last message if it is the assistant's, else open an answer;
 answer: always open an answer; continue: always continue the last message; leave: do neither."""
 
 _END_MARK = "\U0010fffd "
-"""Mark at the end of the message to continue. Its space shows if the template trims messages."""
+"""Mark at the end of the message to continue. If its space is lost, the template trims messages."""
 _REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 _PROBES = ("first7tExt", "second7tExt")
 """Texts that no template contains."""
@@ -46,7 +46,7 @@ def compile_chat_template(source: str, error: type[JobError], origin: str) -> ji
     """Compile ``source``; ``origin`` names it in errors.
 
     Raises:
-        JobError: of type ``error``: a syntax error, or a private attribute.
+        JobError: (as ``error``) the template has a syntax error or reads a private attribute.
     """
     try:
         return _environment().compile_template(source)
@@ -80,14 +80,14 @@ class ChatTemplate:
         """Compile ``source``.
 
         Args:
-            special_tokens: texts by the names that templates use, such as ``bos_token``.
+            special_tokens: token texts, keyed by the names that templates use, as ``bos_token``.
             kwargs: further variables, which override ``special_tokens``.
             now: time for ``strftime_now``, the same for all rows.
             error: type of the error for an invalid template.
             origin: name of the template in errors.
 
         Raises:
-            JobError: of type ``error``: a syntax error, or a private attribute.
+            JobError: (as ``error``) the template has a syntax error or reads a private attribute.
         """
         self._origin = origin
         self._final_message = final_message
@@ -105,7 +105,7 @@ class ChatTemplate:
     def _find_format(self, role: str) -> ContentFormat:
         parts = [{"type": "text", "text": text} for text in _PROBES]
         shown = self._probe(role, parts)
-        # A template that takes only texts writes the list as Python or JSON.
+        # A template that takes only texts prints the list as Python or JSON.
         if not all(text in shown for text in _PROBES) or _WRITTEN_AS_LIST.search(shown):
             return ContentFormat.TEXT
         takes_text = _PROBES[0] in self._probe(role, _PROBES[0])
@@ -182,7 +182,10 @@ class ChatTemplate:
         return render_template(self._template, variables, self._origin)
 
     def _render_open(self, messages: list[Message], variables: Mapping[str, Any]) -> str:
-        """Mark the end of the last message, render, and cut at the mark, as transformers does."""
+        """Render a prompt that ends within the last message, so that the model continues it.
+
+        As in transformers: mark the end of the message, render, and cut the text at the mark.
+        """
         last = messages[-1]
         content = last.get("content")
         *others, end = content if isinstance(content, list) and content else [content]
@@ -204,7 +207,7 @@ class ChatTemplate:
 
 
 def _with_reasoning_names(message: Message) -> Message:
-    """Give a message's reasoning all the names that templates use."""
+    """Store a message's reasoning under every key that chat templates read."""
     texts = (message[key] for key in _REASONING_KEYS if message.get(key) is not None)
     reasoning = next(texts, None)
     if reasoning is None:

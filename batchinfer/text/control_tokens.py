@@ -1,7 +1,7 @@
 """Distinguishes control-token text in a row's columns from control tokens in templates.
 
 ``<|im_end|>`` in a template ends a turn; the same characters in a row are plain text. Both look the
-same after rendering. So before rendering, marks replace such text in rows. Marks are private-use
+same after rendering, so marks replace such text in rows before rendering. Marks are private-use
 characters, which no template operation can split. transformers' ``sanitize_control_tokens`` has the
 same aim, but puts markers around the token.
 """
@@ -60,7 +60,7 @@ class Marks:
         self._piece_of: dict[str, str] = {}
 
     def mark(self, text: str) -> str:
-        """Replace control-token texts, and parts of them at the start or end, by marks."""
+        """Replace control-token texts, and parts of them at the start or end, with marks."""
         text = self._tokens.pattern.sub(lambda match: self._mark(match[0]), text)
         if length := self._tokens.beginning_at_end(text):
             text = text[:-length] + self._mark(text[-length:])
@@ -69,7 +69,7 @@ class Marks:
         return text
 
     def restore(self, text: str) -> str:
-        """Replace marks by the row's own pieces."""
+        """Replace marks with the row's own pieces of text."""
         return _MARK.sub(lambda match: self._piece_of.get(match[0], match[0]), text)
 
     def _mark(self, piece: str) -> str:

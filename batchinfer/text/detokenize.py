@@ -14,16 +14,16 @@ REPLACEMENT = "\ufffd"
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _LONG_WINDOW = 64  # tokens; only long runs of invalid UTF-8 reach this length
 MAX_CHAR_TOKENS = 4
-"""Most tokens of a character, which has at most four bytes in UTF-8."""
+"""Maximum number of tokens of a character, which has at most four bytes in UTF-8."""
 
 
 class IncrementalDetokenizer:
     """Decodes one sample token by token, with the same text as decoding all tokens at once.
 
-    Decoders look back: the first token of a text may lose its leading space, and a character's
-    bytes may be spread over tokens. So the window starts with a prefix of tokens whose text is
-    known, and the text after the prefix is new, as in vLLM's and TGI's detokenizers. The window
-    moves only to a point that later tokens cannot change.
+    A token's text depends on the tokens before it: the first token of a text may lose its leading
+    space, and a character's bytes may be spread over tokens. The window therefore starts with a
+    prefix of tokens whose text is known, and the text after the prefix is new, as in vLLM's and
+    TGI's detokenizers. The window moves only past text that later tokens cannot change.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool) -> None:
@@ -59,7 +59,7 @@ class IncrementalDetokenizer:
 
     def _settle_invalid(self) -> str:
         """Settle most of a long run of bytes that are not UTF-8, up to a point that splits no
-        character. At such a point, both sides decode to the same text separately as together.
+        character: decoding the two sides separately gives the same text as decoding both together.
         """
         text = self._decode(self._window)
         last = len(self._window) - MAX_CHAR_TOKENS
@@ -70,12 +70,12 @@ class IncrementalDetokenizer:
         return ""
 
     def _move_to(self, end: int, text: str | None = None) -> str:
-        """Make the window's tokens up to ``end`` the prefix. They add ``text``, by default the
-        tail.
+        """Make the window's tokens up to ``end`` the prefix, and return the text that they add,
+        which is ``text``, by default the tail.
         """
         text = self.tail if text is None else text
         prefix_chars = len(self._decode(self._window[self._prefix_tokens : end]))
-        if prefix_chars == 0:  # a stripped space at the start hides the prefix's end
+        if prefix_chars == 0:  # without its stripped leading space, the prefix would be empty
             return ""
         del self._window[: self._prefix_tokens]
         self._prefix_tokens = end - self._prefix_tokens
@@ -191,8 +191,8 @@ def bad_words_token_ids(
 ) -> tuple[tuple[int, ...], ...]:
     """Return the token ids of each text in ``bad_words``, at the start of a text and after a space.
 
-    Like vLLM, this function omits the second form if its length differs. It also omits texts with
-    ids of ``vocab_size`` or more, which the model cannot write.
+    Equal lists of ids appear only once. Lists with ids of ``vocab_size`` or more, which the model
+    cannot write, are omitted.
     """
     spellings = [space + word.lstrip() for word in bad_words for space in ("", " ")]
     encoded = tokenizer.encode_batch(spellings, add_special_tokens=False, parse_special_tokens=True)

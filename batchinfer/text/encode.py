@@ -1,4 +1,4 @@
-"""Tokenizes rendered rows in few calls of the tokenizer; a bad row does not affect other rows."""
+"""Tokenizes rendered rows in few calls to the tokenizer; a bad row does not affect other rows."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class TextEncoder:
     def _has_hidden_control(self, item: RenderedText, token_ids: TokenIds) -> bool:
         """Return True if the tokenized text has more control tokens than are visible in the text.
 
-        Some tokenizers find them in normalized text (full-width letters, other case).
+        Some tokenizers find them in normalized text (full-width or upper-case letters).
         """
         added = self._tokenizer.num_added_special_tokens if item.add_special_tokens else 0
         count = self._tokenizer.num_control_ids(token_ids) - added
@@ -103,7 +103,7 @@ def unencodable(text: str) -> RowError | None:
 def each_apart_if_needed(
     encode: Callable[[Sequence[_Text]], Sequence[_Encoded]], group: Sequence[_Text]
 ) -> Sequence[_Encoded | RowError]:
-    """Encode ``group`` in one call; if the tokenizer refuses it, find the bad texts."""
+    """Encode ``group`` in one call; if that fails, encode its texts one by one."""
     if not group:
         return []
     try:

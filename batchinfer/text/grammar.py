@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _CACHED = 256
 """Number of compiled grammars to keep, because rows often repeat grammars."""
 _PROBED_TOKENS = 3
-"""Number of tokens to try in a new grammar, because some expressions fail only in use."""
+"""Number of tokens to try in a new grammar, because some grammars compile but fail in use."""
 _BYTES = 256
 
 _IMPOSSIBLE = ("Unsatisfiable schema", "no text can match")
@@ -94,7 +94,7 @@ class GrammarCompiler:
     """Compiles ``structured_outputs`` for one model. Thread-safe.
 
     Args:
-        vocab_size: upper limit of the model's token ids.
+        vocab_size: number of the model's token ids.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class GrammarCompiler:
         """Return the grammar of ``SamplingParams.structured_outputs``.
 
         Raises:
-            GrammarError: the grammar does not compile for this model, or llguidance is not
+            GrammarError: the grammar cannot be compiled for this model, or llguidance is not
                 installed.
         """
         return self._compiled(json.dumps(structured_outputs))
@@ -121,13 +121,13 @@ class GrammarCompiler:
         return CompiledGrammar(matcher, self._eos_token_ids[0], self.masks)
 
     def _for_model(self) -> LLTokenizer:
-        """Return llguidance's tokenizer; with a large vocabulary, making it takes a second."""
+        """Make llguidance's tokenizer, which takes a second for a large vocabulary."""
         _require_llguidance()
         from llguidance import LLTokenizer
 
         if not self._eos_token_ids:
             raise GrammarError(
-                "the model has no end-of-sequence token, which ends a structured answer"
+                "the model has no end-of-sequence token, but a structured answer must end with one"
             )
         try:
             return LLTokenizer(
@@ -140,7 +140,10 @@ class GrammarCompiler:
 
 
 def check_structured_outputs(structured_outputs: Mapping[str, Any]) -> None:
-    """Raise a ``GrammarError`` if a grammar compiles for no model, or llguidance is missing."""
+    """Raise a ``GrammarError`` if the grammar cannot be compiled for any model.
+
+    Also raise it if llguidance is not installed.
+    """
     _require_llguidance()
     _checked_matcher(_byte_tokenizer(), structured_outputs, _BYTES + 1)
 
@@ -178,10 +181,10 @@ def _matcher(tokenizer: LLTokenizer, source: str, num_tokens: int) -> LLMatcher:
 
 
 def _probe(matcher: LLMatcher, num_tokens: int) -> None:
-    """Make the masks of a text's first tokens.
+    """Follow the grammar for a text's first tokens to find errors that appear only in use.
 
     Raises:
-        GrammarError: no text fits, or the masks take too much work.
+        GrammarError: no text matches the grammar, or its masks take too much work.
     """
     from llguidance.numpy import fill_next_token_bitmask
 

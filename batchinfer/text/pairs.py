@@ -61,7 +61,7 @@ class PairBuilder:
 
     Args:
         pair_columns: columns of the query and of the document.
-        max_model_len: most tokens of a prompt.
+        max_model_len: maximum number of tokens of a prompt.
         columns: columns of the data.
         others: options of other builders; this builder ignores them.
 
@@ -153,11 +153,11 @@ def _columns(classify: ClassifyConfig) -> list[str]:
 
 
 class QuestionBuilder:
-    """Builds prompts from pairs by the template in ``PromptConfig``. Thread-safe.
+    """Builds prompts from pairs with the template in ``PromptConfig``. Thread-safe.
 
     Args:
         pair_columns: columns of the query and of the document.
-        max_model_len: most tokens of a prompt.
+        max_model_len: maximum number of tokens of a prompt.
         options: other options of ``PromptBuilder``, which also raises its errors.
     """
 

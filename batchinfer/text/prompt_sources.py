@@ -100,7 +100,7 @@ class RowTemplate:
         """Return the text for ``row``.
 
         Raises:
-            RowError: ``template_error``, naming the column where one is undefined.
+            RowError: ``template_error``; the message names a column that is undefined.
         """
         return render_template(self._template, {_ROW: row, **row}, self.key)
 
@@ -131,7 +131,7 @@ def _is_row(node: nodes.Node) -> bool:
 
 
 def _refuse_other_templates(tree: nodes.Template) -> None:
-    """Refuse tags that load other templates, because a row template has none."""
+    """Refuse tags that load other templates, because a row template cannot load any."""
     loading = (nodes.Include, nodes.Import, nodes.FromImport, nodes.Extends)
     for node in tree.find_all(loading):
         tag = {"FromImport": "from"}.get(type(node).__name__, type(node).__name__.lower())

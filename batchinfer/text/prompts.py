@@ -72,7 +72,7 @@ class PromptBuilder:
     """Builds prompts from rows, as ``PromptConfig`` says. Thread-safe.
 
     Args:
-        max_model_len: most tokens of prompt and output together.
+        max_model_len: maximum number of tokens of prompt and output together.
         options: options of ``RowRenderer``, which also raises its errors.
     """
 
@@ -136,9 +136,9 @@ class PromptBuilder:
 
 
 class RawTexts:
-    """Makes prompts of plain texts of any length: no template, special tokens parsed.
+    """Makes prompts from plain texts of any length: no template, special tokens parsed.
 
-    Replaces a ``PromptBuilder`` for rows whose column ``text`` is valid Unicode.
+    Used instead of a ``PromptBuilder`` for rows whose column ``text`` is valid Unicode.
     """
 
     columns: tuple[str, ...] = ("text",)

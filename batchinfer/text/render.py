@@ -43,11 +43,11 @@ class RowRenderer:
         conversation_columns: columns that contain conversations, if known. A missing chat template
             is then an error of the job instead of each row.
         chat_template_source: content of the file that ``config.chat_template`` names.
-        vocab_size: upper limit of rows' token ids, by default the tokenizer's.
+        vocab_size: number of valid token ids in rows, by default the tokenizer's vocabulary size.
         now: time for chat templates, the same for all rows; by default the time of this call.
         appended_column: column whose texts follow the rendered text. Control-token texts in this
             column get marks too.
-        final_message: text that follows a conversation.
+        final_message: how the prompt of a conversation ends.
         variables_column: column with a row's own ``config.chat_template_kwargs``, which override
             the job's values; ignored if it is not in the data.
 
@@ -74,7 +74,7 @@ class RowRenderer:
         for key, problem in conflicts(config):
             raise UsageError(f"{key} {problem}")
         self.vocab_size = vocab_size or tokenizer.vocab_size
-        """Upper limit of rows' token ids."""
+        """Number of valid token ids in rows."""
         self._ids_column = config.token_ids_column
         if self._ids_column is not None:
             require_column(self._ids_column, "prompt.token_ids_column", columns)

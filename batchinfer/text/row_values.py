@@ -1,4 +1,4 @@
-"""Converts values of a row to text: decodes strict UTF-8 and checks conversations."""
+"""Converts values of a row to text: decodes UTF-8 strictly and checks conversations."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from batchinfer.text.sandbox import MAX_TEXT_CHARS
 
 _MAX_BYTES_PER_CHAR = 4
 MAX_ROW_BYTES = 4 * _MAX_BYTES_PER_CHAR * MAX_TEXT_CHARS
-"""Most bytes of all columns that a row's prompt is made of."""
+"""Maximum number of bytes in all columns from which a row's prompt is made."""
 SYSTEM_ROLES = ("system", "developer")
 
 

@@ -12,7 +12,7 @@ from batchinfer.text.structured.json_validator import JsonValidator, SchemaError
 
 
 class AcceptError(ValueError):
-    """An ``accept`` section that cannot be used; the message is the reason in one line."""
+    """An ``accept`` section that cannot be used; the message gives the reason on one line."""
 
 
 class Verdict(Enum):
@@ -45,7 +45,7 @@ class RowVerdicts:
 
 @dataclass(frozen=True, slots=True)
 class Tally:
-    """Number of a row's samples by verdict; zeros if the job judges no samples."""
+    """Numbers of a row's samples with each verdict; zeros if the job judges no samples."""
 
     samples_tried: int = 0
     """Sum of the other counts."""

@@ -1,8 +1,8 @@
 """Jinja2 in a sandbox, for row templates and chat templates.
 
-Jinja2's own sandbox protects Python's internals. This sandbox also removes randomness, and protects
-the row. It bounds neither time nor memory, so worker processes with limits render the templates
-(``batchinfer.text.processes``).
+Jinja2's own sandbox protects Python's internals. This sandbox also removes randomness, and keeps
+templates from changing a row's values. It bounds neither time nor memory, so worker processes with
+limits render the templates (``batchinfer.text.processes``).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from batchinfer.errors import RowError
 
 MAX_SOURCE_CHARS = 2**20
 MAX_TEXT_CHARS = 16 * 2**20
-"""Longest text of a template's result or of a row, in characters."""
+"""Maximum length of a template's result and of a text in a row, in characters."""
 _MAX_MESSAGE_CHARS = 300
 
 
@@ -69,8 +69,8 @@ class _GenerationTag(Extension):
 
 
 class UncomputedCode(CodeGenerator):
-    """Computes constants when a worker renders a template, not when the job's process compiles it,
-    because that process has no limits.
+    """Compiles templates without computing constants, so that a worker computes them when it
+    renders the template: the job's process, which compiles the template, has no limits.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -110,7 +110,7 @@ class PromptEnvironment(ImmutableSandboxedEnvironment):
         """Compile ``source``.
 
         Raises:
-            jinja2.TemplateError: a syntax error, or a private attribute.
+            jinja2.TemplateError: the template has a syntax error or reads a private attribute.
         """
         if len(source) > MAX_SOURCE_CHARS:
             raise jinja2.TemplateError(f"the template has more than {MAX_SOURCE_CHARS} characters")

@@ -3,8 +3,8 @@
 Prompt and completion are separated as in EleutherAI's lm-evaluation-harness (``_encode_pair`` in
 lm_eval/api/model.py), so that scores are comparable. Whitespace at the end of the prompt belongs to
 the completion. Prompt and completion are tokenized as one text, and the completion's tokens begin
-after as many tokens as the prompt has alone. So all completions of a row share the prompt's tokens.
-A prompt that is scored itself starts with the beginning-of-sequence token, as in
+after as many tokens as the prompt alone has. All completions of a row thus share the prompt's
+tokens. A prompt that is scored itself starts with the beginning-of-sequence token, as in
 ``loglikelihood_rolling`` (or with the end-of-sequence token if the model has no other), unless it
 comes from a chat template.
 """
@@ -48,7 +48,7 @@ class ScoringBuilder:
     Args:
         completions_column: column of the completions; None to score the prompts themselves.
         columns: columns of the data.
-        max_model_len: most tokens of a prompt and its longest completion together.
+        max_model_len: maximum number of tokens of a prompt and its longest completion together.
         options: options of ``RowRenderer``, which also raises its errors.
     """
 
@@ -164,7 +164,7 @@ class ScoringBuilder:
         if len(ids) == 1 and not prompt.completions:
             raise RowError(
                 "empty_prompt",
-                "the prompt has only one token, and no token before it to score it by",
+                "the prompt has only one token, and no token precedes it to predict it",
             )
         for at, completion in enumerate(prompt.completions):
             if len(completion) == 0:
@@ -190,9 +190,9 @@ class _Draft:
     completion_ids: tuple[TokenIds, ...] = ()
     """Token ids of the completions, if the row has token ids."""
     prefix_token_id: int | None = None
-    """Token to put before a text prompt that does not begin with it."""
+    """Token to put before a text prompt that does not begin with it; None: no token."""
     whole: str | None = None
-    """Text of the prompt with the whitespace at its end."""
+    """Text of the prompt, including the whitespace at its end."""
 
     def prompt(self, ids: list[TokenIds]) -> ScoredPrompt:
         """Make the prompt from the token ids of ``texts``."""

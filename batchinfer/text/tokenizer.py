@@ -20,7 +20,7 @@ TokenIds = npt.NDArray[np.int32]
 _Text = TypeVar("_Text", str, tuple[str, str])
 
 _MAX_CHARS_PER_CALL = 2**22
-"""Most characters in one call, because the backend needs about 200 bytes for each."""
+"""Maximum number of characters per call to the backend, which needs about 200 bytes for each."""
 _WORD_PIECE_SPACES = (
     *((" .", "."), (" ?", "?"), (" !", "!"), (" ,", ","), (" ' ", "'"), (" n't", "n't")),
     *((" 'm", "'m"), (" 's", "'s"), (" 've", "'ve"), (" 're", "'re")),
@@ -92,7 +92,7 @@ class Tokenizer:
 
     @functools.cached_property
     def prefix_token_id(self) -> int | None:
-        """Id of the token before a text whose first token is scored: BOS, else EOS."""
+        """Id of the token to put before a text to score its first token: BOS, else EOS."""
         bos = self.bos_token_id
         return self._special_id("eos_token") if bos is None else bos
 
@@ -110,11 +110,12 @@ class Tokenizer:
         return any(part.get("type") == "ByteFallback" for part in parts)
 
     def added_token_id(self, text: str) -> int | None:
-        """Return the id of the added token, special or not, with this text."""
+        """Return the id of the added token, special or not, with this text; None if there is none.
+        """
         return self._added_ids.get(text)
 
     def single_token_id(self, text: str) -> int | None:
-        """Return the id of ``text`` if it is exactly one token."""
+        """Return the id of ``text`` if it is exactly one token, else None."""
         (ids,) = self.encode_batch([text], add_special_tokens=False, parse_special_tokens=True)
         return int(ids[0]) if len(ids) == 1 else None
 
@@ -158,7 +159,7 @@ class Tokenizer:
     def cut_pair(
         self, pair: tuple[str, str], max_tokens: int, *, parse_special_tokens: bool
     ) -> tuple[TokenIds, int]:
-        """Encode a pair, cut to ``max_tokens`` ids as by transformers' ``longest_first``."""
+        """Encode a pair, cut to ``max_tokens`` ids as with transformers' ``longest_first``."""
         cutting = _private_copy(self._parsing(parse_special_tokens).to_str())
         cutting.enable_truncation(max_tokens, strategy="longest_first")
         return self._encode_pairs(cutting, [pair])[0]
@@ -185,11 +186,12 @@ class Tokenizer:
         *,
         add_special_tokens: bool,
     ) -> list[TokenIds]:
-        """Return the token ids of rendered texts in which only visible control tokens count.
+        """Return the token ids of rendered texts, in which marks stand for plain text.
 
         Args:
             texts: rendered texts, with marks in place of the rows' own control-token texts.
-            restore: replaces the marks of each text; the restored pieces stay plain text.
+            restore: for each text, the function that replaces its marks with the rows' own texts,
+                which stay plain text.
         """
         disguised = [
             put_back(self.control.pattern.sub(lambda match: self._secret_of[match[0]], text))
@@ -236,8 +238,8 @@ class Tokenizer:
 
     @functools.cached_property
     def _is_control(self) -> npt.NDArray[np.bool_]:
-        """True for control tokens, bool [vocab_size], except the unknown token, which any odd
-        character becomes.
+        """Bool [vocab_size]: True for control tokens, except the unknown token, which stands for
+        any character that the tokenizer does not know.
         """
         ids = [self._backend.token_to_id(token) for token in self.control.tokens]
         is_control = np.zeros(self.vocab_size, dtype=np.bool_)
@@ -251,9 +253,9 @@ class Tokenizer:
     def _plain_backend(self) -> Backend:
         """Backend whose control tokens have secret texts instead of their own, and the same ids.
 
-        So text never becomes a control token, in whichever way the tokenizer finds tokens (added
-        tokens, normalized text, whole words, merges). A template's own control tokens get their new
-        names.
+        Text therefore never becomes a control token, however the tokenizer finds tokens (added
+        tokens, normalized text, whole words, merges). ``encode_marked`` writes a template's own
+        control tokens as their secret texts.
         """
         return _private_copy(
             json.dumps(_renamed(json.loads(self._backend.to_str()), self._secret_of))
@@ -287,7 +289,7 @@ def _encode(backend: Backend, texts: Sequence[_Text], add_special_tokens: bool) 
 
 
 def _groups(texts: Sequence[_Text]) -> Iterator[list[_Text]]:
-    """Yield runs of texts of a bounded number of characters, or of a single text."""
+    """Split texts into runs of a limited number of characters; a longer text is its own run."""
     group: list[_Text] = []
     size = 0
     for text in texts:
@@ -309,7 +311,7 @@ def _renamed(tokenizer: dict[str, Any], names: Mapping[str, str]) -> dict[str, A
     vocab = model["vocab"]
     if isinstance(vocab, dict):
         model["vocab"] = {names.get(text, text): id_ for text, id_ in vocab.items()}
-    else:  # Unigram: pieces with scores, ids by position
+    else:  # Unigram: a list of pieces with scores, where the index is the id
         model["vocab"] = [[names.get(text, text), score] for text, score in vocab]
     if model.get("unk_token") in names:
         model["unk_token"] = names[model["unk_token"]]

@@ -288,7 +288,7 @@ def test_validation_of_exponential_schemas_is_bounded(schema: Any) -> None:
     judge = JsonValidator(json.dumps(schema))
     text = '{"x": {"x": {"x": 1}}}'
     assert not judge.allows(text)
-    assert judge.problem(text) == "checking it takes more than 10,000,000 steps"
+    assert judge.problem(text) == "validating it takes more than 10,000,000 steps"
 
 
 def test_cyclic_references_are_validated() -> None:

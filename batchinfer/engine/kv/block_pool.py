@@ -31,7 +31,7 @@ from batchinfer.engine.kv.window_slots import WindowSlots, holds_more, live_slot
 
 
 class BlockPool:
-    """Blocks in a fixed number of device slots.
+    """Blocks, and the fixed number of device slots that hold them.
 
     A slot is free, cached (its block is indexed and unreferenced) or used. Any free or cached slot
     serves any sequence and group, so ``k`` blocks can be allocated whenever
@@ -146,7 +146,7 @@ class BlockPool:
         self.pending.moved.add(block)
 
     def copy(self, source: Block, destination: Block) -> None:
-        """Let the next step copy a referenced block, on device or host, to a new block."""
+        """Have the next step copy a referenced block, on the device or host, to a new block."""
         for window_slot, copy_slot in zip(
             source.window_slots, destination.window_slots, strict=True
         ):

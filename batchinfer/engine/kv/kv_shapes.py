@@ -1,4 +1,4 @@
-"""KV of models with different layers: the shape of each layer's KV, and the layer that stores it.
+"""Reads from a config the shape of each layer's KV, and which layer stores it.
 
 In Gemma 4, full-attention layers have wider heads; in MiMo V2, they have fewer KV heads. The last
 layers of Gemma 3n and 4 attend to the KV of an earlier layer of the same type.
@@ -23,7 +23,7 @@ _LATENT_FAMILIES = frozenset(
 )
 """Families that attend like DeepSeek V2: all heads share one latent per token."""
 _TWICE_IN_WINDOWS = frozenset({"mimo_v2_flash"})
-"""Families with twice the config's KV heads in sliding-window layers."""
+"""Families whose sliding-window layers have twice the config's number of KV heads."""
 
 _SHAPE_KEYS = ("head_dim", "num_key_value_heads", "v_head_dim")
 
@@ -70,7 +70,7 @@ def kv_shapes(text: Mapping[str, Any], num_layers: int, common: KVShape) -> tupl
 
 
 def _by_layer(text: Mapping[str, Any], num_layers: int) -> dict[int, Mapping[str, Any]]:
-    """Return the shapes of single layers in a config, by layer number."""
+    """Return a config's shapes of single layers, keyed by layer number."""
     config = text.get("per_layer_config") or {}
     try:
         shapes = {int(layer): shape for layer, shape in config.items()}  # keys may be padded: "05"

@@ -18,8 +18,8 @@ import numpy.typing as npt
 _MOST_GROUPS = 8
 """Largest number of groups. Each group needs a block table per step."""
 _MOST_UNUSED = 0.15
-"""Largest share of padding in the pool. If more would be padding, all layers form one
-full-attention group."""
+"""Largest share of the pool that may be padding. If no split of the layers achieves this, all
+layers form one full-attention group."""
 _ALL_SLIDE = frozenset({"mistral", "mixtral", "phi3", "starcoder2"})
 """Families without ``layer_types`` in which every layer has the config's window."""
 
@@ -49,18 +49,19 @@ def num_outside_windows(num_tokens: Int, window: int, block_size: int) -> Int:
 
 
 def most_in_window(window: int, block_size: int, num_new: int = 1) -> int:
-    """Return the most blocks that ``num_new`` consecutive tokens attend to and fill."""
+    """Return the maximum number of blocks that ``num_new`` consecutive tokens attend to and fill.
+    """
     return -(-(window - 1 + num_new + block_size - 1) // block_size)
 
 
 def most_slots(windows: tuple[int, ...], block_size: int, num_tokens: int, num_new: int = 1) -> int:
-    """Return the most pool slots that a sequence holds until it has ``num_tokens`` tokens.
+    """Return the maximum number of pool slots that a sequence holds until its final length.
 
     Args:
         windows: window of each layer group; 0 = full attention.
         block_size: tokens per block.
         num_tokens: final number of tokens.
-        num_new: most tokens that a step computes.
+        num_new: maximum number of tokens that a step computes.
     """
     blocks = -(-num_tokens // block_size)
     return sum(
@@ -79,7 +80,7 @@ def layer_groups(
     Args:
         config: the language model's config, with the defaults of its family.
         stored: elements per token that each layer stores. A layer that stores 0 is in no group.
-        max_model_len: most tokens of a sequence.
+        max_model_len: maximum number of tokens of a sequence.
     """
     chunks = layer_chunks(config, len(stored))  # a token attends to at most one chunk
     windows = list(map(max, layer_windows(config, len(stored)), chunks))
@@ -110,8 +111,8 @@ def layer_chunks(config: Mapping[str, Any], num_layers: int) -> list[int]:
 
 
 def layer_windows(config: Mapping[str, Any], num_layers: int) -> list[int]:
-    """Return the window of each layer. An ambiguous config gives 0 (full attention), always
-    correct."""
+    """Return the window of each layer; 0 (full attention, always correct) if the config is
+    ambiguous."""
     window, kinds = config.get("sliding_window"), config.get("layer_types")
     if not isinstance(window, int) or window < 2:
         return [0] * num_layers

@@ -90,7 +90,7 @@ class KVLayout:
             block_size: tokens per block.
             dtype: name of the model's dtype.
             kv_cache_dtype: ``auto`` (the model's dtype), or ``fp8`` or its synonym ``fp8_e4m3``.
-            max_model_len: most tokens of a sequence; None: ignore windows.
+            max_model_len: maximum number of tokens of a sequence; None: ignore windows.
             latent: true to cache latents (MLA), if the family supports it, instead of expanded
                 keys and values.
 
@@ -228,8 +228,8 @@ class KVLayout:
         return -(-num_tokens // self.block_size) if self.windows else 0
 
     def slots_for(self, num_tokens: int, num_new: int = 1) -> int:
-        """Return the most pool slots of a sequence, including its recurrent state, until it has
-        ``num_tokens`` tokens. A step computes up to ``num_new`` tokens."""
+        """Return the maximum number of pool slots of a sequence, including its recurrent state,
+        until it has ``num_tokens`` tokens. A step computes up to ``num_new`` tokens."""
         blocks = most_slots(self.windows, self.block_size, num_tokens, num_new)
         return blocks + self.slots_per_state
 
@@ -244,9 +244,9 @@ def _chunks(
         return ()
     if chunk % block_size:
         raise ValueError(
-            f"some of its layers attend within chunks of {chunk} tokens (attention_chunk_size), "
-            f"which is not a multiple of the block size {block_size}; choose another "
-            f"engine.block_size, or set model.max_model_len: {chunk}"
+            f"some of the model's layers attend within chunks of {chunk} tokens "
+            f"(attention_chunk_size), which is not a multiple of the block size {block_size}; "
+            f"choose another engine.block_size, or set model.max_model_len: {chunk}"
         )
     return tuple(chunks)
 
@@ -276,7 +276,7 @@ def _num_kv_heads(config: Config, num_heads: int) -> int:
 
 
 def _num_layers(config: Config) -> int:
-    """Return the number of layers, which the family of nemotron_h gives as their kinds alone."""
+    """Return the number of layers; nemotron_h models only list the layers' kinds."""
     kinds = config.get("layers_block_type")
     return len(kinds) if kinds else _number(config, _NUM_LAYERS)
 

@@ -1,4 +1,4 @@
-"""Reads what all rooms need from a model's config."""
+"""Reads from a model's config what several packages need."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pending work on blocks: contents that are not confirmed, and copies before the next step.
+"""Pending work on blocks: contents that are not confirmed yet, and copies before the next step.
 
 A block's contents are confirmed when the step that writes them has succeeded.
 """

@@ -14,12 +14,12 @@ class PrefixHit:
 
     blocks: list[Block]
     tail: Block | None
-    """The block that is copied in part."""
+    """Block whose leading part is copied; None: no block."""
     num_tokens: int
     owns_tail: bool = False
     """True if no other sequence needs the tail. It is then removed from the index and reused."""
     num_evicted: tuple[int, ...] = ()
-    """Number of leading blocks outside each window."""
+    """For each window, the number of leading blocks outside it."""
     snapshot: StateSnapshot | None = None
     """Recurrent state after the hit's tokens; None without tokens or without recurrent layers."""
 
@@ -48,7 +48,9 @@ class PrefixHit:
 def find_prefix_hit(
     pool: BlockPool, match: PrefixMatch, *, with_tail: bool = True, fork_at: int | None = None
 ) -> PrefixHit:
-    """Return the longest hit within a match. Its last window must be complete in every layer group.
+    """Return the longest hit within a match.
+
+    Every layer group with a window must still hold all of the hit's last window.
 
     Args:
         pool: the pool with the match's blocks.
@@ -78,7 +80,7 @@ def find_prefix_hit(
 
 
 def no_hit(pool: BlockPool) -> PrefixHit:
-    """Return a hit of no tokens."""
+    """Return an empty hit."""
     return PrefixHit([], None, 0, num_evicted=pool.window_slots.num_evicted(0))
 
 
@@ -89,7 +91,7 @@ def _num_evicted(pool: BlockPool, num_tokens: int, fork_at: int | None) -> tuple
 
 
 def _hit_at_snapshot(pool: BlockPool, match: PrefixMatch, fork_at: int | None) -> PrefixHit:
-    """Return the longest hit that ends at a snapshot of recurrent state and has its windows."""
+    """Return the longest hit that ends at a snapshot of recurrent state and has full windows."""
     for snapshot, before in reversed(match.snapshots):
         is_whole = snapshot.num_tokens == pool.block_size
         blocks = match.blocks[: before + is_whole]
@@ -108,8 +110,8 @@ def _hit_at_snapshot(pool: BlockPool, match: PrefixMatch, fork_at: int | None) -
 
 
 def _runs(blocks: list[Block], group: int) -> list[int]:
-    """For each position, count the consecutive blocks before it that have a slot in a group,
-    [blocks + 1]."""
+    """Return [len(blocks) + 1]: element i counts the blocks that end at index i (exclusive) without
+    a gap and have a slot in the window group ``group``."""
     runs = [0]
     for block in blocks:
         runs.append(runs[-1] + 1 if block.window_slots[group].slot >= 0 else 0)
@@ -123,7 +125,7 @@ class AcquiredPrefix:
     blocks: list[Block]
     """Block table of the hit's tokens."""
     sources: list[Block]
-    """Sources of copies. The caller releases them when all blocks of the step are allocated."""
+    """Copied blocks. The caller releases them when all blocks of the step are allocated."""
     num_swapped: int
     """Number of blocks copied from the host."""
 

@@ -19,7 +19,7 @@ _TOKEN_BYTES = 4
 
 
 def token_key(token_ids: npt.ArrayLike) -> bytes:
-    """Return token ids as big-endian bytes, so that keys sort like token ids."""
+    """Return token ids as big-endian bytes, so that keys sort like lists of token ids."""
     return np.asarray(token_ids, dtype=">u4").tobytes()
 
 
@@ -66,7 +66,7 @@ class Block:
         self.snapshots: tuple[StateSnapshot, ...] = ()
         """Snapshots of recurrent state after some of the block's tokens."""
         self.snapshots_below: dict[bytes, StateSnapshot] | None = None
-        """Snapshots in the block's children, by ``StateSnapshot.key``."""
+        """Snapshots in the block's children, keyed by ``StateSnapshot.key``."""
         self.num_kept = 0
         """Number of the block's snapshots, plus its children with a snapshot in their subtree."""
         self.serial: int
@@ -131,7 +131,7 @@ class RecurrentState:
 
 
 class StateSnapshot:
-    """A recurrent state kept for later rows, after a token of an indexed block.
+    """A recurrent state after a token of an indexed block, kept for later rows.
 
     The parent of that block stores the snapshot in ``snapshots_below``. The key is the block's
     tokens up to the state. A lookup therefore finds the snapshot whichever tokens follow it, even
@@ -186,13 +186,13 @@ class WindowSlot:
 
     @property
     def wanted(self) -> bool:
-        """True if the slot has a known future use. With snapshots after the block, rows start from
-        these, and need the slots in their windows only."""
+        """True if the slot has a known future use. If there are snapshots in or after the block,
+        rows start from these and need only the slots in the snapshots' windows."""
         return self.num_kept > 0 if self.block.num_kept else self.block.wanted
 
 
 class _Children:
-    """The indexed children of a block, by key.
+    """The indexed children of a block, keyed by ``Block.key``.
 
     Computed blocks and blocks in flight (computed by the step being built) have separate sorted
     lists of keys, because only computed blocks can be copied.
@@ -223,7 +223,7 @@ class _Children:
 
 def _longest(keys: list[bytes], key: bytes) -> tuple[bytes, int]:
     """Return the key in sorted ``keys`` that shares the most leading tokens with ``key``, and the
-    number of these tokens. Only the two neighbors of ``key`` in the order can be this key."""
+    number of these tokens. It is one of the two keys between which ``key`` would be inserted."""
     best, shared = b"", 0
     at = bisect_left(keys, key)
     for neighbor in keys[max(at - 1, 0) : at + 1]:
@@ -234,8 +234,8 @@ def _longest(keys: list[bytes], key: bytes) -> tuple[bytes, int]:
 
 
 def _kept_below(node: Block, key: bytes, at: int) -> tuple[tuple[StateSnapshot, int], ...]:
-    """Return the last snapshot in a child of ``node`` within the tokens of ``key``, if any, with
-    ``at``."""
+    """Return ((snapshot, ``at``),) for the longest snapshot in a child of ``node`` whose tokens
+    ``key`` begins with; empty if there is none."""
     kept = (node.snapshots_below or {}).values()
     matching = [snapshot for snapshot in kept if key.startswith(snapshot.key)]
     return ((max(matching, key=lambda one: one.num_tokens), at),) if matching else ()
@@ -298,7 +298,7 @@ class PrefixIndex:
         return None if parent.children is None else parent.children.blocks.get(key)
 
     def insert(self, parent: Block, block: Block, key: bytes) -> Block:
-        """Index ``block`` as a child of ``parent`` in flight, unless ``key`` already has a block.
+        """Index ``block`` as an in-flight child of ``parent``, unless ``key`` already has a block.
 
         Returns:
             The block indexed for ``key``, which is the parent of the next block.

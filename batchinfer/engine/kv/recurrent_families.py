@@ -67,7 +67,7 @@ def recurrent_shape(text: Config) -> RecurrentShape:
 
 
 def _layer_types(text: Config) -> list[str]:
-    """Return the kind of each layer. Some families write it in other keys than ``layer_types``."""
+    """Return the kind of each layer, which some families do not give as ``layer_types``."""
     types = text.get("layer_types") or text.get("layers_block_type")
     if types:
         return list(types)
@@ -127,17 +127,17 @@ def _kimi_delta(text: Config) -> RecurrentShape:
 def _mamba1(
     expand: str, state: str, conv: str, rank: str, channels_key: str = ""
 ) -> Callable[[Config], RecurrentShape]:
-    """Mamba-1 (Gu and Dao 2023, https://arxiv.org/abs/2312.00752), by the config's keys.
+    """Mamba-1 (Gu and Dao 2023, https://arxiv.org/abs/2312.00752), with the given config keys.
 
-    The layer has one head. A column of its matrix is the state of a channel. ``channels_key`` may
-    replace ``expand``.
+    The layer has one head. A column of its matrix is the state of a channel. If the config has
+    ``channels_key``, that is used instead of ``expand``.
     """
 
     def shape(text: Config) -> RecurrentShape:
         hidden, state_size = _number(text, "hidden_size"), _number(text, state)
         channels = int(text.get(channels_key) or text[expand] * hidden)
         step_rank = -(-hidden // 16) if text[rank] == "auto" else _number(text, rank)
-        within = channels * 2 * (step_rank + state_size)  # products between channels
+        within = channels * 2 * (step_rank + state_size)  # parameters of the inner projections
         return RecurrentShape(
             num_heads=1,
             key_width=state_size,
@@ -153,7 +153,7 @@ def _mamba1(
 def _mamba2(
     heads: str, width: str, groups: str, state: str, conv: str
 ) -> Callable[[Config], RecurrentShape]:
-    """Mamba-2 (Dao and Gu 2024, https://arxiv.org/abs/2405.21060), by the config's keys."""
+    """Mamba-2 (Dao and Gu 2024, https://arxiv.org/abs/2405.21060), with the given config keys."""
 
     def shape(text: Config) -> RecurrentShape:
         num_heads, head_width, num_groups, state_size = (
@@ -226,4 +226,4 @@ _SHAPES: dict[str, Callable[[Config], RecurrentShape]] = {
         "n_mamba_heads", "mamba_headdim", "mamba_ngroups", "mamba_d_state", "mamba_d_conv"
     ),
 }
-"""Readers of a family's config by its ``model_type``."""
+"""Functions that read the shape from a config, keyed by ``model_type``."""

@@ -1,8 +1,8 @@
 """Size of a hybrid model's recurrent state, and its layout in slots of the KV pool.
 
-A sequence's state has a fixed size, so it takes a fixed number of pool slots. A table has the
-slots, which need not be adjacent. One free list therefore serves both states and KV blocks, and
-memory is not split between them in advance.
+A sequence's state has a fixed size, so it takes a fixed number of pool slots. A table lists them,
+so they need not be adjacent. One free list therefore serves both states and KV blocks, and memory
+is not split between them in advance.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def _convolution_cuts(shape: RecurrentShape) -> list[StatePart]:
 
 
 def _fewest_slots(parts: list[StatePart], num_layers: int, slot_bytes: int) -> StatePart:
-    """Return the cut with the fewest slots, and among equal ones the largest pieces."""
+    """Return the cut that takes the fewest slots; of several, the one with the largest pieces."""
     fitting = [part for part in parts if part.per_slot(slot_bytes)]
     return min(fitting, key=lambda part: (part.num_slots(num_layers, slot_bytes), part.num_pieces))
 

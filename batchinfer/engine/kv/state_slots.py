@@ -193,7 +193,7 @@ class StateSlots:
         )
 
     def slots_to_start_from(self, snapshot: StateSnapshot | None, more_followers: int = 0) -> int:
-        """Return the available slots that a sequence needs for its state."""
+        """Return the number of available slots that a sequence needs for its state."""
         if snapshot is None:
             return self.slots_per_state
         # Slots of an idle snapshot count as available, until a sequence takes or copies them.
@@ -230,12 +230,12 @@ class StateSlots:
         return self._move_least_wanted(self._idle())
 
     def give_up_snapshot(self) -> bool:
-        """Move a snapshot off the device; return true if there was one. This frees its state, or a
-        sequence that uses the state does not have to copy it."""
+        """Move a snapshot off the device; return true if there was one. This frees its state, or saves
+        a sequence that uses the state from copying it."""
         return self._move_least_wanted(one for one in self.snapshots if not one.state.on_host)
 
     def num_less_wanted(self, followers: int) -> int:
-        """Return the number of evictable slots with snapshots of fewer than ``followers``."""
+        """Return the number of evictable slots of snapshots with fewer than ``followers``."""
         return self.slots_per_state * sum(each.followers < followers for each in self._idle())
 
     def _idle(self) -> Iterator[StateSnapshot]:

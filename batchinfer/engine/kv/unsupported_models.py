@@ -1,4 +1,4 @@
-"""Refuses models that cannot run, with the reason, from their configs."""
+"""Refuses models that cannot run, and gives the reason, which it finds in their configs."""
 
 from __future__ import annotations
 
@@ -85,17 +85,17 @@ def _unsupported(config: Config, family: str) -> str | None:
 
 
 def _unsupported_rope(config: Config) -> str | None:
-    """Return the reason why a model's rotary positions are not supported, or None.
+    """Return the reason why a model's rotary embeddings are not supported, or None.
 
-    With ``dynamic``, the scale depends on the longest row of a batch, so a row's output would
-    depend on other rows.
+    With ``dynamic``, their scale depends on the longest sequence of a batch, so a row's output
+    would depend on other rows.
     """
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     entries = [rope, *(entry for entry in rope.values() if isinstance(entry, Mapping))]
     for entry in entries:
         if (entry.get("rope_type") or entry.get("type")) == "dynamic":
             return (
-                "its rotary positions are scaled by the longest row in the batch (dynamic, in "
-                "rope_parameters)"
+                "its rotary embeddings depend on the longest sequence in the batch "
+                "(rope_parameters: dynamic)"
             )
     return None

@@ -49,8 +49,8 @@ class WindowSlots:
         return tuple(num_outside_window(num_tokens, w, self._block_size) for w in self.windows)
 
     def most_slots(self, num_tokens: int, num_new: int) -> int:
-        """Return the most slots that a sequence holds until it has ``num_tokens``, if a step
-        computes up to ``num_new`` tokens."""
+        """Return the maximum number of slots that a sequence holds until it has ``num_tokens``, if
+        a step computes up to ``num_new`` tokens."""
         return most_slots(self._all_windows, self._block_size, num_tokens, num_new)
 
     def allocate(self, block: Block) -> None:

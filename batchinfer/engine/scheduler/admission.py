@@ -22,7 +22,7 @@ from batchinfer.engine.scheduler.sequence_table import SequenceTable, branches_a
 from batchinfer.engine.sequence import Sequence
 
 _LOOK_AHEAD = 256
-"""Most waiting sequences to consider in a step. Some are skipped to wait for a longer hit."""
+"""Maximum number of waiting sequences to consider in a step, some of which are only deferred."""
 
 
 class Admission:
@@ -141,7 +141,10 @@ class Admission:
     def _fitting(
         self, sequence: Sequence, hit: PrefixHit, budget: int, forecast: PoolForecast
     ) -> PrefixHit | None:
-        """Return the hit, or a part of it, if the sequence can start. If alone, it always can."""
+        """Return the hit, or a part of it, if the sequence can start, else None.
+
+        A sequence can always start if no other sequence is running.
+        """
         alone = self._table.num_running == 0
         fitting = self._fit(sequence, hit, budget, required=alone)
         if fitting is None:
@@ -175,7 +178,7 @@ class Admission:
                 continue
             if hit.tail is None:
                 return None
-            # A pool that barely holds this sequence has no space for the source of a copy.
+            # A pool that barely holds this sequence has no space to also keep a copied block.
             match = PrefixMatch(hit.blocks, None, 0, 0)
             hit = find_prefix_hit(self._pool, match, fork_at=self._fork_at(sequence))
 
@@ -212,7 +215,7 @@ class Admission:
 
 
 def _max_prefix_hit(sequence: Sequence) -> int:
-    """Return the most tokens of a prefix hit, which ends before a token whose logits are needed."""
+    """Return the maximum length of a prefix hit, which ends before a token that needs logits."""
     scores, all_but_last = sequence.state.scores, num_tokens_to_compute(sequence) - 1
     if scores is None or scores.next >= scores.stop:
         return all_but_last

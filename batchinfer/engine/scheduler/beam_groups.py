@@ -1,7 +1,7 @@
 """Beam groups: sequences that start and pause together.
 
 A group is ``Sequence.group``. The beams of a group share an admission number, so that they are
-adjacent in the table's order and have the age of their row.
+adjacent in the table's order and equally old.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ class BeamGroups:
         """Return the error code and message for a beam search that can never run, else None.
 
         Args:
-            blocks: most blocks of one beam. In the worst case, beams share only the prompt.
+            blocks: maximum number of blocks of one beam. In the worst case, beams share only the
+                prompt's.
         """
         width, pool = request.group_size, self._pool
         if width > self._most:
@@ -80,7 +81,7 @@ class BeamGroups:
 
         A beam shares its common prefix with the leader. A beam whose cached blocks hold more tokens
         resumes from its blocks instead, if they fit into the pool. Table rows were reserved for the
-        beams. Blocks can be shared up to any token, but a recurrent state is that of all computed
+        beams. Blocks can be shared up to any token, but a recurrent state includes all computed
         tokens. Leaders with a state therefore stop where the first beam forks.
         """
         table = self._table

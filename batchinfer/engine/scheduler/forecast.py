@@ -1,4 +1,4 @@
-"""Forecasts of output lengths and of pool use, by which rows are admitted.
+"""Forecasts output lengths and pool use, which decide how many rows are admitted.
 
 Reserving ``max_tokens`` for every sequence would leave half the pool idle, and admitting rows until
 the pool is full would cause many preemptions. Instead, every running sequence gets a predicted
@@ -39,7 +39,7 @@ class OutputLengths:
     towards the overall stop rate, which is the only estimate for lengths that were not reached yet.
 
     Args:
-        longest: most output tokens of a sequence.
+        longest: maximum number of output tokens of a sequence.
     """
 
     def __init__(self, longest: int) -> None:
@@ -106,7 +106,7 @@ class PoolForecast:
     a sequence ends. The search for the highest peak adds half a block to each table, the average
     waste. The blocks at that peak are then counted exactly, because sequences of equal length fill
     their last blocks at the same time. For a model with windows, the forecast counts slots, one per
-    layer group. It assumes the maximum for a sequence that will become longer than a window.
+    layer group. It assumes the maximum number of slots for a sequence that will outgrow a window.
 
     Snapshots of recurrent state count as used, whether kept or planned. Without them, each
     follower would compute its prompt again, which takes more time than another running row saves.

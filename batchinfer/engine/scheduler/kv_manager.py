@@ -1,4 +1,5 @@
-"""Blocks of running sequences: allocated on growth, freed behind windows, cached for reuse."""
+"""Manages running sequences' blocks: allocates on growth, frees behind windows, caches for reuse.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +20,14 @@ class KVManager:
 
     Other rows may use blocks of a prompt, but only the row itself uses blocks of its output. A
     prompt's block is therefore indexed when the step that fills it is scheduled, and an output's
-    block only when its sequence is preempted. Steady decode does not index blocks.
+    block only when its sequence is preempted. Steps that only decode index no blocks.
     """
 
     def __init__(self, pool: BlockPool, table: SequenceTable) -> None:
         self._pool = pool
         self._table = table
         self.prefilling: dict[Block, list[Sequence]] = {}
-        """Sequences with unfinished prompts after this step, by their last indexed block."""
+        """Sequences whose prompts this step does not finish, keyed by their last indexed block."""
 
     def begin_step(self) -> None:
         """Reset ``prefilling``."""
@@ -173,8 +174,9 @@ class KVManager:
     def keep_state(self, sequence: Sequence, at: int, followers: int) -> bool:
         """Take a snapshot of a running sequence's recurrent state, for rows that start from it.
 
-        The sequence's blocks must be indexed. The pool must have space for a copy without evicting
-        snapshots for as many rows, or the host must have space. Otherwise, no snapshot is taken.
+        The sequence's blocks must be indexed. The pool must have space for a copy of the state without
+        evicting snapshots that as many or more rows need, or the host must have space. Otherwise, no
+        snapshot is taken.
 
         Args:
             sequence: the running sequence.

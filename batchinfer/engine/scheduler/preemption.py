@@ -22,7 +22,7 @@ _WEIGHT = 0.2
 _MOSTLY = 0.8
 """Smallest share of prompt tokens in a step whose time is measured."""
 _FIRST_TOKEN_S = 1e-4
-"""Initial estimate. A measurement replaces it before the first preemption."""
+"""Initial value of ``token_s``. A measurement replaces it before the first preemption."""
 
 
 class PreemptionPolicy:
@@ -102,7 +102,7 @@ class ReuseHints:
                 self._pool.update_priority(block)
 
     def is_private_tail(self, sequence: Sequence, block: Block | None) -> bool:
-        """Return true if a block has the end of a sequence's computed tokens and no other use."""
+        """Return true if only a waiting sequence needs a block, which ends its computed tokens."""
         return (
             block is not None
             and self._waiting.get(sequence, [None])[-1] is block
@@ -140,8 +140,7 @@ class ReuseHints:
             self._note(block, sequence, used_later=at < shared)
 
     def note_copied(self, source: Block, at: int, sequence: Sequence) -> None:
-        """Mark block number ``at`` of a prompt after a sequence copied the block to overwrite its
-        end.
+        """Mark block ``at`` of a prompt, which a sequence has copied to overwrite the copy's end.
 
         A sequence that diverges within the block does not change the mark.
         """

@@ -33,7 +33,7 @@ class Schedule:
 
 @dataclass(slots=True)
 class ScheduledRows:
-    """Rows chosen for the next step so far. It has the fields of ``Schedule``."""
+    """Rows chosen so far for the next step. The fields are as in ``Schedule``."""
 
     rows: Rows
     num_new: Int
@@ -46,7 +46,7 @@ class ScheduledRows:
         self.num_new = np.concatenate([self.num_new, np.asarray(num_new, dtype=np.int32)])
 
     def schedule(self, table: SequenceTable, copies: BlockCopies) -> Schedule:
-        """Return the schedule of these rows. A row's first logits give a token to each sample."""
+        """Return the schedule of these rows. All samples draw from the logits after the prompt."""
         decodes_first = np.argsort(self.num_new != 1, kind="stable")
         rows, num_new = self.rows[decodes_first], self.num_new[decodes_first]
         num_tokens = table.num_tokens[rows]

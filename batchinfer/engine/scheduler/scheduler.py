@@ -52,7 +52,7 @@ class Scheduler:
         )
         self.preemption_policy = preemption_policy or PreemptionPolicy()
         self.max_num_batched_tokens = max_num_batched_tokens
-        """Most tokens in a step. It is lowered after out-of-memory errors."""
+        """Maximum number of tokens in a step. Out-of-memory errors lower it."""
         self._num_steps = 0
         self._admission = Admission(pool, table, self._kv_manager, self.reuse_hints)
 
@@ -64,7 +64,7 @@ class Scheduler:
         self.waiting.append(sequence)
 
     def requeue(self, sequence: Sequence) -> None:
-        """Add a sequence that has run at the front of the queue."""
+        """Put a sequence that has already run back at the front of the queue."""
         self.waiting.appendleft(sequence)
 
     def schedule(self) -> Schedule | None:
@@ -125,7 +125,8 @@ class Scheduler:
     def fork(self, parent: Sequence, child: Sequence, forecast: PoolForecast) -> None:
         """Start ``child`` if it fits; it shares all computed tokens of ``parent``.
 
-        Otherwise, it waits, and takes the prefix from the index or recomputes it when admitted.
+        Otherwise, ``child`` waits. When admitted, it finds the prefix in the index or recomputes
+        it.
 
         Args:
             child: a new sample of the same row.

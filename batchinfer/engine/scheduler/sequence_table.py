@@ -29,8 +29,8 @@ class SequenceTable:
     """Rows of running sequences.
 
     Args:
-        max_num_seqs: most running sequences. A beam search with more beams runs alone.
-        max_model_len: most tokens of a sequence, prompt and output together.
+        max_num_seqs: maximum number of running sequences. A beam search with more beams runs alone.
+        max_model_len: maximum number of tokens of a sequence, prompt and output together.
         block_size: tokens per block.
         windows: window of each layer group; 0 = full attention, which comes first.
             Empty if no layer attends.
@@ -94,7 +94,7 @@ class SequenceTable:
         self.num_branches = np.zeros(rows, dtype=np.int32)
         """Number of branch points from the next one on."""
         self.version = 0
-        """Incremented by every change of a block table except growth at the end."""
+        """Incremented by every change to a block table except growth at its end."""
         self.sampling = SamplingColumns.zeros(rows)
         self.min_tokens = np.zeros(rows, dtype=np.int32)
         self.stop_ids = np.full((rows, 4), -1, dtype=np.int32)
@@ -116,7 +116,7 @@ class SequenceTable:
         """Number of the adapter; 0 = the base model."""
         self.has_grammar = np.zeros(rows, dtype=np.bool_)
         self.has_processors = np.zeros(rows, dtype=np.bool_)
-        """True if the caller's functions change the logits."""
+        """True if the user's logits processors change the logits."""
         self.names_tokens = np.zeros(rows, dtype=np.bool_)
         """True if log-probabilities of named tokens are requested."""
         self.logprobs_mode = np.zeros(rows, dtype=np.int32)
@@ -177,7 +177,7 @@ class SequenceTable:
         return min(total, self.most_tokens(request))
 
     def most_tokens(self, request: Request) -> int:
-        """Return the limit of a request's prompt and output together.
+        """Return the maximum number of tokens of a request, prompt and output together.
 
         The token that a pooling request draws is never computed, so it needs no position.
         """

@@ -90,8 +90,10 @@ def step_stats(
 
 
 def _live_tokens(table: SequenceTable, pool: BlockPool, rows: Rows) -> int:
-    """Return the number of tokens in used slots. All slots are full except last blocks. Sequences
-    that share a last block fill it equally. Slots of recurrent states count as full.
+    """Return the number of tokens in used slots.
+
+    Only the last block of a sequence may be partly filled, and sequences that share a last block
+    fill it equally. Slots of recurrent states count as full.
     """
     last = table.num_blocks[rows] - 1
     slots = table.block_table[rows, last]

@@ -31,9 +31,9 @@ _FILLER = 2**30  # token ids of prompts are lower
 _BEAM_LUCK = 1.0
 _NEXT_BEST = 0.25
 _NEVER = 1e6
-# Measured on two cores. The host's time per step and per chunk does not count while a GPU takes
-# longer. A tiny model on a CPU takes the other times per sample and per token in addition to
-# arithmetic.
+# Measured on two cores. A GPU hides the host's time per step and per chunk if its own time is
+# longer. A CPU takes the times per sample and per token, measured with a tiny model, in addition to
+# its arithmetic.
 _HOST_STEP_S = 1.2e-3
 _HOST_CHUNK_S = 0.17e-3
 _CPU_SAMPLE_S = 35e-6
@@ -74,8 +74,8 @@ class DryEncoder(_RooflineClock):
 class DryRunner(_RooflineClock):
     """Draws arbitrary tokens, different for every sample, and adds up roofline times.
 
-    Candidates of beams have made-up log-probabilities. Under these, a search keeps returning to a
-    few beams, as with a real model.
+    Candidates of beams get made-up log-probabilities, chosen so that a search keeps extending only
+    a few beams, as it does with a real model.
 
     Args:
         end_after: output tokens after which a sample draws ``END_TOKEN``; None: never.
@@ -126,10 +126,10 @@ class DryRunner(_RooflineClock):
 
 
 def host_seconds(work: StepWork, device: Device, computing: float) -> float:
-    """Return the seconds of a step including the host's time.
+    """Return the seconds that a step takes, including the host's work.
 
     Args:
-        computing: seconds that the device computes.
+        computing: seconds that the device needs to compute the step.
     """
     host = _HOST_STEP_S + work.chunks * _HOST_CHUNK_S
     if device.is_gpu:
@@ -154,8 +154,8 @@ def _scored(step: Step) -> StepResult | None:
 def _candidates(step: Step, tokens: Int32) -> tuple[Int32 | None, Float32 | None]:
     """Return simulated continuations of beams, best first, [K, L]; None if the step has no beams.
 
-    A beam that ends prefers its end token by far. As in real searches, most beams descend from a
-    few recent beams and differ only in their last tokens.
+    A beam that should end gets an end token that is far more probable than any other. As in real
+    searches, most beams descend from a few recent beams and differ only in their last tokens.
     """
     wanted = step.sampling.num_logprobs
     most = int(wanted.max(initial=0))
@@ -183,7 +183,7 @@ def make_dry_engine(
     windows: tuple[int, ...] = (0,),
     slots_per_state: int = 0,
 ) -> tuple[Engine, DryRunner]:
-    """Make an engine as in a run, with a ``DryRunner`` as runner and clock."""
+    """Make the engine that a real run uses, with a ``DryRunner`` as runner and clock."""
     pool = BlockPool(
         num_blocks,
         config.block_size,
@@ -208,7 +208,7 @@ def make_dry_engine(
 def make_dry_encoder(
     config: EngineConfig, model: ModelCost, device: Device, *, max_model_len: int
 ) -> tuple[EncoderEngine, DryEncoder]:
-    """Make an encoder engine as in a run, with a ``DryEncoder`` as runner and clock."""
+    """Make the encoder engine that a real run uses, with a ``DryEncoder`` as runner and clock."""
     runner = DryEncoder(model, device)
     engine = EncoderEngine(
         runner,

@@ -1,4 +1,4 @@
-"""Derives a model's parameters, bytes of weights and bytes of KV from its config."""
+"""Derives a model's parameter counts, weight bytes and KV bytes from its config."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from batchinfer.engine.kv.layout import KVLayout
 from batchinfer.engine.kv.model_config import Config, text_config
 
 _WITHOUT_MLP = frozenset({"falcon_mamba", "mamba", "mamba2"})
-"""Values of ``model_type`` without MLPs: their layers are recurrent only."""
+"""Values of ``model_type`` of models whose layers have no MLP, only a recurrent part."""
 _UNGATED_MLP = frozenset(
     [
         *("falcon", "gpt2", "gpt_bigcode", "gpt_neox", "nemotron", "opt", "phi", "starcoder2"),
         *("bert", "camembert", "distilbert", "electra", "mpnet", "roberta", "xlm-roberta"),
     ]
 )
-"""Values of ``model_type`` with two matrices in each MLP. A gated MLP has three."""
+"""Values of ``model_type`` of models whose MLPs have two matrices. A gated MLP has three."""
 OWN_INTEGERS = ("int8", "int4")
 """Values of ``model.quantization`` that store the output head as int8."""
 INT8_BYTES = 1.0
 _INT4_BYTES = 0.5
 _SCALE_AND_ZERO = 5  # bytes per group: a float32 scale and an 8-bit zero point
-_GROUP_STEP = 8  # a checkpoint keeps its group size if it is a multiple of this
+_GROUP_STEP = 8  # a checkpoint's group size is kept if it is a multiple of this
 _OWN_GROUP = 64
 """Group size of batchinfer's 4-bit quantization. torchao's is about the same."""
 _MXFP4_GROUP = 32
 _FLOAT8_BLOCK = 128
 _FLOAT8_SCALE = 4  # bytes
-_BITSANDBYTES_GROUP = 64  # the default of bitsandbytes; config.json does not have the size
+_BITSANDBYTES_GROUP = 64  # bitsandbytes' default; config.json does not contain the size
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +84,9 @@ class ModelCost:
 
         Args:
             dtype: name of the weights' dtype.
-            kv_cache_dtype: argument of ``KVLayout.from_config``.
+            kv_cache_dtype: as in ``KVLayout.from_config``.
             quantization: ``model.quantization``.
-            latent: argument of ``KVLayout.from_config``.
+            latent: as in ``KVLayout.from_config``.
             on_cpu: true if the model runs on a CPU.
 
         Raises:
@@ -128,7 +128,7 @@ class ModelCost:
             experts_per_token=_first(text, "num_experts_per_tok", "num_experts_per_token"),
             head_parameters=int(text["vocab_size"]) * hidden,
             tied=bool(text.get("tie_word_embeddings", config.get("tie_word_embeddings", False))),
-            # Two norms with residuals; writing, rotating and reading q, k and v; the gated MLP.
+            # Counts two norms with residuals, q, k and v (written, rotated, read), and a gated MLP.
             activations=10 * hidden + 6 * queries + 3 * keys + 6 * inner,
             element_bytes=layout.element_bytes,
             matrix_bytes=matrix_bytes(config, quantization, layout.element_bytes, on_cpu=on_cpu),
@@ -149,14 +149,14 @@ class ModelCost:
 
     @property
     def active_parameters(self) -> float:
-        """Parameters of all layers that multiply one token."""
+        """Number of parameters of all layers that one token uses."""
         used = self.experts_per_token if self.experts else 1
         return self.layers * (self.attention_parameters + self.mlp_parameters * used)
 
     def weights_read(self, tokens: int) -> float:
         """Return the bytes of the layers' matrices that a step of ``tokens`` tokens reads.
 
-        It assumes that the router chooses experts evenly and independently.
+        Assumes that the router chooses experts evenly and independently.
         """
         touched = 0.0
         if self.experts:
@@ -221,8 +221,8 @@ def matrix_bytes(
 ) -> float:
     """Return the bytes per parameter of linear layers, including scales.
 
-    Weights that torchao quantized stay quantized. Other quantized weights are dequantized on load
-    unless ``quantization`` keeps them.
+    Weights that torchao quantized stay quantized. Other quantized weights are dequantized when they
+    are loaded, unless ``quantization`` keeps them.
 
     Args:
         quantization: ``model.quantization``.
@@ -252,7 +252,7 @@ def matrix_bytes(
 
 
 def _saved_group(saved: Mapping[str, Any], bits: int) -> float | None:
-    """Return the group size of a checkpoint's integer codes; infinite for one group per row.
+    """Return the group size of a checkpoint's integer codes; infinite if a matrix row is one group.
 
     Returns None if the checkpoint has no codes with this number of bits, or if batchinfer quantizes
     the weights again.

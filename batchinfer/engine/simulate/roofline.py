@@ -6,9 +6,9 @@ device's peak or the time of its memory traffic at the device's bandwidth, which
 layers' matrices, the head, attention of decodes and of prompt chunks, KV writes, one fused pass
 over the activations between matrices, and one write and one read of the logits.
 
-It does not model: sampling except greedy, loading the model, copies of blocks, reading and writing
-rows, caches (a shared prefix is read from memory for every sequence), attention windows (every
-layer reads the whole context), and uneven routing to experts.
+It does not model sampling other than greedy, loading the model, copies of blocks, reading and
+writing rows, caches (a shared prefix is read from memory for every sequence), attention windows
+(every layer reads the whole context), or uneven routing to experts.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _LOGIT_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """Limits of a device: measured, or values of data sheets, lowered to what programs reach."""
+    """Limits of a device: measured, or from data sheets and lowered to what programs reach."""
 
     name: str
     bandwidth: float
     """Bytes per second, reads and writes together."""
     flops: Mapping[int, float]
-    """Multiplications plus additions per second in a GEMM, by bytes per element."""
+    """Multiplications plus additions per second in a GEMM, keyed by bytes per element."""
     memory_bytes: int | None
     """Total memory that the driver reports; None: this machine's memory."""
     reserved_bytes: int = 0
@@ -127,7 +127,7 @@ class StepWork:
 def step_seconds(
     model: ModelCost, device: Device, work: StepWork, efficiency: Efficiency = PERFECT
 ) -> float:
-    """Return the seconds that the device computes for one step."""
+    """Return the seconds that the device takes to compute one step."""
     flops, bandwidth = device.flops[model.element_bytes], device.bandwidth
     e = efficiency
 

@@ -1,4 +1,4 @@
-"""Advances beam searches by a step's result, and sets up the beams of the next step."""
+"""Advances beam searches with a step's result, and sets up the beams of the next step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from batchinfer.engine.step_io.in_flight import SampledRows
 from batchinfer.protocols import ForkingState
 
 States = dict[RequestState, None]
-"""An ordered set of rows."""
+"""An ordered set of states."""
 
 
 def process_beams(
@@ -30,8 +30,8 @@ def process_beams(
         now: time on the engine's clock, in seconds.
 
     Returns:
-        Rows whose search has ended, and failed rows, which still run. The value of a failed row is
-        the grammar's error, or None if its logits are not finite.
+        Requests whose search has ended, and failed requests, which still run. The value of a failed
+        request is the grammar's error, or None if its logits are not finite.
     """
     places = {sequence: at for at, sequence in enumerate(sampled.sequences)}
     done: States = {}

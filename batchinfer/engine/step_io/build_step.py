@@ -107,7 +107,7 @@ def _pairs(pairs: Pairs) -> Int32:
 
 
 def _previous_sample(table: SequenceTable, schedule: Schedule, starts: Int32) -> Int32:
-    """Return the previous step's sample that is each token's value, [T]; -1 = a known value."""
+    """Return [T]: the previous step's sample that supplies each token; -1 if the token is known."""
     previous = np.full(starts[-1], -1, dtype=np.int32)
     previous[starts[:-1]] = table.sample_at[schedule.rows]
     return previous
@@ -130,7 +130,7 @@ def _token_ids(table: SequenceTable, schedule: Schedule, starts: Int32) -> Int32
 def build_sampling_batch(table: SequenceTable, schedule: Schedule) -> SamplingBatch:
     """Build the sampling batch of a scheduled step.
 
-    Samples of a row are consecutive. Their sample indices start at the index in the row's column.
+    The samples of a table row are consecutive. Their indices count up from its ``sample_index``.
     """
     rows, samples_per_row = schedule.sampled, schedule.samples_per_row
     logits_rows = np.repeat(np.arange(len(rows), dtype=np.int32), samples_per_row)
@@ -169,7 +169,7 @@ def build_sampling_batch(table: SequenceTable, schedule: Schedule) -> SamplingBa
 
 
 def _named_tokens(table: SequenceTable, sample_rows: Rows) -> Int32 | None:
-    """Return the named token ids [K, most of any sample], padded with -1."""
+    """Return the named token ids [K, largest number of a sample], padded with -1."""
     naming = table.names_tokens[sample_rows]
     if not naming.any():
         return None
@@ -208,7 +208,7 @@ class _Entries:
 
 
 def _add_biases(sequence: Sequence, position: int, sample: int, bias: _Entries) -> None:
-    """Add logit biases, and bans of the ends of bad words and of stop tokens before min_tokens."""
+    """Add a sample's logit biases, and ban ends of bad words, and stop tokens before min_tokens."""
     request, params = sequence.request, sequence.request.params
     if params.logit_bias:
         bias.add(sample, list(params.logit_bias), list(params.logit_bias.values()))

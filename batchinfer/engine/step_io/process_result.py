@@ -34,11 +34,11 @@ _NO_TOKEN: Failure = (
 def find_stops(
     table: SequenceTable, samples: SampledRows, sequences: list[Sequence], result: StepResult
 ) -> StopResult:
-    """Find the stops of K samples, by the drawn token or by tokens that the grammar then forces.
+    """Find which of K samples stop at the drawn token, or at tokens that a grammar then forces.
 
     Args:
         samples: [K] the row of each sample.
-        sequences: [K] sequences that include the drawn tokens; receive the forced tokens.
+        sequences: [K] sequences that include the drawn tokens; forced tokens are appended to them.
         result: the K samples.
     """
     stop_result = StopResult(
@@ -213,7 +213,10 @@ def _note_logprobs(sequences: list[Sequence], wanted: Int32, result: StepResult)
 
 
 def _prompt_has_nan(samples: SampledRows, sequences: list[Sequence]) -> Bool:
-    """Return [K] True where logits of the prompt were NaN. All are known with the first sample."""
+    """Return [K] True where logits of the prompt were not finite.
+
+    All logits of a prompt are known when its first samples are drawn.
+    """
     has_nonfinite = np.zeros(len(sequences), dtype=np.bool_)
     first = samples.is_first | (samples.lengths == 1)
     for at in np.flatnonzero(samples.scores_prompt & first):
@@ -257,11 +260,11 @@ def _finish(scheduler: Scheduler, sequence: Sequence, stop: int | StopMatch | No
 
 
 def _fail_request(scheduler: Scheduler, state: RequestState, *, is_nan: bool) -> None:
-    """Fail a row, or restart it if another row's blocks may be the cause.
+    """Fail a request, or restart it if the blocks of another row may have caused the failure.
 
-    The row's blocks are removed from the index. If the row used cached blocks, a NaN in these may
-    have caused its NaN logits: attention spreads a NaN of one token over a whole tile. The row then
-    restarts once without cached blocks and with the same random numbers.
+    The request's blocks are removed from the index. If it used cached blocks, a NaN in these may
+    have caused its NaN logits: attention spreads a NaN of one token over a whole tile. The request
+    then restarts once, without cached blocks and with the same random numbers.
     """
     state.note_peak_blocks()
     used_cache = state.stats.cached_tokens > 0 or state.request.first_sample > 0
@@ -277,7 +280,7 @@ def _fail_request(scheduler: Scheduler, state: RequestState, *, is_nan: bool) ->
 
 
 def complete(state: RequestState, failure: Failure | None, now: float) -> Completion:
-    """Return the completion of a row without unfinished samples."""
+    """Return the completion of a request without unfinished samples."""
     outputs = [state.finished[index] for index in sorted(state.finished)]
     stats = state.stats
     assert state.admitted_at is not None

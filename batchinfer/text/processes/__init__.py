@@ -9,9 +9,9 @@ A template or a tokenizer's pattern is a program, so it needs a process of its o
 fill memory, or trigger a bug in native code, which then panics, overflows its stack or aborts. No
 check finds all of these faults beforehand, and they end the process in which they happen.
 
-The fork server of ``multiprocessing`` does not fit. It imports the user's ``__main__`` again, which
-fails for a script without a guard. Each worker would load the tokenizer itself, which takes half a
-second and 100 MB for a vocabulary of 150,000. This package uses only the ``Connection`` of
+The fork server of ``multiprocessing`` is not suitable. It imports the user's ``__main__`` again,
+which fails for a script without a guard. Each worker would load the tokenizer itself, which takes
+half a second and 100 MB for a vocabulary of 150,000. This package uses only the ``Connection`` of
 ``multiprocessing``, for messages. It would be unsafe to fork the job's own process, because torch
 has threads.
 """

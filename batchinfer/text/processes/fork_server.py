@@ -20,8 +20,9 @@ from batchinfer.text.processes.worker import serve
 from batchinfer.text.tokenizer import Tokenizer
 
 GREETING = b"batchinfer: makes prompts\n"
-"""First bytes that the server sends, so that the parent recognizes a Python interpreter."""
-# Seconds between checks of the parent: another child may keep its end of the pipe open.
+"""First bytes that the server sends. They tell the parent that it has started Python."""
+# Seconds between checks if the parent is alive. The pipe may not show this, because another child
+# of the parent may keep the parent's end of the pipe open.
 _LOOK_S = 1.0
 _STDERR_BYTES = 4096
 """Number of last bytes of a worker's stderr to keep, which say why native code died."""
@@ -53,7 +54,7 @@ class _ForkServer:
         self._tokenizer = tokenizer
         self._limits = limits
         self._stderr: dict[int, int] = {}
-        """Read end of the pipe of each worker's stderr, by the worker's process id."""
+        """Read end of the pipe of each worker's stderr, keyed by the worker's process id."""
 
     def run(self) -> None:
         """Answer requests: None asks for a new worker; a process id asks how that worker ended."""

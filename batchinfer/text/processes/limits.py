@@ -1,4 +1,4 @@
-"""Limits of a worker process that the operating system enforces: processor time, time, memory.
+"""Limits of a worker process that the operating system enforces: CPU time, real time, memory.
 
 A timer ends the process by the default action of a signal, which no code in the process can delay.
 It interrupts a regular expression in native code as well as a loop in Python. One timer counts the
@@ -71,7 +71,7 @@ def bound_memory(added_bytes: int) -> None:
 
 @contextmanager
 def bounded_time(cpu_seconds: float, seconds: float) -> Iterator[None]:
-    """End this process if the body takes more processor time (SIGPROF) or time (SIGALRM)."""
+    """End this process if the body exceeds its processor time (SIGPROF) or real time (SIGALRM)."""
     signal.setitimer(signal.ITIMER_REAL, seconds)
     signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
     try:

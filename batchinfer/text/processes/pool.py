@@ -21,7 +21,7 @@ from batchinfer.text.row_values import MAX_ROW_BYTES, require_size
 from batchinfer.text.tokenizer import Tokenizer
 
 MAX_WORKERS = 16
-"""Most workers, because one process cannot send rows to more."""
+"""Maximum number of workers, because one process cannot send rows fast enough to more."""
 _BATCHES_PER_WORKER = 2
 """Batches of a call for each worker, so that no worker waits long for another's last batch."""
 _LIMITS = Limits()
@@ -41,7 +41,8 @@ class TextProcesses:
     next call starts a new server.
 
     Args:
-        most: initial limit of workers, by default the number of cores that this process may use.
+        most: initial maximum number of workers, by default the number of cores that this process
+            may use.
         limits: limits of each worker.
     """
 
@@ -62,7 +63,7 @@ class TextProcesses:
         self._server.load(tokenizer)
 
     def prompts(self, factory: BuilderFactory) -> WorkerPrompts:
-        """Return prompts made by ``factory``'s builder.
+        """Return an object that makes prompts in workers, with the factory's builder.
 
         Raises:
             JobError: from the factory.
@@ -77,11 +78,11 @@ class TextProcesses:
     def start(
         self, factory: bytes, rows: Sequence[Mapping[str, object]]
     ) -> Callable[[], list[Result]]:
-        """Start to make prompts.
+        """Start making prompts.
 
         Returns:
             A function that waits and returns a prompt or an error for each row, in order. The
-            function raises ``DeviceError``, and ``StoppedError`` after a call of ``stop``.
+            function raises ``DeviceError``, and ``StoppedError`` after a call to ``stop``.
 
         Raises:
             DeviceError: no worker process could be started.
@@ -172,7 +173,7 @@ class WorkerPrompts:
         return self.start(rows)()
 
     def start(self, rows: Sequence[Mapping[str, object]]) -> Callable[[], list[Result]]:
-        """Start to ``build``; the returned function waits, and returns or raises like ``build``."""
+        """Start ``build``; the returned function waits, and returns or raises like ``build``."""
         needed = [{name: row[name] for name in self.columns if name in row} for row in rows]
         return self._processes.start(self._factory, needed)
 

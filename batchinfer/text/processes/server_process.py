@@ -175,7 +175,7 @@ class ServerProcess:
     def _hang_up(self) -> None:
         """Shut the connection down for the server, and for threads here that wait for an answer.
 
-        Closing it is not enough if a forked process has it open too.
+        Closing the connection is not enough if a forked process has it open too.
         """
         with suppress(OSError), socket.socket(fileno=os.dup(self._control.fileno())) as control:
             control.shutdown(socket.SHUT_RDWR)
@@ -229,7 +229,7 @@ def not_started(reason: str) -> DeviceError:
 
 
 def _require_interpreter() -> None:
-    """Check for a Python interpreter, because a frozen application would start itself again."""
+    """Require a Python interpreter, because a frozen application would start itself again."""
     if getattr(sys, "frozen", False):
         raise not_started(f"{sys.executable} is a frozen application, not a Python interpreter")
     if not sys.executable:

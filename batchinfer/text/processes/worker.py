@@ -1,4 +1,4 @@
-"""A worker process: it makes prompts of rows, and a row that exceeds its limits kills it."""
+"""A worker process: it makes prompts from rows, and a row that exceeds a limit kills it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Result = Prompt | RowError
 
 
 class Builder(Protocol):
-    """Makes prompts of rows in two steps."""
+    """Makes prompts from rows in two steps."""
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -47,9 +47,9 @@ def serve(connection: Connection, tokenizer: Tokenizer, limits: Limits) -> None:
     builder's columns.
 
     Answers are tuples that begin with a word: ``columns`` (names), ``rendered`` (sent for a single
-    row before it is tokenized), ``results`` (a list of ``Result``), ``refused`` (a ``JobError`` of
-    the factory), ``failed`` (``memory``, ``recursion``, ``panic`` or ``bug``, and a text; the
-    process then ends).
+    row before it is tokenized), ``results`` (a list of ``Result``), ``refused`` (a ``JobError``
+    that the factory raised), ``failed`` (``memory``, ``recursion``, ``panic`` or ``bug``, and a
+    text; the process then ends).
     """
     worker = _Worker(connection, tokenizer, limits)
     try:
@@ -74,7 +74,7 @@ class _Worker:
         self._tokenizer = tokenizer
         self._limits = limits
         self._builders: dict[bytes, Builder] = {}
-        """Builders used last, by factory. The calls of a job alternate between a few factories."""
+        """The most recently used builders, keyed by pickled factory. A job uses a few factories."""
 
     def answer(self, factory: bytes, rows: Sequence[bytes], seconds: float) -> None:
         try:

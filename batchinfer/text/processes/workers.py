@@ -20,7 +20,8 @@ from batchinfer.text.processes.server_process import ForkRefusedError, ServerPro
 from batchinfer.text.processes.worker import Result
 
 _MAX_OUTSIDE = 4
-"""Most outside causes for one row; after more, this machine counts as unable to run workers."""
+"""Number of deaths of a row's workers by outside causes after which this machine counts as unable
+to run workers."""
 
 
 @dataclass(eq=False)
@@ -37,8 +38,8 @@ class Workers:
     """The workers of a fork server. Thread-safe: each thread uses its own worker.
 
     Args:
-        most: limit of workers. The limit is halved when the system kills a worker or keeps it from
-            computing, because the machine then has too little memory or too many processes.
+        most: maximum number of workers. It is halved when the system kills a worker or keeps it
+            from computing, because the machine then has too little memory or too many processes.
     """
 
     def __init__(self, server: ServerProcess, limits: Limits, most: int) -> None:

@@ -46,12 +46,12 @@ PARSERS: Mapping[str, str | Mapping[str, str]] = {
     "openai_gptoss": "auto",
     "seed_oss": {"start": "<seed:think>", "end": "</seed:think>"},
 }
-"""Values of ``wanted`` for ``find_reasoning_format``, by vLLM's names (``--reasoning-parser``)."""
+"""Values of ``wanted`` for ``find_reasoning_format``, keyed by vLLM's ``--reasoning-parser``."""
 
 _PROMPT_TAIL = 64
 """Number of tokens at the end of a prompt in which to search for the text of a marker."""
 _SPACES = 8
-"""Most whitespace tokens that a template writes after a marker."""
+"""Maximum number of whitespace tokens that a template writes after a marker."""
 
 
 def checked_reasoning(wanted: object) -> str | Mapping[str, str]:
@@ -76,8 +76,8 @@ def find_reasoning_format(
     """Return the format of a model's reasoning.
 
     Args:
-        wanted: ``none``, ``auto`` (by the chat template, then by the tokenizer's tokens), or the
-            markers: ``{start: text, end: text}``.
+        wanted: ``none``, ``auto`` (the first known markers in the chat template, or else among the
+            tokenizer's tokens), or the markers: ``{start: text, end: text}``.
         chat_template: source of the template in use; None for the tokenizer's template.
 
     Raises:
@@ -138,7 +138,7 @@ class TokenMarker:
         return int(places[-1]) + 1 if len(places) else 0
 
     def watcher(self) -> Callable[[int], bool]:
-        """Return a function of a sample's next token that returns True if the token ends the
+        """Return a function that takes a sample's next token and returns True if the token ends the
         marker.
         """
         return lambda token_id: token_id == self.token_ids[0]
@@ -200,7 +200,7 @@ class MarkerTracker:
 
 
 class MarkerFormat:
-    """Splits reasoning between two markers; the prompt may contain the first marker or both.
+    """Separates reasoning that is between two markers; the prompt may contain the first or both.
 
     As in vLLM's parsers for DeepSeek R1 and Qwen3 (vllm/reasoning/basic_parsers.py), an end marker
     without a start marker ends reasoning that began with the sample. Unlike in vLLM, a sample

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from batchinfer.text.tokenizer import TokenIds
 
 _FREE = np.int32(-1)
-"""A word of a mask that allows all tokens of the word."""
+"""Word of a mask that allows all 32 tokens of the word."""
 
 
 class ReasoningGrammar:
@@ -30,7 +30,7 @@ class ReasoningGrammar:
     Args:
         prompt_token_ids: token ids of the prompt, which may start or end the reasoning.
         answer: the grammar of the answer; None for any text.
-        budget: most tokens of reasoning, without markers; None for any number.
+        budget: maximum number of reasoning tokens, without markers; None: no limit.
         eos_token_ids: tokens that are not allowed during reasoning if the answer has a grammar.
         masks: makes token masks.
     """
@@ -80,7 +80,7 @@ class _State:
         return self._answer.matcher if self._answer is not None and is_asked else None
 
     def apply_to(self, mask: Mask) -> None:
-        """Allow the tokens that the answer's grammar does not restrict."""
+        """Change the mask where the answer's grammar does not decide, such as in the reasoning."""
         if self._due:
             mask[:] = 0
             _allow(mask, self._due[0])

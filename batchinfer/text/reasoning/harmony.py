@@ -24,7 +24,7 @@ _TO_ANSWER = "<|end|><|start|>assistant<|channel|>final<|message|>"
 
 @dataclass(frozen=True, slots=True)
 class _Message:
-    """A message, described by the positions of its tokens in the sample."""
+    """A message's head, and the indices of its tokens in the sample."""
 
     head: str
     first_token: int

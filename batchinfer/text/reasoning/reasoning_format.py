@@ -103,7 +103,7 @@ class ReasoningTracker(Protocol):
 
 
 class ReasoningFormat(Protocol):
-    """Splits reasoning and answers of a model, for one tokenizer."""
+    """Splits a model's samples into reasoning and answer, for one tokenizer."""
 
     @property
     def start_token_ids(self) -> Sequence[int]:
@@ -116,7 +116,7 @@ class ReasoningFormat(Protocol):
         ...
 
     def tracker(self, prompt_token_ids: TokenIds) -> ReasoningTracker:
-        """Return a tracker for a sample of a prompt, which may start or end the reasoning."""
+        """Return a tracker for a sample. Its prompt may already start or end the reasoning."""
         ...
 
     def split(self, prompt_token_ids: TokenIds, sample: SampleText) -> Split:

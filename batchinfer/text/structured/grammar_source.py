@@ -1,4 +1,4 @@
-"""Converts ``structured_outputs`` to llguidance's form of grammars."""
+"""Converts ``structured_outputs`` to grammars in llguidance's form."""
 
 from __future__ import annotations
 
@@ -27,15 +27,16 @@ Source = Callable[[], str]
 
 _WHITESPACE = r" |\r?\n[ \t]{0,40}"
 """Default pattern of whitespace between the parts of JSON: as json.dumps writes it, with or without
-an indent. JSON allows endless whitespace, in which small models get stuck.
+an indent. JSON itself allows endless whitespace, in which small models get stuck.
 """
 _UNSUPPORTED = ("Unimplemented keys", "oneOf constraints", "min/maxProperties", "patternProperty")
 """Beginnings of messages about valid schemas that grammars cannot enforce."""
-_HINT = "with unsupported: check, finished texts are checked against the whole schema"
+_HINT = "set unsupported: check to check finished texts against the whole schema instead"
 
 
 class GrammarError(ValueError):
-    """A grammar that does not compile for this model; the message is the reason in one line."""
+    """A grammar that cannot be compiled for this model; the message gives the reason on one line.
+    """
 
 
 def sources(
@@ -44,7 +45,7 @@ def sources(
     """Yield the grammar to use; with ``unsupported: check``, also yield grammars that allow more.
 
     Args:
-        structured_outputs: in its normal form.
+        structured_outputs: the result of ``config.structured.normalized``.
         compiles: returns True if a source compiles.
 
     Raises:
@@ -108,8 +109,8 @@ def _source(structured_outputs: Mapping[str, Any]) -> str:
     if kind == "regex":
         return LLMatcher.grammar_from_regex(with_ascii_classes(value))
     if kind == "choice":
-        # Use a terminal: in a rule, each alternative takes one of the parser's 2,000 rows, so long
-        # lists would fail, sometimes in the middle of a text.
+        # Use a terminal: each alternative of a rule would take one of the parser's 2,000 rows, and
+        # long lists would fail, sometimes in the middle of a text.
         texts = " | ".join(map(json.dumps, value))
         return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {texts}")
     return LLMatcher.grammar_from_lark(_lark(value))
@@ -130,7 +131,7 @@ def _lark(grammar: str) -> str:
 
 
 def in_a_line(text: str) -> str:
-    """Return llguidance's message in one line, without details for llguidance's developers."""
+    """Return llguidance's message on one line, without details for llguidance's developers."""
     lines = [line.strip() for line in text.partition("<state>")[0].splitlines()]
     of_expression = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     if of_expression:

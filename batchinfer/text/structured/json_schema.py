@@ -3,8 +3,8 @@
 Rewriting follows JSON Schema's keywords (https://json-schema.org/draft/2020-12). Keys below
 ``properties`` are names and keys below ``enum`` are values, so neither are keywords.
 
-The regular expressions for values of ``format`` are strict: they allow only dates of the calendar,
-second 60 only at leap seconds (RFC 3339, section 5.7), and host names and labels up to the longest
+The regular expressions for values of ``format`` are strict: they allow only dates that exist,
+second 60 only at leap seconds (RFC 3339, section 5.7), and host names and labels up to the maximum
 lengths (RFC 1123, section 2.1).
 """
 
@@ -22,9 +22,9 @@ Keywords = dict[str, Any]
 _BY_NAME = frozenset(
     ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies")
 )
-"""Keywords that hold schemas by names."""
+"""Keywords whose values map names to schemas."""
 _DATA = frozenset(("const", "enum", "default", "examples"))
-"""Keywords that hold values."""
+"""Keywords whose values are data, not schemas."""
 _COUNTS = (
     *("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties"),
     *("minContains", "maxContains"),
@@ -258,4 +258,4 @@ PATTERNS: Mapping[str, tuple[str, ...]] = {
     "hostname": (rf"^{_label(63)}(?:\.{_label(63)})*$", "^.{1,253}$"),
     "email": (f"^{_MAILBOX}@{_MAIL_HOST}$",),
 }
-"""Patterns by format; a string must match all patterns of its format."""
+"""The patterns of each format; a string must match all patterns of its format."""

@@ -1,4 +1,4 @@
-"""Validates finished texts by a JSON schema, with the package jsonschema-rs."""
+"""Validates finished texts against a JSON schema, using the jsonschema-rs package."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from batchinfer.errors import install_command
 from batchinfer.text.structured.schema_work import GROWING, num_steps
 
 MAX_BACKTRACKS = 1_000_000
-"""Most backtracking steps for a pattern of a schema."""
+"""Maximum number of backtracking steps when matching one pattern of a schema."""
 MAX_STEPS = 10_000_000
-"""Most schemas to visit for one text; this many visits take half a second to a few seconds."""
+"""Maximum number of subschemas to visit for one text; so many visits take 0.5 to a few seconds."""
 _MAX_MESSAGE = 200
 
 
 class SchemaError(ValueError):
-    """A schema that cannot be used for validation; the message is the reason in one line."""
+    """A schema that cannot be used for validation; the message gives the reason on one line."""
 
 
 class JsonValidator:
-    """Validates texts by a JSON schema.
+    """Validates texts against a JSON schema.
 
-    Patterns have ECMAScript's syntax. They are matched in linear time if possible, else with
-    limited backtracking. The validator fetches nothing. The default draft is 2020-12. A text that
-    takes too much work to validate is not allowed.
+    Patterns use ECMAScript syntax. They are matched in linear time if possible, else with limited
+    backtracking. References to other documents are not fetched. The default draft is 2020-12. A
+    text that takes too much work to validate is not allowed.
 
     Args:
         schema: JSON text of the schema.
@@ -67,7 +67,7 @@ class JsonValidator:
             return False
 
     def problem(self, text: str) -> str:
-        """Return in one line why a text is not allowed."""
+        """Return on one line why a text is not allowed."""
         try:
             error = next(self._validator.iter_errors(self._value(text)), None)
         except _TooMuchWorkError as too_much:
@@ -85,7 +85,7 @@ class JsonValidator:
     def _value(self, text: str) -> Any:
         value = json.loads(text, parse_constant=_no_json, parse_float=_number)
         if self._may_grow and num_steps(self._schema, value) > MAX_STEPS:
-            raise _TooMuchWorkError(f"checking it takes more than {MAX_STEPS:,} steps")
+            raise _TooMuchWorkError(f"validating it takes more than {MAX_STEPS:,} steps")
         return value
 
 

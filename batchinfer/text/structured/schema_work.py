@@ -1,7 +1,7 @@
-"""Bounds the work to validate a value by a JSON schema; references can make it exponential.
+"""Bounds the work to validate a value against a JSON schema; references can make it exponential.
 
-Forty schemas that each refer twice to the next schema mean 10^12 visits. So do a few schemas that
-refer to themselves twice for each level of a value.
+Forty schemas that each refer twice to the next schema cause 10^12 visits. A few schemas that refer
+to themselves twice for each level of a value cause as many.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _OF_NAMES = frozenset(("additionalProperties", "propertyNames", "unevaluatedProp
 _OF_ITSELF = frozenset(("allOf", "anyOf", "oneOf", "not", "if", "then", "else"))
 _BY_NAME = frozenset(("dependentSchemas", "dependencies"))
 _UNEVALUATED = 3
-"""Number of visits of the keywords next to ``unevaluated...``, measured with jsonschema-rs."""
+"""How often the keywords next to ``unevaluated...`` are visited, measured with jsonschema-rs."""
 _NAMES = ("$anchor", "$dynamicAnchor", "$id", "id")
 
 GROWING = (*_REFERENCES, "unevaluatedItems", "unevaluatedProperties")
@@ -24,7 +24,7 @@ GROWING = (*_REFERENCES, "unevaluatedItems", "unevaluatedProperties")
 
 
 def num_steps(schema: Any, value: Any) -> int:
-    """Return an upper bound of the visits of schemas while a value is validated."""
+    """Return an upper bound on the number of visits to subschemas while a value is validated."""
     named = dict(_named(schema))
     counts: dict[tuple[int, int], int] = {}
 
@@ -79,7 +79,7 @@ def target(reference: str, root: Any, named: dict[str, Any]) -> Any:
     """Return the target of a reference in a schema, or None.
 
     Args:
-        named: schemas by anchors and by the last parts of ids.
+        named: schemas, keyed by their anchors and by the last parts of their ids.
     """
     base, _, fragment = reference.partition("#")
     place = named.get(base.rpartition("/")[2], root)

@@ -28,7 +28,7 @@ _OF_PLAIN_OBJECTS = frozenset(
         *("$schema", *_DEFINITIONS),
     }
 )
-"""Keywords of schemas that list their parameters."""
+"""Keywords of schemas that only list parameters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,7 @@ def parameter_grammar(
 
 
 def quoted(text: str) -> str:
-    """Return a string of the grammar."""
+    """Return a text as a string literal of the grammar."""
     return json.dumps(text, ensure_ascii=False)
 
 
@@ -128,7 +128,7 @@ def marker(tokenizer: Tokenizer, text: str) -> str:
 
 
 def markers(tokenizer: Tokenizer, *texts: str) -> list[str]:
-    """Return several markers."""
+    """Return several markers, as ``marker`` does."""
     return [marker(tokenizer, text) for text in texts]
 
 
@@ -139,7 +139,7 @@ def text_until(tokenizer: Tokenizer, rule: str, end: str, before: str = "") -> s
         before: text that precedes the marker.
     """
     token_id = tokenizer.added_token_id(end)
-    if token_id is not None:  # llguidance finds no text in added tokens
+    if token_id is not None:  # llguidance does not find a suffix in added tokens
         return f"{rule}: ANY_TEXT <[{token_id}]>\n{ANY_TEXT}"
     return f"{rule}[suffix={quoted(before + end)}]: /(?s:.*)/"
 

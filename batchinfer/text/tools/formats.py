@@ -41,7 +41,7 @@ FORMATS: Mapping[str, ToolFormat] = {
     "kimi_k2": KimiFormat(),
     "openai": HarmonyCalls(),
 }
-"""Formats by vLLM's names of ``--tool-call-parser``; ``lfm2`` is SGLang's."""
+"""Formats, keyed by vLLM's names for ``--tool-call-parser``; ``lfm2`` is SGLang's name."""
 
 _SIGNS: tuple[tuple[tuple[str, ...], str | None], ...] = (
     (("<|channel|>", "<|message|>"), "openai"),
@@ -63,8 +63,8 @@ _SIGNS: tuple[tuple[tuple[str, ...], str | None], ...] = (
     (("<|python_tag|>",), "llama3_json"),
     (('"parameters": dictionary',), "llama3_json"),
 )
-"""Texts in a chat template that show a format; the first match counts. None stands for an unknown
-format that looks like a known format.
+"""Texts in a chat template that identify a format; the first match counts. None stands for an
+unsupported format that looks like a supported one.
 """
 
 
@@ -91,7 +91,7 @@ def find_tool_format(
     if (name := next(matches, None)) is not None:
         return FORMATS[name]
     raise UsageError(
-        "tool_parser is auto, but the chat template does not show a known format of tool calls",
+        "tool_parser is auto, but the chat template contains no known tool-call format",
         hint=f"name the format (run-batch: --tool-call-parser): {', '.join(FORMATS)}; "
         "or set none to leave calls in the text",
     )

@@ -36,7 +36,7 @@ class RowTools:
         return json.dumps([list(self.tools), self.choice, self.several], ensure_ascii=False)
 
     def grammar(self, tools_as: ToolFormat, tokenizer: Tokenizer) -> str | None:
-        """Return a grammar (Lark) of the answer; None if the answer is free.
+        """Return a grammar (Lark) of the answer; None if the answer is not constrained.
 
         Raises:
             ValueError: calls in this format have no grammar.
@@ -50,14 +50,14 @@ class RowTools:
         lark = tools_as.grammar(wanted, tokenizer, several=self.several and name is None)
         if lark is None:
             raise ValueError(
-                f"not yet: tool_choice {format_value(self.choice)} with this model's "
-                "format of calls; use tool_choice auto"
+                f"not yet: tool_choice {format_value(self.choice)} with this model's tool-call "
+                "format is not supported by this version; use tool_choice auto"
             )
         return lark
 
 
 def checked_choice(value: object, tools: Tools) -> Choice:
-    """Return ``choice``; raise ValueError if it is invalid or names no tool."""
+    """Return ``value``; raise ValueError if it is invalid or names no tool in ``tools``."""
     if value in ("auto", "none", "required"):
         return str(value)
     function = value.get("function") if isinstance(value, Mapping) else None
@@ -106,7 +106,8 @@ def _checked(value: object, at: int) -> Mapping[str, Any]:
     name, parameters = function.get("name"), function.get("parameters", {})
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise ValueError(
-            f"tools[{at}] has the name {format_value(name)}; a name must be a short word"
+            f"tools[{at}] has the name {format_value(name)}; a name must have 1 to 128 letters, "
+            "digits, dots, hyphens or underscores"
         )
     if isinstance(parameters, str):  # columns of structs contain schemas as JSON text
         parameters = json.loads(parameters)

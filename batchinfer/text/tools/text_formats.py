@@ -77,7 +77,7 @@ class PythonicFormat(ToolFormat):
 
 
 class _JsonNames(ast.NodeTransformer):
-    """Replaces JSON's names of constants by Python's."""
+    """Replaces JSON's names of constants with Python's constants."""
 
     _VALUES = {"true": True, "false": False, "null": None}  # noqa: RUF012
 
@@ -121,7 +121,7 @@ def _python_rule(name: str, parameters: Sequence[Parameter]) -> str:
 
 
 class HarmonyCalls(ToolFormat):
-    """Messages of gpt-oss to ``functions.name``; all other messages are the text."""
+    """Calls as gpt-oss's messages to ``functions.name``; its other messages are the text."""
 
     spans_thinking = True
     _BETWEEN = re.compile(r"<\|(?:start|end|call|return)\|>")

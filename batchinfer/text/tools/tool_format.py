@@ -19,7 +19,7 @@ Tools = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call of a tool."""
+    """A call to a tool."""
 
     name: str
     arguments: str
@@ -48,7 +48,7 @@ class ParsedCalls:
 
 
 class ToolFormat(ABC):
-    """A model's format of tool calls."""
+    """The format in which a model writes tool calls."""
 
     spans_thinking = False
     """True if the grammar covers the whole sample, including reasoning."""
@@ -64,7 +64,7 @@ class ToolFormat(ABC):
 
     @abstractmethod
     def grammar(self, tools: Tools, tokenizer: Tokenizer, *, several: bool) -> str | None:
-        """Return a grammar (Lark) of calls of these tools; None if the format has none.
+        """Return a grammar (Lark) of calls to these tools; None if the format has none.
 
         Args:
             several: True if more than one call is allowed.
@@ -74,8 +74,8 @@ class ToolFormat(ABC):
 def calls_in(text: str, tool_format: ToolFormat, tools: Tools) -> ParsedCalls | None:
     """Return the calls that ``tool_format`` finds in a text.
 
-    Return None for calls that are not valid JSON, because they are nested too deeply, or contain
-    numbers that JSON does not have or halves of surrogate pairs.
+    Return None if a call is not valid JSON, because it is nested too deeply or contains a number
+    that JSON does not have or half of a surrogate pair.
     """
     try:
         parsed = tool_format.parse(text, tools)
