@@ -46,7 +46,7 @@ def test_options_named_like_keys_reach_the_job(
         ({"stop": [b"x"]}, "stop is .*; it must be a list of strings"),
         ({"stop_token_ids": [1.0]}, "stop_token_ids is .*; it must be a list of whole numbers"),
         ({"allowed_token_ids": ["a"]}, "it must be a list of whole numbers or None"),
-        ({"logit_bias": {"5": 1.0}}, "a dict of whole numbers and their numbers or None"),
+        ({"logit_bias": {"5": 1.0}}, "a dict that maps whole numbers to numbers or None"),
     ],
 )
 def test_sampling_parameter_of_wrong_type_is_named(fields: dict[str, Any], message: str) -> None:

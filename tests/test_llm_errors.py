@@ -97,7 +97,7 @@ def test_invalid_sampling_params_objects_are_refused(llm: LLM, params: Any, mess
         ({"seed": 1.5}, TypeError, "seed is 1.5; it must be a whole number or None"),
         ({"enable_lora": "no"}, TypeError, "enable_lora is 'no'; it must be True or False"),
         ({"generation_config": 5}, TypeError, "generation_config is 5; it must be a string"),
-        ({"override_generation_config": [1]}, TypeError, "config is .1.; it must be a dict of"),
+        ({"override_generation_config": [1]}, TypeError, "config is .1.; it must be a dict that"),
         ({"tokenizer": "/nope"}, ModelError, "model.tokenizer: there is no folder /nope"),
         ({"kv_cache_memory": "1KiB"}, DeviceError, "is 1KiB; set it to at least 6KiB"),
     ],

@@ -186,7 +186,7 @@ def test_random_weights_cannot_classify(tmp_path: Path, model: Path) -> None:
     llm = LLM(folder, load_format="dummy", **ENGINE)
     assert len(llm.embed("a", use_tqdm=False)) == 1
     for call in (llm.classify, lambda text: llm.score(text, text)):
-        with pytest.raises(NotYetError, match="of a model that classifies or scores"):
+        with pytest.raises(NotYetError, match="for a model that classifies or scores"):
             call("a")
 
 

@@ -51,7 +51,7 @@ def test_aliases_of_structured_outputs_and_thinking_budget(llm: LLM) -> None:
     assert params == SamplingParams(structured_outputs={"json": schema})
     with pytest.raises(ValueError, match="guided_decoding and structured_outputs mean the same"):
         SamplingParams(guided_decoding={"regex": "a"}, structured_outputs={"regex": "a"})
-    with pytest.raises(ValueError, match="has nothing; give exactly one of json, regex"):
+    with pytest.raises(ValueError, match="has no constraint; give exactly one of json, regex"):
         StructuredOutputsParams()
     with pytest.raises(ValueError, match="has regex and grammar; give exactly one"):
         GuidedDecodingParams(regex="a", grammar="b")

@@ -240,7 +240,7 @@ def test_invalid_tool_choices_are_refused(llm: LLM, model: Path) -> None:
     assert [output.error is None for output in outputs] == [False, True]
     without = LLM(model, dtype="float32", num_kv_blocks=8)
     with pytest.raises(
-        ValueError, match=r"needs LLM\(tool_parser='auto'\), or tool_parser with the name of"
+        ValueError, match=r"needs the model's tool-call format; give LLM\(tool_parser='auto'\)"
     ):
         without.chat(TALK, plain, tools=[LAMP], tool_choice="required")
 

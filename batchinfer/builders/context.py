@@ -28,7 +28,7 @@ class WarmUp(Protocol):
         """Compile the kernels that are not compiled yet.
 
         Args:
-            own: names of parameters that single rows may change.
+            own: names of parameters for which single rows may have their own values.
             forced_tokens: True if the tokens of samples are forced instead of sampled.
         """
 
@@ -49,7 +49,7 @@ class EngineContext:
     """Returns the bytes of memory in use on the device now."""
     eos_token_ids: frozenset[int] = frozenset()
     adapters: Mapping[str, int] = field(default_factory=dict)
-    """Numbers of the model's adapters by name, for ``Request.adapter``."""
+    """Numbers of the model's adapters, keyed by name, for ``Request.adapter``."""
     block_size: int = 0
     """Tokens per block; 0 without KV."""
     num_blocks: int = 0

@@ -1,7 +1,6 @@
 """Builds a simulated engine, which computes nothing, from a model's config and tokenizer.
 
-The simulated engine reads no weights and uses no device. transformers imports torch if torch is
-installed.
+The simulated engine reads no weights and uses no device.
 """
 
 from __future__ import annotations
@@ -29,12 +28,12 @@ from batchinfer.worker.model.quantization import quantization_of
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatedEngine(EngineContext):
-    """A simulated engine in place of a real one."""
+    """An ``EngineContext`` with a simulated engine."""
 
     runner: DryRunner | DryEncoder
     num_host_blocks: int = 0
     simulated_share: float = 1.0
-    """Share of the KV cache's blocks that is simulated; blocks that sequences cannot fill are left
+    """Share of the KV cache's blocks that are simulated. Blocks that sequences cannot fill are left
     out.
     """
 
@@ -49,7 +48,8 @@ def build_dry_engine(
 
     Args:
         device: device to simulate; a CPU has the free memory of this machine.
-        end_after: number of tokens of samples that ``END_TOKEN`` may end.
+        end_after: number of output tokens of samples that ``END_TOKEN`` may end; None: samples run
+            to ``max_tokens``.
 
     Raises:
         ModelError: the config or the tokenizer cannot be read, or the model cannot be run.

@@ -240,7 +240,11 @@ def _graphs(
 
 
 class _SamplingKernels:
-    """A ``WarmUp`` that compiles nothing twice; ``logits`` makes a row of logits [1, V]."""
+    """A ``WarmUp`` that compiles nothing twice.
+
+    Args:
+        logits: makes a row of logits [1, V].
+    """
 
     def __init__(self, logits: Callable[[], torch.Tensor]) -> None:
         self._logits = logits

@@ -54,7 +54,7 @@ class _CallParams(sampling.SamplingParams):
     """The fields of ``SamplingParams``."""
 
     max_tokens: int | None = 16  # type: ignore[assignment]  # the engine gets a number
-    """Most tokens of a sample; None for as many as fit in the model's longest sequence."""
+    """Maximum number of tokens of a sample; None for as many as ``LLM.max_model_len`` allows."""
     detokenize: bool = True
     """False to leave texts empty, in outputs and in log-probabilities."""
     truncate_prompt_tokens: int | None = None
@@ -71,8 +71,8 @@ class _CallParams(sampling.SamplingParams):
     extra_args: Mapping[str, Any] | None = None
     """Not used; programs may store values here."""
     logprob_token_ids: tuple[int, ...] | None = None
-    """Return the log-probabilities of these token ids with each token, instead of the
-    log-probabilities of the most likely tokens.
+    """Return the log-probabilities of these token ids with each output token, instead of those of
+    the most likely tokens.
     """
     prompt_logprob_token_ids: Any = None
     """Token ids whose log-probabilities are returned in ``prompt_token_id_logprobs``. Give a list,
@@ -92,8 +92,8 @@ class _CallParams(sampling.SamplingParams):
     skip_clone: bool = False
     """Without effect."""
     best_of: int | None = None
-    """Must be None or ``n``. Instead, draw n samples with ``logprobs=0`` and keep the samples with
-    the highest ``cumulative_logprob``.
+    """Must be None or equal to ``n``. To choose the best of several samples, draw all of them with
+    ``logprobs=0`` and keep those with the highest ``cumulative_logprob``.
     """
     guided_decoding: Any = None
     """Another name for ``structured_outputs``."""
@@ -232,8 +232,9 @@ class SamplingParams(_CallParams):
         """Raise ValueError for values that are refused only in a call, as in vLLM."""
         if self.best_of not in (None, self.n):
             raise ValueError(
-                f"best_of is {self.best_of}; draw n={self.best_of} samples with logprobs=0, and "
-                "keep those with the highest cumulative_logprob"
+                f"best_of is {self.best_of}, which is not supported unless it equals n, which is "
+                f"{self.n}; draw n={self.best_of} samples with logprobs=0 instead, and keep those "
+                "with the highest cumulative_logprob"
             )
         named = self.logprob_token_ids
         if named is not None and self.logprobs not in (None, len(named)):
@@ -254,7 +255,7 @@ class SamplingParams(_CallParams):
         """Return the parameters for the engine, with numbers in place of None and -1.
 
         Args:
-            max_model_len: most tokens of prompt and output together.
+            max_model_len: maximum number of tokens of prompt and output together.
 
         Raises:
             ValueError: fewer than ``min_tokens`` tokens fit in ``max_model_len``.
@@ -306,11 +307,11 @@ class BeamSearchParams:
     """Ignored."""
     length_penalty: float = 1.0
     include_stop_str_in_output: bool = False
-    """Keep the end-of-sequence token in ``tokens`` of vLLM's ``sequences``."""
+    """Keep the end-of-sequence token in the ``tokens`` of ``BeamSearchOutput.sequences``."""
     structured_outputs: Any = None
     """See ``SamplingParams``."""
     skip_special_tokens: bool = False
-    """Leave special tokens out of ``text`` of vLLM's ``sequences``."""
+    """Leave special tokens out of the ``text`` of ``BeamSearchOutput.sequences``."""
     allowed_token_ids: tuple[int, ...] | None = None
     """Must be None."""
 

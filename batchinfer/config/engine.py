@@ -8,7 +8,7 @@ from typing import Literal
 from batchinfer.config.types import Record, coerce_fields, parse_size
 
 QUANTIZATIONS = ("int8", "int4", "fp8", "int8_weight_only", "int4_weight_only")
-"""Values of ``model.quantization``: the project's own formats, and torchao's."""
+"""Values of ``model.quantization``: batchinfer's own formats, and torchao's."""
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,8 @@ class EngineConfig(Record):
     max_num_seqs: int = 1024
     """Largest number of sequences that run at the same time."""
     max_num_batched_tokens: int = 8192
-    """Largest number of tokens to compute in one step. On a CPU, the size of its caches is a
-    further limit.
+    """Largest number of tokens to compute in one step. On a CPU, the size of its caches limits the
+    number further.
     """
     enable_prefix_caching: bool = True
     """Reuse the KV blocks of prefixes that rows have in common."""
@@ -42,14 +42,14 @@ class EngineConfig(Record):
     of the free memory.
     """
     kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3"] = "auto"
-    """auto: the model's dtype. fp8 (another name of fp8_e4m3): one byte per number with a scale of
+    """auto: the model's dtype. fp8 (another name for fp8_e4m3): one byte per number with a scale of
     1, so the pool has twice as many blocks as with 16 bits.
     """
     order: Literal["prefix", "input"] = "prefix"
     """Order in which rows run. The output is always in input order."""
     order_window: int = 65536
-    """Number of rows that are planned together, in whole parts. With order: prefix, rows are sorted
-    within such a window. A window has at most 64 million prompt tokens.
+    """About how many rows to plan together, as a window of whole parts. With order: prefix, the
+    rows of a window are sorted. A window has at most 64 million prompt tokens.
     """
     deterministic: bool = False
     """Make the bits of a row's results independent of the other rows in a batch. On a CUDA device,
@@ -115,7 +115,8 @@ class EngineConfig(Record):
 
 
 _CPU_STEP_TOKENS = 1024
-"""Most tokens of a step on a CPU. Larger steps overflow its caches and took 4 to 10 % longer."""
+"""Maximum number of tokens in a step on a CPU. Larger steps overflow the CPU's caches, and jobs
+with such steps took 4 to 10 % longer."""
 
 
 def sized_for(device_type: str, engine: EngineConfig) -> EngineConfig:

@@ -35,19 +35,19 @@ class ModelConfig(Record):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Data type of the weights; auto for the checkpoint's data type."""
     max_model_len: int | None = None
-    """Most tokens of prompt and output together; None for the model's limit."""
+    """Maximum number of tokens of prompt and output together; None for the model's limit."""
     quantization: str | None = None
     """A value of ``QUANTIZATIONS``; None for the checkpoint's quantization."""
     adapters: Mapping[str, str] = field(default_factory=dict)
-    """Folder or hub id of each LoRA adapter by name. Requests use the number of an adapter, which
-    counts from 1 in this order.
+    """Folder or hub id of each LoRA adapter, by name. Requests refer to adapters by their numbers,
+    which count from 1 in this order.
     """
     runner: Runner = "generate"
     """Purpose of the model; with pooling, it may lack an output head."""
 
     @property
     def pools(self) -> bool:
-        """True if the model runs for hidden states."""
+        """True if the model computes hidden states instead of text."""
         return self.runner in ("pooling", "whole_texts")
 
     def __post_init__(self) -> None:
@@ -77,7 +77,10 @@ def position_offset(config: Mapping[str, Any]) -> int:
 
 
 def longest_text(values: Mapping[str, Any]) -> int | None:
-    """Return the most tokens of a text, from sentence_bert_config.json; None if it sets no limit.
+    """Return the maximum number of tokens of a text; None if there is no limit.
+
+    Args:
+        values: content of sentence_bert_config.json.
 
     Raises:
         ValueError: the value is not a number of tokens.

@@ -11,7 +11,7 @@ import numpy.typing as npt
 TokenIdTable = npt.NDArray[np.int32]
 
 MAX_NAMED_TOKENS = 128
-"""Most ids in ``logprob_token_ids``, as in vLLM."""
+"""Maximum number of ids in ``logprob_token_ids``, as in vLLM."""
 _NO_ID = -1
 
 
@@ -62,7 +62,7 @@ def _is_id(value: object) -> bool:
 def check_token_id_table(
     table: TokenIdTable, name: str, *, vocab_size: int, most_ids: int, max_model_len: int
 ) -> None:
-    """Raise ValueError if a table's rows, ids per row or token ids exceed the limits."""
+    """Raise ValueError if a table has too many rows or ids per row, or an invalid token id."""
     num_rows, num_ids = table.shape
     if num_rows > max_model_len - 1:
         raise ValueError(

@@ -1,13 +1,13 @@
 r"""Matches regular expressions in linear time, and makes patterns portable between dialects.
 
 Matching uses Arrow's RE2, which is imported on first use. RE2 never backtracks and limits the size
-of compiled patterns. So it needs no time limit, and the result is the same on every machine.
+of compiled patterns. Matching thus needs no time limit and gives the same result on every machine.
 
 Patterns for generated text spell out ``\d``, ``\s`` and ``\w`` in ASCII, because dialects differ:
 llguidance lets ``\d`` match any Unicode digit, while ECMAScript (for JSON Schema) and RE2 match
-ASCII digits but different whitespace. A text generated for ``\s`` uses only whitespace of both
-dialects, and a text for ``\S`` avoids whitespace of either dialect, so every checker accepts the
-text.
+ASCII digits but different whitespace. A text generated for ``\s`` uses only whitespace that both
+dialects match, and a text for ``\S`` avoids whitespace that either dialect matches, so every
+checker accepts the text.
 """
 
 from __future__ import annotations

@@ -10,9 +10,9 @@ from batchinfer.config.structured import normalized
 from batchinfer.config.types import Record, coerce_fields
 
 MAX_LOGPROBS = 20
-"""Most alternatives per token, as in the OpenAI and vLLM APIs."""
+"""Maximum number of alternatives per token, as in the OpenAI and vLLM APIs."""
 MAX_SAMPLES = 16_384
-"""Most samples per prompt, as in vLLM."""
+"""Maximum number of samples per prompt, as in vLLM."""
 MAX_BEAMS = 256
 MAX_LENGTH_PENALTY = 32.0
 """Largest length penalty; the longest length to this power is still a finite float."""
@@ -42,7 +42,7 @@ class SamplingParams(Record):
     """Parameters that choose the output tokens of a row, with vLLM's names and meanings."""
 
     max_tokens: int = 16
-    """Most tokens of a sample."""
+    """Maximum number of tokens of a sample."""
     n: int = 1
     """Number of samples per prompt. The prompt is computed once."""
     min_tokens: int = 0
@@ -75,7 +75,7 @@ class SamplingParams(Record):
     """Leave special tokens out of the text."""
     seed: int | None = None
     """Seed of the random numbers: the same seed draws the same tokens. None: a new seed for every
-    call of the Python API.
+    call to the Python API.
     """
     logprobs: int | None = None
     """Write the log-probability of each token, and of this many alternatives (at most 20)."""
@@ -103,8 +103,8 @@ class SamplingParams(Record):
     of their length.
     """
     max_reasoning_tokens: int | None = None
-    """Largest number of reasoning tokens, without the markers. Then the end marker is forced. Needs
-    output.reasoning.
+    """Maximum number of reasoning tokens, without the markers. A sample that reaches it is forced
+    to end its reasoning. Needs output.reasoning.
     """
 
     def __post_init__(self) -> None:
@@ -196,7 +196,7 @@ class SamplingParams(Record):
         object.__setattr__(self, "temperature", 0.0)
 
     def _normalize(self) -> None:
-        """Turn a single string into a list, None into an empty list, and formats into one form."""
+        """Turn a single string into a tuple, None into an empty one, and formats into one form."""
         for name in ("stop", "bad_words", "stop_token_ids"):
             value = getattr(self, name)
             if isinstance(value, str) and name != "stop_token_ids":
@@ -207,7 +207,7 @@ class SamplingParams(Record):
             object.__setattr__(self, "structured_outputs", normalized(self.structured_outputs))
 
     def check_token_ids(self, vocab_size: int) -> None:
-        """Raise ValueError that names the field if a token id is not below ``vocab_size``."""
+        """Raise a ValueError that names the field if a token id is not below ``vocab_size``."""
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             highest = max(getattr(self, name) or (), default=0)
             if highest >= vocab_size:
@@ -229,4 +229,4 @@ SAMPLING_ALIASES: Mapping[str, str] = {
     "guided_decoding": "structured_outputs",
     "response_format": "structured_outputs",
 }
-"""Names of other tools for the same fields, accepted in job files and in row columns."""
+"""Other tools' names for the same fields, accepted in job files and as column names."""

@@ -9,8 +9,8 @@ from typing import Any
 from batchinfer.config.types import format_value, near_name
 
 MAX_CHARACTERS = 2**20
-"""Most characters of a schema, regex, grammar or list of choices; a million words would take
-gigabytes to compile.
+"""Maximum length of a schema, regex, grammar or list of choices, in characters; a million words
+would take gigabytes to compile.
 """
 
 KINDS = ("json", "regex", "choice", "grammar", "json_object")
@@ -20,7 +20,7 @@ _NAME = "structured_outputs"
 
 
 def checked_schema(structured_outputs: Mapping[str, Any] | None) -> str | None:
-    """Return the JSON schema for checks of finished texts; None if a grammar enforces the schema.
+    """Return the JSON schema to check finished texts against; None if a grammar enforces it.
 
     Args:
         structured_outputs: result of ``normalized``.
@@ -34,8 +34,8 @@ def checked_schema(structured_outputs: Mapping[str, Any] | None) -> str | None:
 def normalized(value: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """Return ``structured_outputs`` or OpenAI's ``response_format`` in one form.
 
-    A schema becomes JSON text, because the output follows the order of its properties, and a
-    comparison of texts respects this order.
+    A schema becomes JSON text, because outputs follow the order of its properties, and only texts
+    differ if this order differs.
 
     Args:
         value: ``{json: schema}``, ``{regex: text}``, ``{choice: [texts]}``,
@@ -61,7 +61,7 @@ def normalized(value: Mapping[str, Any]) -> Mapping[str, Any] | None:
         raise _error(f"has the unknown key {format_value(unknown[0])}{meant}")
     kinds = [kind for kind in KINDS if kind in value]
     if len(kinds) != 1:
-        named = " and ".join(kinds) if kinds else "nothing"
+        named = " and ".join(kinds) if kinds else "no constraint"
         raise _error(f"has {named}; give exactly one of {', '.join(KINDS)}")
     (kind,) = kinds
     result = {kind: _checked(kind, value[kind]), **_options(kind, value)}

@@ -57,7 +57,7 @@ class StructuredOutputsParams:
     def __post_init__(self) -> None:
         kinds = [kind for kind in _KINDS if getattr(self, kind) is not None]
         if len(kinds) != 1:
-            what = " and ".join(kinds) if kinds else "nothing"
+            what = " and ".join(kinds) if kinds else "no constraint"
             raise ValueError(
                 f"{type(self).__name__} has {what}; give exactly one of {', '.join(_KINDS)}"
             )

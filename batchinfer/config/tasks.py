@@ -50,7 +50,7 @@ class EmbedConfig(Record):
     normalize: bool = True
     """Scale every embedding to length 1."""
     dimensions: int | None = None
-    """Keep only this many numbers from the beginning, before normalizing (Matryoshka). null: keep
+    """Cut every embedding to this many leading numbers, before normalizing (Matryoshka). null: keep
     all.
     """
     dtype: Literal["float32", "float16"] = "float32"

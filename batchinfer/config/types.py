@@ -111,7 +111,7 @@ def _words(hint: Any) -> str:
     if origin is tuple:
         return f"a list of {_PLURALS.get(args[0], 'values')}"
     if origin is Mapping:
-        return f"a dict of {_PLURALS[args[0]]} and their {_PLURALS.get(args[1], 'values')}"
+        return f"a dict that maps {_PLURALS[args[0]]} to {_PLURALS.get(args[1], 'values')}"
     return _WORDS[hint]
 
 

@@ -28,7 +28,7 @@ _ENGINE_ALIASES: Mapping[str, str] = {
     "kv_cache_memory_bytes": "kv_cache_memory",
     "num_gpu_blocks_override": "num_kv_blocks",
 }
-"""Keys of the engine by their names in vLLM."""
+"""Keys of the ``engine`` section, keyed by their names in vLLM."""
 _OUTLINES_WHITESPACE = "[ ]?"
 """Whitespace between the parts of JSON in outlines, a backend of vLLM
 (``outlines_core.json_schema.WHITESPACE``).
@@ -164,9 +164,9 @@ class SchemaDefaults:
     """Settings of an ``LLM`` for JSON schemas, used by calls that do not set them."""
 
     whitespace: Mapping[str, Any]
-    """The key of ``structured_outputs`` that limits whitespace, if any."""
+    """The entry of ``structured_outputs`` that limits whitespace, if any."""
     closes_objects: bool
-    """True if objects get no properties besides the schema's properties."""
+    """True if objects may have no properties besides those in their schema."""
 
     def apply(self, structure: Mapping[str, Any]) -> Mapping[str, Any]:
         """Add the settings to ``structured_outputs`` of a call."""

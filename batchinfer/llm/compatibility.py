@@ -1,7 +1,8 @@
 """Handles arguments and methods of vLLM that this package does not have.
 
 An argument without effect causes a warning that names it. An unsupported argument is refused unless
-it has its default. An argument with another name in this package is refused with that name.
+it has its default. An argument that has another name in this package is refused; the message has that
+name.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ tokenizer_pool_size ubatch_size use_fp64_gumbel use_replayssm use_tqdm_on_load u
 watchdog_config watermark worker_cls worker_extension_cls worker_use_ray
 """
 NO_EFFECT = frozenset(_NO_EFFECT.split())
-"""Arguments without effect, because the engine does not have the feature or has no choice."""
+"""Arguments without effect, because the engine does not have the feature or offers no choice."""
 
 _PREFIXES = """
 cpu_distributed_ data_parallel_ dbo_ dcp_ ec_manager_ elastic_ep_ eplb_ jit_monitor_
@@ -70,7 +71,7 @@ ONLY_VALUES: Mapping[str, tuple[object, ...]] = {
     "tokenizer_mode": ("auto", "hf", "slow"),
     "trust_remote_code": (True,),
 }
-"""Accepted values, which have no effect, by argument; other values are not supported yet."""
+"""Accepted values of arguments, which have no effect; other values are not supported yet."""
 
 _NOT_YET = """
 allowed_local_media_path allowed_media_domains calculate_kv_scales cpu_offload_gb cpu_offload_params
@@ -114,7 +115,7 @@ _NO_MISTRAL = (
 
 METHODS: Mapping[str, str] = {
     "collective_rpc": "an LLM has one process, and no workers to call",
-    "enqueue": "give all prompts in one call of generate",
+    "enqueue": "give all prompts in one call to generate",
     "set_tokenizer": "give LLM(tokenizer=...)",
     "sleep": "delete the LLM, which frees its memory, and create it again",
     "start_profile": "call LLM.report(), which shows where time and memory went",

@@ -38,8 +38,8 @@ from batchinfer.text.processes.pool import TextProcesses, WorkerPrompts
 from batchinfer.text.prompts import Prompt, PromptBuilder, RawTexts
 
 ANY_LENGTH = 2**31
-"""Value of ``max_model_len`` for prompt builders, because the engine refuses long prompts
-itself.
+"""Value of ``max_model_len`` for prompt builders, which leave it to the engine to refuse long
+prompts.
 """
 _KNOWN = ("sampling_params", "adapter", "lora_request", "use_tqdm", "errors")
 _FROM_GENERATION_CONFIG: Mapping[str, str] = {
@@ -50,7 +50,7 @@ _FROM_GENERATION_CONFIG: Mapping[str, str] = {
     "min_p": "min_p",
     "max_new_tokens": "max_tokens",
 }
-"""Sampling parameters by their keys of ``generation_config.json``, as in vLLM's
+"""Names of sampling parameters, keyed by their names in ``generation_config.json``, as in vLLM's
 ``ModelConfig.get_diff_sampling_param`` (vllm/config/model.py)."""
 
 ParamsOfEach = sampling.SamplingParams | Sequence[sampling.SamplingParams] | None
@@ -138,7 +138,7 @@ class GenerationCalls:
         ``add_generation_prompt`` or ``continue_final_message`` is given.
 
         Args:
-            messages: vLLM's name of ``conversations``.
+            messages: vLLM's name for ``conversations``.
             chat_template: text of another template (Jinja2).
             chat_template_kwargs: more variables for the template.
             add_generation_prompt: True: start a message of the assistant after the last message;
@@ -147,7 +147,7 @@ class GenerationCalls:
             tools: tools that the model may call, in OpenAI's format; the template gets them.
             tool_choice: ``auto``: the model decides; ``none``: the template gets no tools;
                 ``required``: each answer consists of calls; or ``{"type": "function", "function":
-                {"name": ...}}``: each answer is a call of that tool. A grammar enforces calls, in
+                {"name": ...}}``: each answer is a call to that tool. A grammar enforces calls, in
                 the format of ``LLM(tool_parser=...)``.
             others: see ``generate``.
 
@@ -209,7 +209,7 @@ class GenerationCalls:
         errors: OnError = "raise",
         **others: Any,
     ) -> list[BeamSearchOutput]:
-        """Find likely continuations of prompts; arguments are those of ``generate``.
+        """Find likely continuations of prompts; other arguments are as in ``generate``.
 
         Returns:
             An output for each prompt, in order. Its ``outputs`` are the ``beam_width`` best
@@ -292,7 +292,7 @@ class GenerationCalls:
         ]
 
     def _checked(self, params: sampling.SamplingParams) -> SamplingParams:
-        """Check the parameters of a call, and fill in the parameters of the ``LLM``."""
+        """Check the parameters of a call, and fill in the defaults of the ``LLM``."""
         checked = SamplingParams.of(params)
         size, longest = self._context.vocab_size, self._context.max_model_len
         check_params(checked, size, self._defaults.max_logprobs, longest)
@@ -310,7 +310,8 @@ class GenerationCalls:
 
 
 def _naming_conversation(error: RowError, at: int) -> RowError:
-    """Name the conversation in a prompt's error, because a call of ``chat`` has no columns."""
+    """Replace the column name in a prompt's error with the conversation's number, because the
+    prompts of a chat call do not come from columns."""
     message = error.message.replace("column messages: the conversation", f"conversation {at}")
     return RowError(error.code, message.replace("column messages", f"conversation {at}"))
 

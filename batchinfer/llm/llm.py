@@ -60,10 +60,10 @@ class LLM(GenerationCalls, PoolingCalls):
         revision: branch, tag or commit of a model on the hub. It does not apply to ``tokenizer``.
         dtype: ``auto`` (as saved), ``float32`` (``float``), ``bfloat16``, ``float16``
             (``half``), or a torch dtype.
-        max_model_len: most tokens of prompt and output together; default: the model's limit; -1: as
-            many tokens as fit in the KV cache.
-        max_logprobs: most alternatives that ``logprobs`` and ``prompt_logprobs`` may request; -1:
-            any number; default: 20, or the whole vocabulary with ``logprobs=-1``.
+        max_model_len: maximum number of tokens of prompt and output together; default: the model's
+            limit; -1: as many tokens as fit in the KV cache.
+        max_logprobs: maximum number of alternatives that ``logprobs`` and ``prompt_logprobs`` may
+            request; -1: any number; default: 20, or the whole vocabulary with ``logprobs=-1``.
         logprobs_mode: ``raw_logprobs``: log-probabilities of the unmodified logits;
             ``processed_logprobs``: after penalties, temperature, top-k and so on; ``raw_logits``
             and ``processed_logits``: the logits themselves. Values of prompt tokens are never
@@ -85,7 +85,7 @@ class LLM(GenerationCalls, PoolingCalls):
         guided_decoding_disable_any_whitespace: the earlier name of ``disable_any_whitespace``.
         reasoning: separates the model's reasoning from ``text`` in all outputs: ``auto``, by the
             markers of its chat template, or ``{"start": text, "end": text}``.
-        reasoning_parser: vLLM's name of the reasoning format, such as ``qwen3``, in place of
+        reasoning_parser: vLLM's name for the reasoning format, such as ``qwen3``, in place of
             ``reasoning``.
         tool_parser: format of tool calls: ``auto``, by the chat template, or vLLM's name, such as
             ``hermes``; ``none``: calls stay in the text.
@@ -232,7 +232,7 @@ class LLM(GenerationCalls, PoolingCalls):
 
     @property
     def max_model_len(self) -> int:
-        """Most tokens of prompt and output together."""
+        """Maximum number of tokens of prompt and output together."""
         return self._context.max_model_len
 
     @property

@@ -1,4 +1,4 @@
-"""Log-probabilities of outputs and prompts, as vLLM returns them: dicts by token id, or flat."""
+"""Log-probabilities as vLLM returns them: in dicts keyed by token id, or in flat lists."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Logprob:
 
 @dataclass
 class FlatLogprobs(Sequence[dict[int, Logprob] | None]):
-    """The log-probabilities of many positions, read like a list of dicts by token id.
+    """The log-probabilities of many positions, read like a list of dicts keyed by token id.
 
     A few long lists give the garbage collector less work than millions of dicts. The names are the
     same as in vLLM's class (vllm/logprobs.py). Position i has the entries from ``start_indices[i]``
@@ -100,7 +100,7 @@ def output_logprobs(
 def prompt_logprobs(
     tokens: Sequence[TokenLogprobs], prompt: list[int], tokenizer: Tokenizer | None, *, flat: bool
 ) -> PromptLogprobs:
-    """Return the same for a prompt's tokens; the first token has no entries.
+    """Do the same as ``output_logprobs`` for a prompt's tokens; the first token has no entries.
 
     Args:
         tokens: tokens of the prompt from the second on.

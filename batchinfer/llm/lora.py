@@ -1,4 +1,4 @@
-"""Finds the adapter of each prompt, by its name or by vLLM's ``LoRARequest``."""
+"""Finds the adapter of each prompt, given by its name or by vLLM's ``LoRARequest``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class LoRARequest:
     base_model_name: str | None = None
     """Ignored."""
     lora_local_path: str | None = None
-    """Another name of ``lora_path``."""
+    """Another name for ``lora_path``."""
 
     def __post_init__(self) -> None:
         if self.lora_local_path and not self.lora_path:
@@ -43,7 +43,7 @@ class Adapters:
     """Adapters of a model; loads an adapter when a call first uses it.
 
     Args:
-        paths: folder or hub id of each adapter that was loaded with the model, by name.
+        paths: folder or hub id of each adapter that was loaded with the model, keyed by its name.
     """
 
     def __init__(self, paths: Mapping[str, str], context: EngineContext) -> None:

@@ -41,7 +41,7 @@ class CompletionOutput:
     """``stop``, ``length`` or ``error``."""
     stop_reason: int | str | None = None
     cumulative_logprob: float | None = None
-    """Sum over all tokens; None unless the call requests log-probabilities or beams."""
+    """Sum of the tokens' log-probabilities; None unless the call requests these or beams."""
     logprobs: Logprobs | None = None
     score: float | None = None
     """Score that ranks beams; None without beam search."""
@@ -49,8 +49,8 @@ class CompletionOutput:
     """The model's reasoning, which ``text`` does not contain; only with ``LLM(reasoning=...)``."""
     num_reasoning_tokens: int = 0
     tool_calls: tuple[ToolCall, ...] = ()
-    """Tool calls, which ``text`` does not contain; only with ``LLM(tool_parser=...)`` and tools of
-    ``chat``. Each call has a ``name`` and ``arguments`` as JSON text.
+    """Tool calls, which ``text`` does not contain; only with ``LLM(tool_parser=...)`` and
+    ``chat(tools=...)``. Each call has a ``name`` and ``arguments`` as JSON text.
     """
 
 
@@ -99,7 +99,7 @@ class RequestMetrics:
 
 
 def _drop_unknown_fields(record: type[_Record]) -> type[_Record]:
-    """Make a dataclass warn about arguments without a field, and drop them."""
+    """Make a dataclass drop arguments for which it has no field, with a warning."""
     made: Any = record
     make, known = made.__init__, {entry.name for entry in fields(made)}
 
@@ -134,7 +134,7 @@ class RequestOutput:
     error: RowError | None = None
     metrics: RequestMetrics | None = None
     lora_request: LoRARequest | None = None
-    """The argument of the call."""
+    """The call's argument for this prompt."""
     prompt_token_id_logprobs: Float32 | None = field(default=None, compare=False)
     """Log-probabilities [tokens, ids] of ``prompt_logprob_token_ids``, if given. Row i belongs to
     prompt token ``prompt_logprob_start + i + 1``; padding has -inf."""
@@ -174,7 +174,7 @@ class PromptRequest:
     params: SamplingParams
     adapter: int
     lora_request: LoRARequest | None
-    """The argument of the call."""
+    """The call's argument for this prompt."""
     tools: RowTools | None = None
     request_id: str = ""
     arrival_time: float = 0.0

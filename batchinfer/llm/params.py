@@ -72,7 +72,7 @@ def check_params(
 def as_called(
     requests: Sequence[Request], params: SamplingParams, mode: LogprobsMode
 ) -> Sequence[Request]:
-    """Return a prompt's requests with the options that only the Python API has."""
+    """Return a prompt's requests, with the options of the call that only the Python API has."""
     named, processors = params.logprob_token_ids or (), params.logits_processors or ()
     table, scored_from = params.prompt_logprob_token_ids, 1
     if mode == LogprobsMode.RAW and not named and table is None and not processors:
@@ -133,14 +133,14 @@ def _takes(function: Callable[..., Any], count: int) -> bool:
 
 
 def rows_to_score_problem(params: SamplingParams, num_prompt_tokens: int) -> str | None:
-    """Return why ``prompt_logprob_token_ids`` do not fit the prompt; None if they fit."""
+    """Return why ``prompt_logprob_token_ids`` does not match the prompt; None if it matches."""
     table, skipped = params.prompt_logprob_token_ids, params.prompt_logprob_start or 0
     wanted = max(num_prompt_tokens - 1 - skipped, 0)
     if table is None or len(table) == wanted:
         return None
     return (
         f"prompt_logprob_token_ids has {len(table)} rows, but the prompt of "
-        f"{num_prompt_tokens} tokens has {wanted} scored rows: one for each token "
+        f"{num_prompt_tokens} tokens needs {wanted}: one for each token "
         "except the first"
         + (f" and the {skipped} tokens that prompt_logprob_start skips" if skipped else "")
     )

@@ -125,8 +125,8 @@ def chat_tools(tools: object, choice: object, *, has_parser: bool) -> RowTools |
     chosen = checked_choice(choice, checked)
     if chosen not in ("auto", "none") and not has_parser:
         raise ValueError(
-            "a tool_choice that requires a call needs LLM(tool_parser='auto'), or "
-            "tool_parser with the name of the model's format of calls"
+            "a tool_choice that requires a call needs the model's tool-call format; give "
+            "LLM(tool_parser='auto'), or the format's name as tool_parser"
         )
     return None if chosen == "none" else RowTools(checked, chosen)
 
@@ -222,7 +222,7 @@ def listed(values: Any, name: str, expected: str) -> list[Any]:
 def one_for_each(
     value: Any, kinds: type | tuple[type, ...], name: str, what: str, count: int, plural: str
 ) -> list[Any]:
-    """Return a call's argument for each of its prompts, from one value or a list.
+    """Return the value of a call's argument for each prompt, from a single value or a list.
 
     Args:
         kinds: types of a single value.

@@ -123,9 +123,9 @@ class CallRunner:
         """Return the row of a prompt.
 
         Args:
-            made: sampling of earlier rows, by their parameters and, if ``max_tokens`` is None, the
-                prompt's length. Most calls have the same parameters for all rows, and a check takes
-                0.1 ms.
+            made: sampling of earlier rows, keyed by their parameters and, if ``max_tokens`` is
+                None, the prompt's length. Most calls have the same parameters for all rows, and
+                checking them takes 0.1 ms.
 
         Raises:
             RowError: the prompt or its parameters cannot be run.
@@ -188,7 +188,7 @@ class CallRunner:
         return as_called(requests, params, LogprobsMode.RAW if params.beam_width else self._mode)
 
     def _too_long_message(self, length: int) -> str:
-        """Return an error message with vLLM's words, which programs search for
+        """Return an error message in vLLM's wording, which programs search for
         (vllm/v1/engine/input_processor.py).
         """
         most = self._engine.max_model_len

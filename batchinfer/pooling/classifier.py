@@ -137,7 +137,7 @@ def asks_questions(name: str, revision: str | None, config: ClassifyConfig) -> b
 def _head_tokens(
     folder: Path, values: Mapping[str, Any], config: ClassifyConfig
 ) -> Sequence[str | int | None] | None:
-    """Return the tokens that stand for the labels, by text or id; None for a model with a head.
+    """Return the tokens that stand for the labels, as texts or ids; None for a model with a head.
 
     A reranker has two entries: the token for "no" or None, and the token for "yes".
 
@@ -214,7 +214,7 @@ def _encoder_head(folder: Path, values: Mapping[str, Any]) -> tuple[list[Layer],
     ):
         raise ModelError(
             f"{folder}/config.json: not yet: classification heads of the family {family!r}, "
-            "whose attention is bidirectional"
+            "whose attention is bidirectional, are not supported by this version"
         )
     name, activation, last = _ENCODER_HEADS[family]
     layers: list[Layer] = [Dense(*_weight_and_bias(folder, name), activation)]
@@ -303,7 +303,7 @@ def _of_tokens(
         if key := next((key for key in _CHANGED_LOGITS if part.get(key)), None):
             raise ModelError(
                 f"{folder}/config.json: not yet: token labels of a model that changes "
-                f"its logits ({key})"
+                f"its logits ({key}) are not supported by this version"
             )
     stored = find_tensor(
         folder, "lm_head.weight", "embed_out.weight", "embed_tokens.weight", "wte.weight"
@@ -317,8 +317,8 @@ def _of_tokens(
                 ".bias"
             ):
                 raise ModelError(
-                    f"{one.path}: not yet: token labels of a model with a "
-                    f"quantized output head ({one.name})"
+                    f"{one.path}: not yet: token labels of a model with a quantized "
+                    f"output head ({one.name}) are not supported by this version"
                 )
     _check_width(stored, values)
     places = [_row(stored, token, token_id) for token in tokens]

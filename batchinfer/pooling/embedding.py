@@ -1,4 +1,4 @@
-"""Computes embeddings from hidden states, by a model folder in sentence-transformers' layout.
+"""Computes embeddings from hidden states, as a folder in sentence-transformers' layout describes.
 
 ``modules.json`` lists the modules after the transformer: ``1_Pooling/config.json`` selects hidden
 states, and ``2_Dense`` contains a linear layer with an activation
@@ -46,18 +46,18 @@ _ACTIVATIONS: Mapping[str, Layer] = {
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingModules:
-    """Description of embeddings in a model's folder."""
+    """How a model's folder describes the computation of embeddings."""
 
     hidden_size: int
     pooling: tuple[str, ...] = ("lasttoken",)
     """Modes whose vectors are concatenated."""
     dense: tuple[Dense, ...] = ()
     prompts: Mapping[str, str] = field(default_factory=dict)
-    """Prefixes of texts, by name."""
+    """Texts to put before a text, keyed by their names."""
     default_prompt: str | None = None
     """Name of the prompt that sentence-transformers uses by default."""
     max_seq_length: int | None = None
-    """Most tokens of a text (``sentence_bert_config.json``)."""
+    """Maximum number of tokens of a text (``sentence_bert_config.json``)."""
     attends_both_ways: bool = False
     """True if attention is bidirectional, so that a text takes one step and no KV cache."""
     pools_prompt: bool = True

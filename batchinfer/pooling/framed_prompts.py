@@ -1,4 +1,4 @@
-"""Cuts prompts of pooling models between the special tokens around a text."""
+"""Cuts long prompts of pooling models, but keeps the special tokens around a text."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from batchinfer.text.tokenizer import Tokenizer
 
 
 class FramedPromptBuilder(PromptBuilder):
-    """Builds prompts, and cuts a text between its special tokens ([CLS], [SEP], end of text).
+    """Builds prompts, and cuts long texts, but not their special tokens ([CLS], [SEP], ...).
 
     Prompts of token ids are cut at the end. No tokens follow a pooled prompt, so it may have
     ``max_model_len`` tokens.

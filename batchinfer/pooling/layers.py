@@ -28,7 +28,7 @@ class Dense:
         return len(self.bias)
 
     def __call__(self, values: Float32) -> Float32:
-        """float32 [H] to float32 [D]."""
+        """Map float32 [H] to float32 [D]."""
         return self.activation(self.weight @ values + self.bias)
 
 
@@ -41,7 +41,7 @@ class LayerNorm:
     eps: float
 
     def __call__(self, values: Float32) -> Float32:
-        """float32 [H] to float32 [H]."""
+        """Map float32 [H] to float32 [H]."""
         centered = values - values.mean()
         deviation = np.sqrt(np.square(centered).mean() + np.float32(self.eps))
         result: Float32 = centered / deviation * self.weight + self.bias
@@ -78,7 +78,7 @@ def silu(values: Float32) -> Float32:
 
 
 def softmax(values: Float32) -> Float32:
-    """Return the softmax of ``values``, float32 [L], which adds up to 1."""
+    """Return the softmax of ``values``, float32 [L], which sums to 1."""
     powers = np.exp(values.astype(np.float64) - values.max())
     shares: Float32 = (powers / powers.sum()).astype(np.float32)
     return shares

@@ -1,8 +1,8 @@
 """Reads JSON files and single tensors of a model folder, or of a model on the hub.
 
-A tensor is read without the rest of its file, by the layout of safetensors
-(https://github.com/huggingface/safetensors, README). A file has the length of a JSON header in 8
-bytes, the header with the dtype, shape and offsets of each tensor, and the bytes.
+A tensor is read without the rest of its file, which has the layout of safetensors
+(https://github.com/huggingface/safetensors, README): the length of a JSON header in 8 bytes, the
+header with the dtype, shape and offsets of each tensor, and the tensors' bytes.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def tensors_of(folder: Path) -> list[StoredTensor]:
 
 
 def find_tensor(folder: Path, *endings: str) -> StoredTensor | None:
-    """Return a tensor whose name ends with one of ``endings``; earlier endings come first.
+    """Return a tensor whose name ends with one of ``endings``; earlier endings take precedence.
 
     Raises:
         ModelError: a weight file cannot be read.

@@ -1,4 +1,4 @@
-"""Finds prompt lengths at which rows part: there, models keep their recurrent state."""
+"""Finds the prompt lengths at which rows diverge, and at which recurrent states are kept."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from batchinfer.engine.kv.prefix_index import common_tokens, token_key
 from batchinfer.engine.request import Request
 
 MIN_GAIN = 8
-"""Least number of prompt tokens between kept states on a path. It costs less to compute fewer
-tokens again than to run an additional step.
+"""Minimum number of prompt tokens between two kept states on a path. Computing fewer tokens again
+costs less than an additional step.
 """
 
 BranchPoints = tuple[tuple[int, int], ...]
@@ -31,9 +31,9 @@ def plan_branch_points(
 
     Args:
         order: all rows, sorted by token ids.
-        with_next: tokens of the longest common prefix of each row and the next row in ``order``.
+        with_next: number of leading tokens that each row shares with the next row in ``order``.
         run: the same rows, in the order in which they run.
-        lengths: number of prompt tokens of each row, by the row's number.
+        lengths: number of prompt tokens of each row, indexed by row.
     """
     turn = {row: at for at, row in enumerate(run)}
     rows = [(turn[row], lengths[row]) for row in order]
@@ -74,7 +74,7 @@ class _Node:
     def __init__(self, depth: int, first_turn: int, shortest: int) -> None:
         self.depth = depth
         self.first_turn = first_turn
-        """Turn of the row that runs first."""
+        """Turn of the row that runs first, an index into ``run``."""
         self.shortest = shortest
         """Number of tokens of the shortest prompt."""
         self.num_children = 0

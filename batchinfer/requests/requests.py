@@ -1,4 +1,4 @@
-"""Turns the prompts of rows into requests of the engine."""
+"""Turns the prompts of rows into requests to the engine."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class PromptRow:
     reused_prefix_len: int = 0
     """Number of tokens of the longest prefix that the row shares with a later row."""
     branch_points: BranchPoints = ()
-    """Prompt lengths at which later rows part from the row; only for recurrent models."""
+    """Prompt lengths at which later rows diverge from the row; only for recurrent models."""
     distinct_tokens: int = 0
     """Number of prompt tokens after the longest prefix shared with an earlier row, plus the number
     of completion tokens to score.
@@ -62,7 +62,7 @@ class PromptRow:
     """Random stream of the row; None for the row id."""
     tools: RowTools | None = None
     key: bytes | None = None
-    """Hash of everything that decides the row's answer; None if the job needs no keys."""
+    """Hash of everything that determines the row's answer; None if the job needs no keys."""
 
     def __post_init__(self) -> None:
         """Drop the traceback and causes of an error: their frames keep the row in memory."""
@@ -120,7 +120,7 @@ def pooling_request(row: PromptRow, pooling: tuple[str, ...] = ("lasttoken",)) -
 
 
 class RequestMaker:
-    """Makes the requests of rows to generate from, for one model.
+    """Makes the requests of rows for which text is generated, for one model.
 
     Args:
         reasoning: format of the model's reasoning; None if reasoning is part of the answer.
@@ -180,8 +180,8 @@ class RequestMaker:
             return answer
         if params.beam_width is not None:
             raise GrammarError(
-                "not yet with beam_width and reasoning together, because the "
-                "reasoning of a beam is not tracked; leave one of them out"
+                "not yet: a grammar with both beam_width and reasoning is not supported by "
+                "this version, because the reasoning of a beam is not tracked; leave one out"
             )
         return ReasoningGrammar(
             self._reasoning,

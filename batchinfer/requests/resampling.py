@@ -23,7 +23,8 @@ from batchinfer.text.sample_filter import Judge, RowVerdicts, Tally, Verdict
 from batchinfer.text.structured.json_validator import JsonValidator
 
 CHECKED_TRIES = 8
-"""Most samples drawn per requested sample if a schema is checked without ``accept``."""
+"""Maximum number of samples to draw per requested sample if a schema is checked without ``accept``.
+"""
 _CODE = "invalid_structured_output"
 _KEPT_VALIDATORS = 256
 _NOT_JUDGED = Tally()

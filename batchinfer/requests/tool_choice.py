@@ -13,7 +13,7 @@ from batchinfer.text.tools.row_tools import RowTools
 from batchinfer.text.tools.tool_format import ToolFormat
 
 _KEPT = 1024
-"""Most grammars and parameters to cache, because rows often repeat them."""
+"""Maximum number of grammars, and of parameters, to cache, because rows often repeat them."""
 
 
 class ToolChoices:
@@ -26,9 +26,9 @@ class ToolChoices:
         self._tokenizer = tokenizer
         self._grammars = grammars
         self._known: dict[str, str] = {}
-        """Grammars by ``RowTools.key``."""
+        """Grammars, keyed by ``RowTools.key``."""
         self._made: dict[tuple[int, str], tuple[RowSampling, RowSampling]] = {}
-        """Results by grammar and by id() of the parameters, which the value keeps alive."""
+        """Results, keyed by id() of the parameters, which the value keeps alive, and grammar."""
 
     def applied(
         self, sampling: RowSampling | RowError | None, tools: RowTools | None
@@ -47,7 +47,7 @@ class ToolChoices:
         if self._format.spans_thinking and sampling.params.max_reasoning_tokens is not None:
             problem = (
                 "max_reasoning_tokens cannot be combined with a tool_choice that "
-                "requires a call in this model's format of calls"
+                "requires a call in this model's tool-call format"
             )
             return RowError("bad_sampling_params", problem)
         try:

@@ -49,8 +49,7 @@ def num_outside_windows(num_tokens: Int, window: int, block_size: int) -> Int:
 
 
 def most_in_window(window: int, block_size: int, num_new: int = 1) -> int:
-    """Return the maximum number of blocks that ``num_new`` consecutive tokens attend to and fill.
-    """
+    """Return the maximum number of blocks that ``num_new`` consecutive tokens attend to and fill."""
     return -(-(window - 1 + num_new + block_size - 1) // block_size)
 
 

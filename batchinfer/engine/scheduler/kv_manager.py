@@ -1,5 +1,4 @@
-"""Manages running sequences' blocks: allocates on growth, frees behind windows, caches for reuse.
-"""
+"""Manages running sequences' blocks: allocates on growth, frees behind windows, caches for reuse."""
 
 from __future__ import annotations
 

@@ -233,7 +233,7 @@ class PoolingCalls:
         )
         with self._calls.one_call("score"):
             rows = [dict(zip(_DATA, pair, strict=True)) for pair in pairs]
-            # Errors must name the argument, because a call has no columns.
+            # Name the argument in errors, because the texts of this call do not come from columns.
             prompts = [
                 RowError(one.code, one.message.replace("column data", "the text of data"))
                 if isinstance(one, RowError)

@@ -1,4 +1,4 @@
-"""Chooses the runner of a model (text or pooling) by vLLM's arguments or by its folder."""
+"""Chooses the runner of a model (text or pooling) from vLLM's arguments or the model's folder."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _TASKS: Mapping[str, Runner] = {
     "generate": "generate",
     **dict.fromkeys(("embed", "embedding", "encode", "classify", "score"), "pooling"),
 }
-"""Runners by vLLM's earlier argument ``task``."""
+"""Runner for each value of vLLM's earlier argument ``task``."""
 _CLASSIFIER = "ForSequenceClassification"
 _RERANKER_KEYS = {"architectures", "classifier_from_token", "is_original_qwen3_reranker"}
 
@@ -49,7 +49,7 @@ def choose_runner(runner: str, task: str | None, model: str, revision: str | Non
 
 
 def _embeds_whole_texts(model: str, revision: str | None) -> bool:
-    """Return True if embeddings need hidden states of other tokens than the last."""
+    """Return True if embeddings need hidden states of tokens other than the last."""
     try:
         modules = read_embedding_modules(model, revision)
     except ModelError:  # raised again when an embedding is requested
@@ -76,7 +76,7 @@ def _config_values(model: str, revision: str | None) -> Mapping[str, Any]:
 
 
 def classifier_tokens(hf_overrides: Any) -> tuple[str, ...] | None:
-    """Return the words for no and yes that a reranker answers, from vLLM's argument.
+    """Return the tokens with which a reranker answers no and yes, from vLLM's argument.
 
     Raises:
         NotYetError: the argument overrides other keys.

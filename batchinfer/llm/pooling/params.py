@@ -12,12 +12,12 @@ if TYPE_CHECKING:
     import torch
 
 _ACTIVATES = ("use_activation", "normalize", "activation", "softmax")
-"""Names of one setting, which vLLM has renamed."""
+"""All names of one setting, which vLLM has renamed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PoolingParams:
-    """Parameters of pooling; accepts vLLM's earlier names too.
+    """Parameters of pooling. They also have vLLM's earlier names.
 
     Raises:
         TypeError: a parameter has the wrong type.
@@ -25,13 +25,13 @@ class PoolingParams:
     """
 
     truncate_prompt_tokens: int | None = None
-    """Cut the end of a longer prompt to this many tokens, as vLLM does for pooling. Special tokens
+    """Cut a longer prompt at its end, to this many tokens, as vLLM does for pooling. Special tokens
     around a text stay, and the longer text of a pair is cut. -1 for the model's limit.
     """
     dimensions: int | None = None
     """Keep only the first dimensions of an embedding (Matryoshka)."""
     use_activation: bool | None = None
-    """False for embeddings that are not normalized, and for logits as labels and scores."""
+    """False to return embeddings without normalizing them, and logits instead of scores."""
     normalize: bool | None = None
     """The earlier name of ``use_activation`` for embeddings."""
     activation: bool | None = None
@@ -70,7 +70,7 @@ class EmbeddingOutput:
 
     @property
     def hidden_size(self) -> int:
-        """Dimensions of the embedding."""
+        """Number of dimensions of the embedding."""
         return len(self.embedding)
 
 

@@ -73,7 +73,7 @@ class PoolingRunner:
 
     @property
     def embedding_size(self) -> int:
-        """Dimensions of an embedding."""
+        """Number of dimensions of an embedding."""
         return self._modules.width
 
     def embedder(self, params: PoolingParams) -> Embedder:
@@ -87,7 +87,7 @@ class PoolingRunner:
         if embedder.reads_whole_texts and self._context.shares_prefixes:
             raise ValueError(
                 f"LLM.embed: the model pools by {', '.join(embedder.pooling)}, "
-                'which needs another way of loading; give runner="pooling"'
+                'for which it must be loaded with runner="pooling"'
             )
         if (params.dimensions or 1) > self.embedding_size:
             raise ValueError(
@@ -110,7 +110,7 @@ class PoolingRunner:
                 "embeddings, not to labels or scores; leave it out"
             )
         if self._random_weights:
-            raise NotYetError("LLM(load_format='dummy') of a model that classifies or scores")
+            raise NotYetError("LLM(load_format='dummy') for a model that classifies or scores")
         return self._classifier(params.activates)
 
     def run(

@@ -114,7 +114,7 @@ def test_the_jobs_own_token_ids_are_checked() -> None:
         (b'{"response_format": {"type": "json_schema"}}', "needs json_schema: {schema: ...}"),
         (
             {"structured_outputs": {"choice": None, "regex": None}},
-            "has nothing; give exactly one of json",
+            "has no constraint; give exactly one of json",
         ),
         (b'{"structured_outputs": {"regx": "a"}}', 'key "regx"; did you mean regex?'),
         (b'{"structured_outputs": {"x": "a"}}', 'has the unknown key "x"; known: json'),
