@@ -44,7 +44,7 @@ class EngineContext:
     device: str
     model_facts: Mapping[str, Any]
     kernels: Mapping[str, str]
-    """Names of the kernels of linear layers, by dtype of the weights, and of attention."""
+    """Names of the kernels of linear layers, keyed by dtype of the weights, and of attention."""
     device_bytes: Callable[[], int]
     """Returns the bytes of memory in use on the device now."""
     eos_token_ids: frozenset[int] = frozenset()

@@ -206,7 +206,7 @@ class SamplingParams(_CallParams):
 
     @classmethod
     def from_optional(cls, **given: Any) -> Self:
-        """Return parameters from values by name; None means the default, except for ``max_tokens``.
+        """Return the given parameters; None means the default, except for ``max_tokens``.
 
         Keys of ``logit_bias`` may be strings, and its values are clipped to -100 to 100.
         """

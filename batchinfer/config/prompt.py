@@ -86,8 +86,8 @@ class AcceptConfig(Record):
     """
 
     regex: str | None = None
-    """RE2 pattern that the text must contain; ^ and $ anchor it. Look-around and back-references
-    are not available.
+    """RE2 pattern that must match a part of the text; ^ and $ anchor it. Look-around and
+    back-references are not available.
     """
     schema: Mapping[str, Any] | str | None = None
     """JSON schema (or its JSON text) that the text must conform to."""

@@ -58,7 +58,7 @@ class SamplingParams(Record):
     presence_penalty: float = 0.0
     """Number to subtract once from the logit of every token that is already in the output."""
     frequency_penalty: float = 0.0
-    """Number to subtract from a token's logit for each time that it is in the output."""
+    """Number to subtract from a token's logit for each time that the token is in the output."""
     repetition_penalty: float = 1.0
     """Number that divides positive logits and multiplies negative logits of tokens in the prompt or
     the output.
@@ -196,7 +196,8 @@ class SamplingParams(Record):
         object.__setattr__(self, "temperature", 0.0)
 
     def _normalize(self) -> None:
-        """Turn a single string into a tuple, None into an empty one, and formats into one form."""
+        """Turn a single string into a tuple, None into an empty tuple, and ``structured_outputs``
+        into its normal form."""
         for name in ("stop", "bad_words", "stop_token_ids"):
             value = getattr(self, name)
             if isinstance(value, str) and name != "stop_token_ids":

@@ -121,7 +121,8 @@ def structural_grammar(value: Any) -> str:
 
 
 def _parts(tag: Mapping[str, Any]) -> tuple[list[Mapping[str, Any]], list[str], bool, bool]:
-    """Return tags and triggers, then flags: a tag is required, and the first tag ends the text."""
+    """Return the tags, the triggers, and two flags: whether a tag is required, and whether the
+    first tag ends the text."""
     if "structures" in tag:
         found, form = tag["structures"], tag
         tags = [{**one, "content": {"json_schema": one.get("schema")}} for one in found]

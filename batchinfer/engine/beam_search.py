@@ -32,7 +32,7 @@ class Continuation:
 
 @dataclass(frozen=True, slots=True)
 class Hypothesis:
-    """A finished continuation."""
+    """A finished beam."""
 
     token_ids: list[int]
     cumulative_logprob: float

@@ -62,7 +62,7 @@ class EncoderEngine:
 
     @property
     def num_waiting(self) -> int:
-        """Requests in the queue."""
+        """Number of requests in the queue."""
         return len(self._arrived) + len(self._sorted)
 
     @property
@@ -72,7 +72,7 @@ class EncoderEngine:
 
     @property
     def num_unfinished(self) -> int:
-        """Requests that were added and not returned yet."""
+        """Number of requests that were added and not returned yet."""
         return self.num_waiting + len(self._refused)
 
     def add_request(self, request: Request) -> None:

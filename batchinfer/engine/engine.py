@@ -35,8 +35,8 @@ class StepOutcome:
 
     @property
     def output_tokens(self) -> int:
-        """Output tokens of the step. A sample's last token is never fed back to the model; it
-        counts when the sample is returned."""
+        """Number of output tokens of the step. A sample's last token is never fed back to the
+        model; it counts when the sample is returned."""
         last = sum(len(completion.outputs) for completion in self.completions)
         return last + (0 if self.stats is None else self.stats.decode_tokens)
 
@@ -90,12 +90,12 @@ class Engine:
 
     @property
     def num_running(self) -> int:
-        """Sequences with blocks in the pool."""
+        """Number of sequences with blocks in the pool."""
         return self.scheduler.table.num_running
 
     @property
     def num_waiting(self) -> int:
-        """Sequences in the queue."""
+        """Number of sequences in the queue."""
         return len(self.scheduler.waiting)
 
     @property

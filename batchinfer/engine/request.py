@@ -61,7 +61,7 @@ class Request:
     pools: bool = False
     """True to return the hidden state of the last prompt token and ignore the output token."""
     pooling: tuple[str, ...] = ("lasttoken",)
-    """With ``pools``: pooling modes. Only ``EncoderEngine`` supports others than the default."""
+    """With ``pools``: pooling modes. Modes other than the default need ``EncoderEngine``."""
     first_segment: int | None = None
     """For an encoder: number of tokens in the first text of a pair; None: a single text."""
     unpooled: int = 0
@@ -273,7 +273,7 @@ class Completion:
     error_message: str | None = None
     stats: RequestStats = field(default_factory=RequestStats)
     prompt_logprobs: PromptLogprobs | None = None
-    """Log-probabilities from ``request.scored_from`` on, if requested and without an error."""
+    """Log-probabilities from ``request.scored_from`` on; None if not requested, or on an error."""
     hidden_state: Float32 | None = None
     """With ``request.pools``: [H] hidden state of the last prompt token after the final norm, or
     hidden states pooled by ``request.pooling``."""

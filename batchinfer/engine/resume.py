@@ -2,7 +2,8 @@
 
 The engine treats such a request like a preempted one: it computes the prompt and the known output
 tokens again, then draws the next token. Grammars, stop strings and penalties rebuild their state
-from the tokens. Draws do not change, because random numbers are keyed by position.
+from the tokens. The next tokens are the same as without the interruption, because random numbers
+depend only on the seed and the position.
 """
 
 from __future__ import annotations

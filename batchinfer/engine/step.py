@@ -56,7 +56,7 @@ class SamplingColumns:
             getattr(self, name)[row] = value
 
     def take(self, rows: npt.NDArray[np.integer]) -> dict[str, npt.NDArray[Any]]:
-        """Return the values of some rows by column name."""
+        """Return the values of some rows, keyed by column name."""
         return {name: getattr(self, name)[rows] for name in _COLUMN_DTYPES}
 
 
@@ -184,7 +184,7 @@ class Step:
     block_tables: Int32  # [S, longest table] device slots; undefined outside a sequence's window
     slot_mapping: Int64  # [T] slot * block_size + offset where each token's KV is written
     block_copies: Int32  # [C, 2] (source slot, destination slot) on the device
-    logits_indices: Int32  # [R] packed tokens whose logits are needed
+    logits_indices: Int32  # [R] indices of the packed tokens whose logits are needed
     sampling: SamplingBatch
     shared_prefixes: SharedPrefixes | None = None  # None: no shared prefix is long enough
     swap_outs: Int32 = field(default_factory=_no_pairs)  # [O, 2] (device slot, host slot)
@@ -193,7 +193,7 @@ class Step:
     other_slots: Int64 = field(default_factory=_no_slots)  # [G - 1, T] as slot_mapping
     state_tables: Int32 = field(default_factory=_no_pairs)  # [S, slots of a recurrent state]
     scored: ScoredTokens | None = None  # None: no prompt tokens are scored
-    pooled: Int32 | None = None  # [E] packed tokens whose hidden states are returned
+    pooled: Int32 | None = None  # [E] indices of packed tokens whose hidden states are returned
     adapters: Int32 | None = None  # [S] number of each sequence's adapter, 0 = none; None: all 0
 
     @property

@@ -28,7 +28,7 @@ _ENGINE_ALIASES: Mapping[str, str] = {
     "kv_cache_memory_bytes": "kv_cache_memory",
     "num_gpu_blocks_override": "num_kv_blocks",
 }
-"""Keys of the ``engine`` section, keyed by their names in vLLM."""
+"""Our names of engine settings, keyed by vLLM's names."""
 _OUTLINES_WHITESPACE = "[ ]?"
 """Whitespace between the parts of JSON in outlines, a backend of vLLM
 (``outlines_core.json_schema.WHITESPACE``).

@@ -1,8 +1,8 @@
 """Handles arguments and methods of vLLM that this package does not have.
 
 An argument without effect causes a warning that names it. An unsupported argument is refused unless
-it has its default. An argument that has another name in this package is refused; the message has that
-name.
+it has its default. An argument that has another name in this package is refused, with that name in
+the message.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ ParamsOfEach = sampling.SamplingParams | Sequence[sampling.SamplingParams] | Non
 
 
 class GenerationCalls:
-    """``generate``, ``chat`` and ``beam_search`` of an ``LLM``, which sets the attributes."""
+    """``generate``, ``chat`` and ``beam_search`` of an ``LLM``; the subclass sets the attributes."""
 
     _adapters: Adapters
     _calls: Calls
@@ -96,7 +96,7 @@ class GenerationCalls:
                 ``return``: its output has an ``error``, and the other prompts run. A prompt that
                 fails while it runs has an ``error`` either way.
             others: other arguments of vLLM's ``generate``, which have no effect or are refused
-                with the alternative.
+                with a message that gives the alternative.
 
         Returns:
             An output for each prompt, in order.
@@ -141,7 +141,7 @@ class GenerationCalls:
             messages: vLLM's name for ``conversations``.
             chat_template: text of another template (Jinja2).
             chat_template_kwargs: more variables for the template.
-            add_generation_prompt: True: start a message of the assistant after the last message;
+            add_generation_prompt: True: start a new assistant message after the last message;
                 False: add nothing.
             continue_final_message: continue the last message.
             tools: tools that the model may call, in OpenAI's format; the template gets them.

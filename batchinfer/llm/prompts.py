@@ -15,13 +15,13 @@ from batchinfer.text.tools.row_tools import RowTools, checked_choice, checked_to
 
 
 class TextPrompt(TypedDict):
-    """vLLM's type of a prompt given as text."""
+    """vLLM's type for a prompt given as text."""
 
     prompt: str
 
 
 class TokensPrompt(TypedDict):
-    """vLLM's type of a prompt given as token ids; ``prompt`` is the text to show for them."""
+    """vLLM's type for a prompt given as token ids; ``prompt`` is the text to show for them."""
 
     prompt_token_ids: list[int]
     prompt: NotRequired[str]

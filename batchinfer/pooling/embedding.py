@@ -53,7 +53,7 @@ class EmbeddingModules:
     """Modes whose vectors are concatenated."""
     dense: tuple[Dense, ...] = ()
     prompts: Mapping[str, str] = field(default_factory=dict)
-    """Texts to put before a text, keyed by their names."""
+    """Prefixes to put before texts, keyed by their names."""
     default_prompt: str | None = None
     """Name of the prompt that sentence-transformers uses by default."""
     max_seq_length: int | None = None
@@ -86,7 +86,7 @@ class Embedder:
 
     @property
     def reads_whole_texts(self) -> bool:
-        """True if a text must be computed in one step, as for all pooling except last-token."""
+        """True if a text must be computed in one step, as for all modes except ``lasttoken``."""
         return self.modules.attends_both_ways or self.pooling != ("lasttoken",)
 
     @property

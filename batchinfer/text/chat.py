@@ -80,7 +80,7 @@ class ChatTemplate:
         """Compile ``source``.
 
         Args:
-            special_tokens: token texts, keyed by the names that templates use, as ``bos_token``.
+            special_tokens: texts of tokens, keyed by templates' names for them (``bos_token``).
             kwargs: further variables, which override ``special_tokens``.
             now: time for ``strftime_now``, the same for all rows.
             error: type of the error for an invalid template.

@@ -70,12 +70,14 @@ class IncrementalDetokenizer:
         return ""
 
     def _move_to(self, end: int, text: str | None = None) -> str:
-        """Make the window's tokens up to ``end`` the prefix, and return the text that they add,
-        which is ``text``, by default the tail.
+        """Make the window's tokens up to ``end`` its prefix, if possible.
+
+        Returns:
+            The text that the new prefix adds: ``text``, by default the tail; "" if not possible.
         """
         text = self.tail if text is None else text
         prefix_chars = len(self._decode(self._window[self._prefix_tokens : end]))
-        if prefix_chars == 0:  # without its stripped leading space, the prefix would be empty
+        if prefix_chars == 0:  # decoded on its own, the prefix loses its leading space, its text
             return ""
         del self._window[: self._prefix_tokens]
         self._prefix_tokens = end - self._prefix_tokens

@@ -1,4 +1,4 @@
-"""Reads the source of a row's prompt: a column, a template, or a conversation of templates.
+"""Reads the source of a row's prompt: a column, a template, or a conversation made of templates.
 
 The module also finds settings that contradict each other for any data and model.
 

@@ -46,7 +46,7 @@ def _raise_exception(message: object) -> None:
 
 
 class _PlainNamespace(Namespace):
-    """A namespace without Python's internal names, whose text shows no memory address."""
+    """A namespace without Python's internal names, whose repr shows no memory address."""
 
     def __setitem__(self, name: str, value: Any) -> None:
         if name.startswith("_"):

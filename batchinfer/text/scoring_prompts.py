@@ -181,7 +181,7 @@ class ScoringBuilder:
 
 @dataclass(frozen=True, slots=True)
 class _Draft:
-    """A row before tokenizing."""
+    """A row before it is tokenized."""
 
     texts: list[RenderedText]
     """The prompt if it is text, then the completions if they are text."""

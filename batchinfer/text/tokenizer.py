@@ -110,7 +110,7 @@ class Tokenizer:
         return any(part.get("type") == "ByteFallback" for part in parts)
 
     def added_token_id(self, text: str) -> int | None:
-        """Return the id of the added token, special or not, with this text; None if there is none."""
+        """Return the id of the added token, special or not, with this text, or None."""
         return self._added_ids.get(text)
 
     def single_token_id(self, text: str) -> int | None:

@@ -9,7 +9,7 @@ from batchinfer.engine.kv.prefix_index import Block
 
 
 class HostPool:
-    """Blocks with host slots, in the order in which they lose their host slots.
+    """Blocks with host slots, in the order in which they are to lose their host slots.
 
     Every block with a host slot is indexed. A block that loses its host slot is lost unless it is
     also on the device.

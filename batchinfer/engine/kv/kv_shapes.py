@@ -70,7 +70,7 @@ def kv_shapes(text: Mapping[str, Any], num_layers: int, common: KVShape) -> tupl
 
 
 def _by_layer(text: Mapping[str, Any], num_layers: int) -> dict[int, Mapping[str, Any]]:
-    """Return a config's shapes of single layers, keyed by layer number."""
+    """Return the shapes that a config gives for single layers, keyed by layer number."""
     config = text.get("per_layer_config") or {}
     try:
         shapes = {int(layer): shape for layer, shape in config.items()}  # keys may be padded: "05"

@@ -2,7 +2,7 @@
 
 A pool slot holds one block of all layers in a group. All slots have the same size, so that one free
 list serves every group. Layers with the same window are split into groups of the size that wastes
-least memory.
+the least memory.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class LayerGroup:
 
 
 def num_outside_window(num_tokens: int, window: int, block_size: int) -> int:
-    """Return the number of leading blocks outside the window of the token at ``num_tokens``."""
+    """Return the number of leading blocks outside the window of the token after ``num_tokens``."""
     return max(num_tokens - window + 1, 0) // block_size if window else 0
 
 
@@ -49,7 +49,7 @@ def num_outside_windows(num_tokens: Int, window: int, block_size: int) -> Int:
 
 
 def most_in_window(window: int, block_size: int, num_new: int = 1) -> int:
-    """Return the maximum number of blocks that ``num_new`` consecutive tokens attend to and fill."""
+    """Return the maximum number of blocks that ``num_new`` adjacent tokens attend to and fill."""
     return -(-(window - 1 + num_new + block_size - 1) // block_size)
 
 

@@ -25,7 +25,7 @@ from batchinfer.engine.kv.unsupported_models import refuse_unsupported
 DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes per element by dtype name."""
 
-# Config keys that name the same number in different families, in order of preference.
+# Keys under which the configs of different families give each number, in order of preference.
 _NUM_LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 _NUM_HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads")
 _NUM_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
@@ -68,7 +68,7 @@ class KVLayout:
     without_kv: tuple[int, ...] = ()
     """Layers that do not attend."""
     state: StateLayout | None = None
-    """Layout of a sequence's recurrent state; None: all layers attend."""
+    """Layout of a sequence's recurrent state; None without recurrent layers."""
     chunks: tuple[int, ...] = ()
     """Size of the chunks within which each layer attends (0: no chunks); empty: all 0."""
 

@@ -7,7 +7,8 @@ from typing import Any
 
 Config = Mapping[str, Any]
 
-# Config keys of the longest sequence in different families, in order of preference.
+# Keys under which the configs of different families give the maximum length of a sequence, in order
+# of preference.
 _MAX_POSITIONS = (
     *("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "model_max_length"),
 )
@@ -20,7 +21,7 @@ def text_config(config: Config) -> Config:
 
 
 def max_positions(config: Config) -> int | None:
-    """Return the longest sequence in tokens; None if the config sets no limit.
+    """Return the maximum length of a sequence in tokens; None if the config sets no limit.
 
     YaRN's factor multiplies the original length. With other scalings, the config's limit already
     includes the factor.

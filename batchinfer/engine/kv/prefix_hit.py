@@ -110,8 +110,8 @@ def _hit_at_snapshot(pool: BlockPool, match: PrefixMatch, fork_at: int | None) -
 
 
 def _runs(blocks: list[Block], group: int) -> list[int]:
-    """Return [len(blocks) + 1]: element i counts the blocks that end at index i (exclusive) without
-    a gap and have a slot in the window group ``group``."""
+    """Return [len(blocks) + 1]: element i is the number of consecutive blocks just before index i
+    that have a slot in ``group``."""
     runs = [0]
     for block in blocks:
         runs.append(runs[-1] + 1 if block.window_slots[group].slot >= 0 else 0)

@@ -314,7 +314,7 @@ class PrefixIndex:
         return block
 
     def replace(self, old: Block, block: Block) -> None:
-        """Replace ``old`` by the in-flight ``block``, which takes its key and children, and the
+        """Replace ``old`` with the in-flight ``block``, which takes its key and children, and the
         snapshots in these. ``old`` itself must have no snapshot."""
         parent, key, children = old.parent, old.key, old.children
         assert parent is not None

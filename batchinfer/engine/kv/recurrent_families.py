@@ -1,4 +1,4 @@
-"""Layers with recurrent state, and the shape of that state, from the configs of model families."""
+"""Finds in a model's config which layers have recurrent state, and the shape of that state."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class RecurrentShape:
     convolution."""
 
     num_heads: int
-    """Heads with a matrix; 0: the layer has no state but the inputs of its convolution."""
+    """Heads with a matrix; 0: the layer's only state is the inputs of its convolution."""
     key_width: int
     """Rows of a head's matrix; 1 without heads."""
     value_width: int
@@ -61,7 +61,7 @@ def recurrent_shape(text: Config) -> RecurrentShape:
     """Return the shape of the state of a model's recurrent layers.
 
     Raises:
-        ValueError: a size in the config is impossible.
+        ValueError: a size in the config is invalid.
     """
     return _SHAPES[text["model_type"]](text)
 

@@ -104,7 +104,8 @@ class StateSlots:
         self._num_states -= 1
 
     def copy(self, shared: RecurrentState, copies: Pairs) -> RecurrentState:
-        """Replace a reference to a shared state by a new state, which the next step copies.
+        """Replace a reference to a shared state with a new state, into which the next step copies
+        it.
 
         Args:
             shared: a state with several references.

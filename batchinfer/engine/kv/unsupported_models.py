@@ -1,4 +1,4 @@
-"""Refuses models that cannot run, and gives the reason, which it finds in their configs."""
+"""Refuses models that, according to their configs, cannot run, and says why."""
 
 from __future__ import annotations
 

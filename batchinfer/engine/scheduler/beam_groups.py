@@ -103,7 +103,7 @@ class BeamGroups:
             table.pending_forks[row] = leader.request.group_size - len(leader.group)
 
     def replace(self, present: list[Sequence], next_beams: list[tuple[Sequence, int]]) -> None:
-        """Replace the running beams of a group by the next beams.
+        """Replace the running beams of a group with the next beams.
 
         Args:
             next_beams: the next beams, each with the index of the present beam that it continues.

@@ -1,4 +1,4 @@
-"""Manages running sequences' blocks: allocates on growth, frees behind windows, caches for reuse."""
+"""Manages the blocks of running sequences: allocates, shares, frees and indexes them."""
 
 from __future__ import annotations
 

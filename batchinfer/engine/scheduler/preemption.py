@@ -20,7 +20,7 @@ Preemption = Literal["auto", "recompute", "swap"]
 _WEIGHT = 0.2
 """Weight of a step in the moving average of ``token_s``."""
 _MOSTLY = 0.8
-"""Smallest share of prompt tokens in a step whose time is measured."""
+"""Smallest share of prompt tokens in a step at which its time updates ``token_s``."""
 _FIRST_TOKEN_S = 1e-4
 """Initial value of ``token_s``. A measurement replaces it before the first preemption."""
 
@@ -102,7 +102,8 @@ class ReuseHints:
                 self._pool.update_priority(block)
 
     def is_private_tail(self, sequence: Sequence, block: Block | None) -> bool:
-        """Return true if only a waiting sequence needs a block, which ends its computed tokens."""
+        """Return true if a block holds the end of a waiting sequence's computed tokens, and nothing
+        else needs the block."""
         return (
             block is not None
             and self._waiting.get(sequence, [None])[-1] is block

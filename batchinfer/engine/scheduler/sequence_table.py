@@ -56,7 +56,7 @@ class SequenceTable:
         """The ``Sequence`` in each row, or None."""
         self.active = np.zeros(rows, dtype=np.bool_)
         self.admission = np.zeros(rows, dtype=np.int64)
-        """Number in order of admission. The newest row is preempted first."""
+        """Admission number, in order of admission. The newest row is preempted first."""
         self.num_prompt = np.zeros(rows, dtype=np.int32)
         self.num_tokens = np.zeros(rows, dtype=np.int32)
         """Number of prompt and output tokens, including a token that is being drawn."""
@@ -69,7 +69,7 @@ class SequenceTable:
         """True if the sequence certainly runs to ``max_total``."""
         self.last_token = np.zeros(rows, dtype=np.int32)
         self.sample_at = np.full(rows, -1, dtype=np.int32)
-        """Sample of the step in flight that is the last token; -1: ``last_token`` has its value."""
+        """Sample of the step in flight that gives the last token; -1: it is in ``last_token``."""
         self.num_blocks = np.zeros(rows, dtype=np.int32)
         self.num_shared_blocks = np.zeros(rows, dtype=np.int32)
         """Number of leading blocks that other sequences share."""
@@ -266,7 +266,7 @@ class SequenceTable:
             self.num_shared_blocks[block.row] = max(self.num_shared_blocks[block.row], count)
 
     def replace_last_block(self, row: int, block: Block) -> Block:
-        """Replace a row's last block by ``block``; return the old block."""
+        """Replace a row's last block with ``block``; return the old block."""
         blocks = self.sequence(row).blocks
         replaced, blocks[-1] = blocks[-1], block
         self.version += 1

@@ -74,7 +74,7 @@ def _advance(
 
 
 def _replace(scheduler: Scheduler, state: RequestState, continuations: list[Continuation]) -> None:
-    """Replace the current beams by the next beams, which share their blocks."""
+    """Replace the current beams with the next beams, which share their blocks."""
     state.note_peak_blocks()
     present = state.samples
     outputs_before = [beam.output_ids for beam in present]

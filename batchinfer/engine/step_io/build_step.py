@@ -169,7 +169,7 @@ def build_sampling_batch(table: SequenceTable, schedule: Schedule) -> SamplingBa
 
 
 def _named_tokens(table: SequenceTable, sample_rows: Rows) -> Int32 | None:
-    """Return the named token ids [K, largest number of a sample], padded with -1."""
+    """Return each sample's named token ids [K, W], padded with -1."""
     naming = table.names_tokens[sample_rows]
     if not naming.any():
         return None

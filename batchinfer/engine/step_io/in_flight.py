@@ -32,7 +32,7 @@ class SampledRows:
     is_first: Bool  # true if this is the request's first token
     at_limit: Bool  # true if the sequence ends by length with this token
     may_stop: Bool  # true if the output has at least min_tokens
-    stop_ids: Int32  # [R, largest number of a row] padded with -1
+    stop_ids: Int32  # [R, longest list] padded with -1
     checks_stops: Bool
     num_logprobs: Int32
     is_beam: Bool

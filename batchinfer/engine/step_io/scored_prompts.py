@@ -62,7 +62,7 @@ def scored_tokens(spans: list[ScoredSpan]) -> ScoredTokens | None:
 
 
 def _named_tokens(spans: list[ScoredSpan], count: int) -> Int32 | None:
-    """Return the named token ids [count, largest number of a prompt], padded with -1."""
+    """Return each scored token's named token ids [count, W], padded with -1."""
     tables = [span.state.request.named_prompt_token_ids for span in spans]
     width = max((table.shape[1] for table in tables if table is not None), default=0)
     if width == 0:

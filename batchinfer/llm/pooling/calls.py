@@ -49,7 +49,7 @@ class _Options:
 
 
 class PoolingCalls:
-    """Calls of an ``LLM``, which sets the attributes."""
+    """Pooling calls of an ``LLM``; the subclass sets the attributes."""
 
     _adapters: Adapters
     _calls: Calls

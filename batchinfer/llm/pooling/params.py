@@ -17,7 +17,7 @@ _ACTIVATES = ("use_activation", "normalize", "activation", "softmax")
 
 @dataclass(frozen=True, kw_only=True)
 class PoolingParams:
-    """Parameters of pooling. They also have vLLM's earlier names.
+    """Parameters of pooling. vLLM's earlier names are accepted too.
 
     Raises:
         TypeError: a parameter has the wrong type.

@@ -21,7 +21,7 @@ from batchinfer.text.tokenizer import Tokenizer
 
 GREETING = b"batchinfer: makes prompts\n"
 """First bytes that the server sends. They tell the parent that it has started Python."""
-# Seconds between checks if the parent is alive. The pipe may not show this, because another child
+# Seconds between checks that the parent is alive. The pipe may not show this, because another child
 # of the parent may keep the parent's end of the pipe open.
 _LOOK_S = 1.0
 _STDERR_BYTES = 4096

@@ -20,7 +20,7 @@ from batchinfer.text.processes.server_process import ForkRefusedError, ServerPro
 from batchinfer.text.processes.worker import Result
 
 _MAX_OUTSIDE = 4
-"""Number of deaths of a row's workers by outside causes after which this machine counts as unable
+"""Number of deaths of a row's workers from outside causes after which this machine counts as unable
 to run workers."""
 
 

@@ -35,7 +35,7 @@ _HINT = "set unsupported: check to check finished texts against the whole schema
 
 
 class GrammarError(ValueError):
-    """A grammar that cannot be compiled for this model; the message gives the reason on one line."""
+    """A grammar that cannot be compiled for this model; the message is one line with the reason."""
 
 
 def sources(

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 Mask = npt.NDArray[np.int32]
 _FEW_CORES = 4
 """On at most this many cores, one thread makes all masks. The threads of the model's linear layers
-still spin and would delay more threads: on 2 cores, several threads took up to 1.8 times as long.
+still spin and would delay further threads: on 2 cores, several threads took up to 1.8 times as
+long.
 """
 
 

@@ -121,7 +121,7 @@ def _python_rule(name: str, parameters: Sequence[Parameter]) -> str:
 
 
 class HarmonyCalls(ToolFormat):
-    """Calls as gpt-oss's messages to ``functions.name``; its other messages are the text."""
+    """Calls that gpt-oss writes as messages to ``functions.name``; other messages are the text."""
 
     spans_thinking = True
     _BETWEEN = re.compile(r"<\|(?:start|end|call|return)\|>")
