@@ -81,7 +81,7 @@ def test_logits_processors_run_in_order_before_bans(llm: LLM) -> None:
         (lambda _, logits: None, TypeError, "<lambda> returned a NoneType, not a tensor"),
         (lambda _, logits: logits[:3], ValueError, r"of shape \(3,\); .* \(259,\)"),
         (lambda logits: logits, TypeError, r"must take \(output token ids, logits\)"),
-        ("x", TypeError, "logits_processors has 'x'; it must hold functions"),
+        ("x", TypeError, "logits_processors contains 'x'; every entry must be a function"),
         (lambda *_: 1 / 0, ZeroDivisionError, "division"),
     ],
 )

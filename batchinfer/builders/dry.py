@@ -48,8 +48,8 @@ def build_dry_engine(
 
     Args:
         device: device to simulate; a CPU has the free memory of this machine.
-        end_after: number of output tokens after which ``END_TOKEN`` ends a sample, unless it may
-            not end; None: samples run to ``max_tokens``.
+        end_after: number of output tokens after which a sample that may end draws ``END_TOKEN``;
+            None: samples run to ``max_tokens``.
 
     Raises:
         ModelError: the config or the tokenizer cannot be read, or the model cannot be run.

@@ -35,7 +35,7 @@ _WITHOUT_EFFECT = ("skip_reading_prefix_cache", "spaces_between_special_tokens",
 _ELSEWHERE: Mapping[str, str] = {
     "early_stopping": "LLM.beam_search stops as transformers does with early_stopping=False",
     "repetition_detection": "set max_tokens or repetition_penalty",
-    "trace_decode_token_ids": "score existing tokens with prompt_logprobs, or a task: score job",
+    "trace_decode_token_ids": "score tokens with prompt_logprobs, or with a job of task: score",
     "use_beam_search": "call LLM.beam_search",
 }
 """Refused parameters of vLLM, with their alternatives."""
@@ -232,9 +232,9 @@ class SamplingParams(_CallParams):
         """Raise ValueError for values that are refused only in a call, as in vLLM."""
         if self.best_of not in (None, self.n):
             raise ValueError(
-                f"best_of is {self.best_of}, which is not supported unless it equals n, which is "
-                f"{self.n}; draw n={self.best_of} samples with logprobs=0 instead, and keep those "
-                "with the highest cumulative_logprob"
+                f"best_of is {self.best_of}, but only best_of equal to n ({self.n}) is supported; "
+                f"draw n={self.best_of} samples with logprobs=0 instead, and keep those with the "
+                "highest cumulative_logprob"
             )
         named = self.logprob_token_ids
         if named is not None and self.logprobs not in (None, len(named)):

@@ -122,7 +122,7 @@ class BenchOptions:
     input_len: Annotated[
         int | None,
         _option(
-            "Tokens per synthetic prompt (default: 1024, or fewer if the model is shorter).",
+            "Tokens per synthetic prompt (default: 1024, or fewer if the model's limit is lower).",
             "N",
             min=1,
         ),

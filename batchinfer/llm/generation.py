@@ -57,7 +57,7 @@ ParamsOfEach = sampling.SamplingParams | Sequence[sampling.SamplingParams] | Non
 
 
 class GenerationCalls:
-    """``generate``, ``chat`` and ``beam_search`` of an ``LLM``; the subclass sets the attributes."""
+    """``generate``, ``chat`` and ``beam_search``; the subclass ``LLM`` sets the attributes."""
 
     _adapters: Adapters
     _calls: Calls

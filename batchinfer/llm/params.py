@@ -107,7 +107,7 @@ def _with_prompt(processor: Callable[..., Any]) -> LogitsProcessor:
         TypeError: ``processor`` takes neither two nor three arguments.
     """
     if not callable(processor):
-        raise TypeError(f"logits_processors has {processor!r}; it must hold functions")
+        raise TypeError(f"logits_processors contains {processor!r}; every entry must be a function")
     name = getattr(processor, "__name__", type(processor).__name__)
     if _takes(processor, 3):
         return processor

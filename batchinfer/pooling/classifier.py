@@ -149,7 +149,7 @@ def _head_tokens(
             raise ModelError(
                 f"{folder}/config.json: classify.tokens needs a model that "
                 "continues texts, but models of the family "
-                f"{values.get('model_type')!r} read texts whole; leave it out"
+                f"{values.get('model_type')!r} encode whole texts; leave it out"
             )
         return config.tokens
     if _class_name(values).endswith("ForSequenceClassification"):

@@ -171,7 +171,7 @@ class Resampling:
             why = f"it was cut off at {len(sample.token_ids)} tokens"
         drawn = len(samples)
         return (
-            f"too few of {drawn} samples match the schema; the last sample that does "
+            f"too few of {drawn} samples match the schema; problem in the last sample that does "
             f"not match: {why}"
         )
 

@@ -158,7 +158,7 @@ def _part_text(part: object, where: str) -> str:
         text = part.get("text")
         if isinstance(text, str):
             return text
-        problem = f"{where}: a part of type text has no string in its field text"
+        problem = f"{where}: a part of type text has no string in its text field"
         raise RowError("unsupported_content", problem)
     kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
     raise RowError(

@@ -164,7 +164,8 @@ class ScoringBuilder:
         if len(ids) == 1 and not prompt.completions:
             raise RowError(
                 "empty_prompt",
-                "the prompt has only one token, and no token precedes it to predict it",
+                "the prompt has only one token, which cannot be scored, because no token precedes "
+                "it",
             )
         for at, completion in enumerate(prompt.completions):
             if len(completion) == 0:

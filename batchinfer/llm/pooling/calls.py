@@ -49,7 +49,7 @@ class _Options:
 
 
 class PoolingCalls:
-    """Pooling calls of an ``LLM``; the subclass sets the attributes."""
+    """Pooling calls; the subclass ``LLM`` sets the attributes."""
 
     _adapters: Adapters
     _calls: Calls

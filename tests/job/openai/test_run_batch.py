@@ -113,7 +113,7 @@ def test_run_batch_hints_of_messages_work() -> None:
         (
             "chat/completions",
             {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
-            "body.messages, message 0: a part of type text has no string in its field text",
+            "body.messages, message 0: a part of type text has no string in its text field",
         ),
     ],
 )
