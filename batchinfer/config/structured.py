@@ -34,8 +34,8 @@ def checked_schema(structured_outputs: Mapping[str, Any] | None) -> str | None:
 def normalized(value: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """Return ``structured_outputs`` or OpenAI's ``response_format`` in one form.
 
-    A schema becomes JSON text, because outputs follow the order of its properties: equal texts have
-    the same order, while equal dicts may not.
+    A schema becomes JSON text, because outputs follow the order of its properties, and dicts are
+    equal even if their orders differ.
 
     Args:
         value: ``{json: schema}``, ``{regex: text}``, ``{choice: [texts]}``,

@@ -1,6 +1,6 @@
 """An engine for encoders, which need no KV pool, blocks or shared prefixes.
 
-Every token of an encoder attends to the tokens after it. Texts therefore cannot share computation,
+In an encoder, tokens also attend to the tokens after them. Texts therefore share no computation,
 and one step computes a whole text. The engine sorts waiting texts by length, longest first, so that
 texts of similar length run together.
 """

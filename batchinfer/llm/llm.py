@@ -70,7 +70,7 @@ class LLM(GenerationCalls, PoolingCalls):
             processed, and beams always have log-probabilities.
         seed: seeds samples whose parameters have no seed, together with the number of the call;
             default: samples differ in every call.
-        load_format: ``dummy`` makes random weights of the model's shapes, to try settings and
+        load_format: ``dummy`` makes random weights with the model's shapes, to try settings and
             speed without weight files. Other formats have no effect.
         quantization: ``int8``, ``int4``, ``fp8``, ``int8_weight_only`` or
             ``int4_weight_only``; default: as saved.

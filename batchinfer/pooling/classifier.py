@@ -174,7 +174,7 @@ def _class_name(values: Mapping[str, Any]) -> str:
 
 
 def _logit_score(folder: Path) -> tuple[int | None, int] | None:
-    """Return the token ids for "no" and "yes" of sentence-transformers' ``LogitScore``."""
+    """Return the token ids for "no" and "yes" from sentence-transformers' ``LogitScore`` config."""
     modules = read_json(folder / "modules.json")
     for module in map(_mapping, modules if isinstance(modules, list) else ()):
         if str(module.get("type", "")).rpartition(".")[2] == "LogitScore":

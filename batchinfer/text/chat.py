@@ -33,7 +33,7 @@ _PROBES = ("first7tExt", "second7tExt")
 """Texts that no template contains."""
 _WRITTEN_AS_LIST = re.compile(rf"""['"]text['"]:\s*['"]{_PROBES[0]}""")
 _TURNS = {"system": 0, "developer": 0, "user": 0, "assistant": 1, "tool": 2}
-"""Number of messages before a message of each role in a test conversation."""
+"""In a test conversation, the number of messages before a message of each role."""
 RESERVED_KWARGS = frozenset({"messages", "add_generation_prompt", "continue_final_message"})
 
 

@@ -67,7 +67,7 @@ def recurrent_shape(text: Config) -> RecurrentShape:
 
 
 def _layer_types(text: Config) -> list[str]:
-    """Return the kind of each layer, which some families do not give as ``layer_types``."""
+    """Return the kind of each layer. Not all families list the kinds in ``layer_types``."""
     types = text.get("layer_types") or text.get("layers_block_type")
     if types:
         return list(types)

@@ -208,7 +208,7 @@ class _Entries:
 
 
 def _add_biases(sequence: Sequence, position: int, sample: int, bias: _Entries) -> None:
-    """Add a sample's logit biases, and ban ends of bad words, and stop tokens before min_tokens."""
+    """Add a sample's logit biases; ban last tokens of bad words and, at first, stop tokens."""
     request, params = sequence.request, sequence.request.params
     if params.logit_bias:
         bias.add(sample, list(params.logit_bias), list(params.logit_bias.values()))

@@ -20,7 +20,7 @@ _UNEVALUATED = 3
 _NAMES = ("$anchor", "$dynamicAnchor", "$id", "id")
 
 GROWING = (*_REFERENCES, "unevaluatedItems", "unevaluatedProperties")
-"""Without these keywords, the work is at most the schema's size times the value's size."""
+"""If a schema has none of these keywords, the work is at most its size times the value's size."""
 
 
 def num_steps(schema: Any, value: Any) -> int:
