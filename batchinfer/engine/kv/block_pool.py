@@ -335,8 +335,8 @@ class BlockPool:
         self.pending.moved.add(block)
 
     def _copy_slots_out(self, slots: list[int]) -> list[int]:
-        """Let the next step copy slots to the host. Returns their host slots; empty if the host has
-        too few."""
+        """Have the next step copy slots to the host. Returns their host slots; empty if the host
+        has too few."""
         host_slots = list[int]()
         while len(host_slots) < len(slots) <= self.host.num_slots:
             host_slot = self._take_host_slot()
@@ -352,8 +352,8 @@ class BlockPool:
         return host_slots
 
     def _take_host_slot(self) -> int | None:
-        """Return a host slot, if necessary of another block that then loses it; None if no block
-        has one to lose."""
+        """Return a host slot, which another block loses if none is free; None if no block can lose
+        one."""
         slot = self.host.take_slot()
         if slot is not None:
             return slot

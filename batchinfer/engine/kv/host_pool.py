@@ -40,7 +40,7 @@ class HostPool:
 
     @property
     def num_free(self) -> int:
-        """Number of slots that hold nothing."""
+        """Number of free slots."""
         return self.num_slots - self.num_used
 
     def take_slot(self) -> int | None:

@@ -203,8 +203,8 @@ class Scheduler:
     def _should_swap(self, running: list[Sequence]) -> bool:
         """Return true if running sequences that are preempted together should be swapped.
 
-        Beams of a model with recurrent layers fork again from the state at their first common
-        token, so their later states are of no use.
+        Beams of a model with recurrent layers fork again from the state at the end of their common
+        prefix, so their later states are of no use.
         """
         per_state = self.pool.states.slots_per_state
         if per_state and (len(running) > 1 or self.pool.host.num_slots < per_state):
