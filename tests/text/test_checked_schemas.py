@@ -188,7 +188,7 @@ def test_generated_texts_have_their_format(name: str) -> None:
     ],
 )
 def test_numbers_beyond_double_precision_are_not_in_the_grammar(schema: Any) -> None:
-    with pytest.raises(GrammarError, match=r"no grammar can enforce \d+ exactly; with unsupported"):
+    with pytest.raises(GrammarError, match=r"no grammar can enforce \d+ exactly; set unsupported"):
         grammar_of(schema)
     grammar_of(schema, unsupported="check")
 
