@@ -173,9 +173,9 @@ class KVManager:
     def keep_state(self, sequence: Sequence, at: int, followers: int) -> bool:
         """Take a snapshot of a running sequence's recurrent state, for rows that start from it.
 
-        The sequence's blocks must be indexed. The pool must have space for a copy of the state without
-        evicting snapshots that as many or more rows need, or the host must have space. Otherwise, no
-        snapshot is taken.
+        The sequence's blocks must be indexed. The pool must have space for a copy of the state
+        without evicting snapshots that as many or more rows need, or the host must have space.
+        Otherwise, no snapshot is taken.
 
         Args:
             sequence: the running sequence.
