@@ -231,8 +231,8 @@ class StateSlots:
         return self._move_least_wanted(self._idle())
 
     def give_up_snapshot(self) -> bool:
-        """Move a snapshot off the device; return true if there was one. This frees its state, or saves
-        a sequence that uses the state from copying it."""
+        """Move a snapshot off the device; return true if there was one. This frees its state, or
+        saves a sequence that uses the state from copying it."""
         return self._move_least_wanted(one for one in self.snapshots if not one.state.on_host)
 
     def num_less_wanted(self, followers: int) -> int:
