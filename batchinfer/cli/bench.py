@@ -76,7 +76,7 @@ def _prompt(
 def run_bench(options: BenchOptions, *, show: Callable[[str], None]) -> dict[str, Any]:
     """Load the model, run the prompts once, and show and return the throughput.
 
-    The clock starts after one prompt has run.
+    One prompt runs before the clock starts.
 
     Args:
         show: prints a line.
@@ -97,7 +97,7 @@ def run_bench(options: BenchOptions, *, show: Callable[[str], None]) -> dict[str
     result = _measure(options, dataset_prompts, show)
     if options.deterministic:
         show("With engine.deterministic:")
-        gc.collect()  # frees the first model and its KV pool
+        gc.collect()  # free the first model and its KV pool
         other = _measure(options, dataset_prompts, show, deterministic=True)
         ratio = other["requests_per_s"] / result["requests_per_s"]
         show(f"engine.deterministic: true reaches {ratio:.2f} times the requests/s of the default")

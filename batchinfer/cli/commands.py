@@ -164,7 +164,9 @@ def run(
     metrics: Annotated[
         str | None,
         typer.Option(
-            "--metrics", metavar="PORT|FILE", help="Prometheus metrics on PORT or in FILE."
+            "--metrics",
+            metavar="PORT|FILE",
+            help="Serve Prometheus metrics on PORT, or write them to FILE.",
         ),
     ] = None,
 ) -> None:
@@ -397,7 +399,7 @@ def init(
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
 ) -> None:
-    """Write a commented job file that runs as it is."""
+    """Write a commented job file that can run as is."""
     from batchinfer.job.init.job_file import InitOptions, write_job_file
 
     options = InitOptions(data, model, output, job, prompt_column, id_column, force)
@@ -414,5 +416,5 @@ def bench(options: BenchOptions) -> None:
 
 
 def main() -> None:
-    """The ``batchinfer`` program."""
+    """Run the ``batchinfer`` program."""
     run_program(app)

@@ -39,9 +39,9 @@ def run_program(app: Callable[..., object]) -> None:
 
 
 def leave_as_asked() -> None:
-    """Exit at once on a signal, with a last message in the log format of the arguments.
+    """Make signals end the process at once, with a last message in the log format of the arguments.
 
-    Reads the unparsed arguments, because a signal may arrive while the commands are imported.
+    This reads the unparsed arguments, because a signal may arrive while the commands are imported.
     """
     arguments = sys.argv[1:]
     if "--log-format=json" not in arguments and ("--log-format", "json") not in pairwise(arguments):
@@ -104,7 +104,7 @@ def _outcome(app: Callable[..., object]) -> tuple[int | str | None, str]:
 
 
 def _is_full_stdout(error: Exception) -> bool:
-    """Return True if ``error`` came from printing; errors about files name the file."""
+    """Return True if stdout's disk is full; errors about other files have a file name."""
     if not isinstance(error, OSError) or error.filename is not None:
         return False
     return error.errno in (errno.ENOSPC, errno.EDQUOT)

@@ -17,7 +17,7 @@ class Display:
 
     Args:
         quiet: True to show only errors.
-        result_on_stdout: True to write the result to stdout, because people read it.
+        result_on_stdout: True if people read stdout, so that the result is written there as text.
     """
 
     def __init__(self, *, quiet: bool = False, result_on_stdout: bool = True) -> None:
@@ -27,7 +27,7 @@ class Display:
         """Shows phases; None if phases are not shown."""
 
     def progress(self, meter: Meter) -> Progress:
-        """Return a display of the progress of rows."""
+        """Return an object that shows the progress of rows."""
         return make_progress(meter, quiet=self._quiet)
 
     def say(
@@ -43,7 +43,7 @@ class Display:
 
         Args:
             event: name of the event, for machines.
-            text: the event in words, for people; must be ``printable``.
+            text: the event in words, for people; must have passed through ``printable``.
             is_result: True if the text belongs to stdout when people read stdout.
             fields: facts for machines, as JSON data.
         """

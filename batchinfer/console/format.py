@@ -11,9 +11,9 @@ from pathlib import Path, PurePath
 from batchinfer.near_names import nearest, unseen_difference
 
 MAX_LINE = 300
-"""Most characters in a line of a message."""
+"""Maximum number of characters in a line of a message."""
 _MOST_NAMES = 2000
-"""Most names in a folder to search for a similar name, because a folder may hold millions."""
+"""Maximum number of a folder's names to search for a similar name; a folder may hold millions."""
 
 
 def printable(text: str, limit: int = MAX_LINE) -> str:
@@ -48,22 +48,22 @@ def listed(names: Iterable[str]) -> str:
 
 
 def did_you_mean(name: str, known: Sequence[str], what: str = "known") -> str:
-    """End a sentence about an unknown name with the most similar known name, else with all names.
+    """Return the end of a sentence about an unknown name: a similar known name, or all known names.
 
     Args:
-        what: describes the known names.
+        what: words that introduce the list of known names.
     """
     return near_name(name, known) or f"; {what}: {listed(known) or 'none'}"
 
 
 def near_name(name: str, known: Sequence[str]) -> str:
-    """End a sentence about an unknown name with a similar known name, if there is one."""
+    """Return the end of a sentence about an unknown name: a similar known name; "" without one."""
     near = nearest(name, known)
     return f"; did you mean {printable(near, 60)}{unseen_difference(name, near)}?" if near else ""
 
 
 def near_path(path: str | PurePath) -> str:
-    """End a sentence about a missing path with a similar name in its folder, if there is one."""
+    """Return the end of a sentence about a missing path: a similar name in its folder, or ""."""
     wanted = Path(path)
     try:
         names = sorted(entry.name for entry in islice(wanted.parent.iterdir(), _MOST_NAMES))
@@ -86,12 +86,12 @@ def counted_rows(count: int) -> str:
 
 
 def whole_percent(share: float) -> str:
-    """Format a share in whole percent, rounded down, so that only the whole is 100%."""
+    """Format a share in whole percent, rounded down, so that only 1.0 is shown as 100%."""
     return f"{math.floor(100 * share)}%"
 
 
 def size(count: float) -> str:
-    """Format a number of bytes with the unit that fits."""
+    """Format a number of bytes with a suitable unit."""
     for unit in ("bytes", "KiB", "MiB", "GiB"):
         if abs(count) < 1024:
             is_whole = count >= 100 or unit == "bytes"
@@ -101,7 +101,7 @@ def size(count: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Format a duration with the unit that fits."""
+    """Format a duration with suitable units."""
     if 0 < seconds < 0.0095:
         return f"{seconds * 1e3:.1f} ms"
     if 0 < seconds < 0.0995:

@@ -1,7 +1,7 @@
 """Writes the output of a run as JSON, one object per line on stderr.
 
-Pipes replace stderr and stdout, and a thread turns each line that libraries or child processes
-write into an object too.
+Pipes replace stderr and stdout, and threads read them. Each line that libraries or child processes
+write becomes an object too.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from batchinfer.console.terminal import LINE_EVERY_S
 
 PROGRESS_EVERY_S = 10.0
 MOST_OF_LINE = 1 << 16
-"""Most bytes of a captured line in memory; a longer line becomes several objects."""
+"""Maximum number of bytes of a captured line in memory; a longer line becomes several objects."""
 _WAIT_S = 2.0
 """Seconds to wait for the reader of a captured stream."""
 
@@ -78,7 +78,7 @@ class JsonLog:
 
 
 class CapturedStream:
-    """Turns each line of a stream of this process and its children into an object.
+    """Turns each line that this process and its children write to a stream into an object.
 
     Args:
         descriptor: file descriptor of stdout or stderr.

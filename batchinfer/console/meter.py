@@ -22,10 +22,10 @@ from batchinfer.engine.stats import StepStats
 
 @dataclass(slots=True)
 class Counts:
-    """Counts of a run or a worker. Counts add up and never change.
+    """Counts of a run or a worker. Objects are added, but never changed.
 
-    The class is not frozen, because each step makes several objects, and a frozen object takes four
-    times as long.
+    The class is not frozen, because each step makes several objects, and making a frozen object
+    takes four times as long.
     """
 
     rows: int = 0
@@ -34,16 +34,16 @@ class Counts:
     """Number of rows copied from other outputs; ``rows`` does not count them."""
     begun: int = 0
     ended: int = 0
-    """Number of rows given to the engine that are finished."""
+    """Number of rows that were given to the engine and are finished."""
     most_tokens: int = 0
-    """Most output tokens of the rows given to the engine."""
+    """Upper bound on the output tokens of the rows given to the engine."""
     prompt_tokens: int = 0
     """Prompt tokens of the rows given to the engine."""
     tokens: int = 0
     kept_tokens: int = 0
     """Number of output tokens that earlier runs drew for the rows given to the engine."""
     settled_tokens: int = 0
-    """Number of tokens in ``tokens`` and ``kept_tokens`` that belong to no running row."""
+    """Number of tokens in ``tokens`` and ``kept_tokens`` that do not belong to running rows."""
     prefill_tokens: int = 0
     """Number of prompt tokens computed, including tokens computed again."""
     preemptions: int = 0
@@ -75,8 +75,8 @@ class Meter:
     Args:
         total: number of rows to run.
         before: number of rows that earlier runs have finished.
-        draws: True if rows draw tokens; otherwise rows and input tokens measure the speed.
-        clock: returns seconds.
+        draws: True if rows draw tokens; otherwise, the speed is in rows and input tokens.
+        clock: returns the time in seconds.
     """
 
     def __init__(
@@ -103,12 +103,12 @@ class Meter:
         self._most_done = 0.0
 
     def begin(self) -> None:
-        """Start the clock now, because no rows ran before."""
+        """Start the clock; call this right before the first rows run."""
         self._began = self._clock()
 
     def add(self, added: Counts, step: StepStats | None) -> None:
         """Add the counts of a step; ``step`` is None if another process's engine made it."""
-        # The engine also draws a token after a prompt that is only read, but discards it.
+        # If a task draws no tokens, the engine still draws one after each prompt and discards it.
         self.counts += added if self.draws else replace(added, tokens=0)
         if step is not None:
             self.step = step
@@ -165,7 +165,7 @@ class Meter:
 
     @property
     def _rows_read(self) -> float:
-        """Number of finished rows by computed tokens, because an encoder takes long rows first."""
+        """Finished rows, estimated by computed tokens, because an encoder runs long rows first."""
         counts = self.counts
         other = self.rows_finished - counts.ended  # rows that were refused or copied
         return other + counts.prefill_tokens * counts.begun / max(1, counts.prompt_tokens)
@@ -186,7 +186,7 @@ class Meter:
 
     @property
     def share(self) -> float:
-        """Finished share of the work, including running rows and earlier runs; never falls."""
+        """Finished share of the work, including running rows and earlier runs; never decreases."""
         whole = self.before + self.total
         done = (self.before + self.rows_done) / whole if whole else 1.0
         self._most_done = max(self._most_done, done)

@@ -123,7 +123,7 @@ class Phases:
 
     Args:
         view: shows phases; None to show no phases.
-        clock: returns seconds.
+        clock: returns the time in seconds.
     """
 
     def __init__(
@@ -211,7 +211,7 @@ def active_phases() -> Phases | None:
 
 @contextmanager
 def phase(name: str, total: float = 0, unit: str = "") -> Iterator[Phase]:
-    """Record the time inside as a phase; see ``Phase`` for the arguments."""
+    """Record the time spent in the context as a phase; see ``Phase`` for the arguments."""
     begun, active = Phase(name, total, unit), active_phases()
     if active is None:
         yield begun

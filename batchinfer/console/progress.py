@@ -54,7 +54,7 @@ class MeteredProgress(Progress):
     Args:
         warn: receives a line if no step has ended for 30 s, 60 s, 120 s and so on; None for no
             lines.
-        clock: returns seconds.
+        clock: returns the time in seconds.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class Lines(MeteredProgress):
 
 
 class Bar(MeteredProgress):
-    """Rewrites a line of a terminal."""
+    """Shows progress on a line of the terminal, which it rewrites."""
 
     def __init__(self, meter: Meter, warn: Callable[[str], object] | None = None) -> None:
         super().__init__(meter, warn)
@@ -188,7 +188,7 @@ def last_line(meter: Meter, width: int) -> str:
 
 
 def draw_bar(share: float, cells: int) -> str:
-    """Draw a bar that is readable without colors: the finished part is heavier."""
+    """Draw a bar that is readable without colors: the finished part has a heavier line."""
     full = math.floor(cells * min(max(share, 0.0), 1.0))
     done, left = ("━", "─") if has_drawing_characters() else ("#", ".")
     return styled(done * full, "bar") + styled(left * (cells - full), "dim")
@@ -206,7 +206,7 @@ def _filled(line: str, texts: Iterable[tuple[str, str]], width: int) -> str:
 
 def _facts(meter: Meter) -> Iterator[str]:
     yield meter.rows_line
-    yield "finished"  # the bar also counts work on running rows
+    yield "finished"  # rows_line counts only finished rows, but the bar also shows running rows
     if meter.failed:
         yield styled(f"{meter.failed:,} failed", "bad")
     if meter.eta_s is not None:

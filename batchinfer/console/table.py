@@ -65,7 +65,7 @@ def render_table(
 
 
 def table_panel(title: str, facts: Iterable[SummaryLine]) -> Panel:
-    """Return the table of ``render_table`` for rich."""
+    """Return the table of ``render_table`` as a rich panel."""
     from rich.panel import Panel
     from rich.table import Table
     from rich.text import Text

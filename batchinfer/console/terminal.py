@@ -1,4 +1,4 @@
-"""Writes lines, colors, and a line that is rewritten in place to a terminal."""
+"""Writes to a terminal: lines, colors, and a line that is rewritten in place."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sets of rows as sorted row ids, as ranges, and as parts."""
+"""Represents sets of rows as sorted row ids, as ranges, and as parts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NO_ROWS: RowIds = np.array([], dtype=np.int64)
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A file of the output, and the range of its input rows."""
+    """An output file, and the range of input rows that it covers."""
 
     index: int
     rows: range
@@ -42,7 +42,7 @@ def sorted_row_ids(row_ids: Iterable[int]) -> RowIds:
 
 
 def ranges_of(row_ids: RowIds, most_apart: int = 1) -> list[range]:
-    """Group row ids into ranges, in order; gaps of up to ``most_apart`` stay within a range."""
+    """Group row ids into ranges, in order; neighbors up to ``most_apart`` apart share a range."""
     if not len(row_ids):
         return []
     runs = np.split(row_ids, np.flatnonzero(np.diff(row_ids) > most_apart) + 1)

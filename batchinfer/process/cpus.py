@@ -1,4 +1,4 @@
-"""Counts the cores that this process may use, by machine, affinity and cgroup quota.
+"""Counts the cores that the machine, the affinity and the cgroup quota let this process use.
 
 File formats: cgroups(7), and the kernel's Documentation/admin-guide/cgroup-v2.rst (``cpu.max``) and
 Documentation/scheduler/sched-bwc.rst (``cpu.cfs_quota_us``).

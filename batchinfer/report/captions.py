@@ -32,12 +32,12 @@ class Outcome:
     tone: str
     """``good``, ``bad`` or ``used``."""
     advice: str = ""
-    """Advice to the user, or the next event."""
+    """Advice to the user, or more about the job's progress."""
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A number with its name, and a note to compare it with."""
+    """A key figure: a number with its name, and a note that puts it into context."""
 
     label: str
     value: str
@@ -140,7 +140,9 @@ def _left(data: ReportData) -> str:
 
 
 def memory(data: ReportData) -> str:
-    """Compare the memory in use with contiguous allocation, in one sentence; "" if nothing ran."""
+    """Say in one sentence how the memory in use compares with contiguous allocation; "" if nothing
+    ran.
+    """
     peak = data.timeline.peak
     if not (data.has_pool and peak.running and peak.pool_bytes):
         return ""
@@ -169,7 +171,7 @@ def pool(data: ReportData) -> str:
         return ""
     blocks, block_bytes = data.kv["num_blocks"], data.kv["bytes_per_block"]
     if not blocks:
-        return "no KV pool, because the model reads whole texts"
+        return "no KV pool, because the model reads each text in one pass"
     return (
         f"a pool of {size(blocks * block_bytes)}{_on_one_worker(data)}: "
         f"{pool_blocks(blocks, data.kv['block_size'])}, {size(block_bytes)} each"
@@ -299,7 +301,7 @@ def sharing_caption(data: ReportData) -> str:
         caption += f"; rows share {percent(data.planned_rate)} of their tokens"
     if equal := data.lengths.sums["deduplicated"]:
         caption += f". {counted(equal, 'row')} copied the answers of equal rows"
-    caption += ". Rows with a common beginning, and the samples of a row, hold the same blocks"
+    caption += ". Rows with a common beginning, and the samples of a row, share blocks"
     copies = data.timeline.totals.cow_copies
     copied = f"; {counted(copies, 'block')} were copied where texts diverged" if copies else ""
     return f"{caption}{copied}."
@@ -366,7 +368,7 @@ def _latency(seconds: float) -> str:
 
 
 def together(data: ReportData) -> str:
-    """Say that charts add up several workers; return "" for one worker."""
+    """Say that a chart adds up all workers; return "" if there is only one."""
     return " The chart adds up all workers." if data.lanes else ""
 
 

@@ -1,4 +1,4 @@
-"""Logs an ``LLM``'s calls, and makes the data of a report about them."""
+"""Logs the calls to an ``LLM``, and makes the data of a report about them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class _Table:
 
 
 class CallLog:
-    """Stores the steps and rows of an ``LLM``'s calls, in about 150 bytes per step."""
+    """Stores the steps and rows of the calls to an ``LLM``, in about 150 bytes per step."""
 
     def __init__(self) -> None:
         self._steps = _Table(STEP_COLUMNS)

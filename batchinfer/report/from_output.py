@@ -1,6 +1,6 @@
 """Reads the data of a report from an output directory; the job may still run.
 
-Of a large job it reads only a few rows as examples, and a few failed rows.
+It reads only a few rows: some of the first rows as examples, and some failed rows.
 """
 
 from __future__ import annotations
@@ -47,20 +47,25 @@ _MAX_ERROR_RATE = 0.01  # used if no run has recorded its job
 MOST_ROWS, MOST_COLUMNS = 4, 4
 MOST_CODES, EXAMPLES_PER_CODE = 12, 3
 MOST_CHARACTERS = 2000
-"""Most characters of a text to read; the page shows less."""
+"""Maximum number of characters of a text to read; the page shows fewer."""
 _MOST_BYTES = 1 << 20
-"""Most bytes of a value of another type, such as a conversation; larger values are not read."""
+"""Maximum size in bytes of a value that is not text, such as a conversation; larger values are not
+read.
+"""
 
 
 def from_output(out: OutputDir, now: float) -> ReportData:
-    """Read the finished rows of ``out``, a batch at a time; ``now`` is in seconds since 1970.
+    """Return the data of a report on the job in ``out``, reading rows a batch at a time.
+
+    Args:
+        now: seconds since 1970.
 
     Raises:
         DataError: ``out`` holds no job's output, or its plan is damaged.
     """
     plan = plan_of(out)
     status = read_status(out, now)
-    # Read first, because rows move from segments to parts.
+    # List segments before parts, so that rows that move from a segment to a part are not missed.
     segments = out.files.entries(out.segments)
     records = list(_records(out, plan))
     done = FinishedRows([part.rows for part, _ in records])
@@ -234,7 +239,7 @@ def _first_rows(out: OutputDir, path: PurePath, task: Task, count: int) -> list[
             schema = pq.read_schema(file)
     except UNREADABLE:
         return []
-    # The prompt shows what a row is about, in an input or in a generated column.
+    # The prompt shows what a row is about; it may be in an input column or a generated column.
     inputs = _columns_to_show(schema, task.spec.columns(("prompt_logprobs",)))
     columns = [*inputs, "row_id", *task.summarized, "num_prompt_tokens", "error"]
     with suppress(*UNREADABLE):
@@ -244,7 +249,7 @@ def _first_rows(out: OutputDir, path: PurePath, task: Task, count: int) -> list[
 
 
 def _columns_to_show(schema: pa.Schema, generated: Collection[str]) -> list[str]:
-    """Choose kept columns to show. Texts and conversations come first, because they say most."""
+    """Choose kept columns to show: first texts and conversations, which say most about a row."""
     kept = [field for field in schema if field.name not in generated]
     kept.sort(key=lambda field: not (_is_text(field.type) or pa.types.is_nested(field.type)))
     shown = {field.name for field in kept[:MOST_COLUMNS]}
@@ -267,7 +272,7 @@ def _example(row: pa.RecordBatch, inputs: Sequence[str], task: Task) -> Example:
 
 
 def _input_text(value: pa.Array) -> str:
-    """Return the text of one row's value, without reading a value of half a gigabyte."""
+    """Return one row's value as text, or only its size if it is large and not text."""
     if pa.types.is_dictionary(value.type):
         value = value.dictionary_decode()
     if not _is_text(value.type) and value.nbytes > _MOST_BYTES:

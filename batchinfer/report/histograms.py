@@ -24,10 +24,10 @@ TIMES = ("queue_ms", "prefill_ms", "decode_ms", "latency_ms")
 COLUMNS = (*SUMS, *TIMES)
 """Columns of ``requests`` that ``Lengths`` reads."""
 _MOST_BARS, _LEAST_BARS = 32, 8
-"""Most and fewest bars of a histogram; a smaller number gets empty bars on both sides."""
+"""Maximum and minimum number of bars; if there are fewer, empty bars are added on both sides."""
 _MOST_LENGTH = 1 << 22
 _STEPS_PER_DECADE = 200
-"""Number of slots of time per factor of ten, so that times are right to about a percent."""
+"""Number of slots of time per factor of ten, so that times are accurate to about a percent."""
 _DECADES = (-3, 9)
 
 
@@ -102,7 +102,7 @@ class Lengths:
 
 
 def _round_up(width: float) -> int:
-    """Return the next of 1, 2, 5, 10, 20, 50, ..."""
+    """Return the smallest of 1, 2, 5, 10, 20, 50, ... that is at least ``width``."""
     decade = 1
     while 5 * decade < width:
         decade *= 10

@@ -1,4 +1,4 @@
-"""Makes a lane over time for each parallel worker: loading, computing, waiting, death."""
+"""Makes a lane for each parallel worker: when it loaded, computed, waited and died."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Lane:
     pieces: Sequence[Piece]
     rows: int
     busy: float
-    """Share of the time with a loaded model in which the worker computed."""
+    """Share of the time after loading the model in which the worker computed."""
     state: str
     """Final state in words, such as ``ended``."""
 
@@ -48,7 +48,7 @@ def lanes_of(runs: Sequence[Run], timeline: Timeline, living: Set[str]) -> list[
 
     Args:
         runs: all runs of an output, in order. A run that was the only writer has no lane.
-        living: writers whose last run still runs.
+        living: writers whose last run is still running.
     """
     if not timeline.span_s:
         return []

@@ -1,4 +1,4 @@
-"""Makes the page of a report: one HTML file without scripts and without requests."""
+"""Makes the page of a report: one HTML file without scripts or network requests."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ class Failure:
     code: str
     rows: int
     examples: Sequence[tuple[str, str]] = ()
-    """Names of rows (number and id) with their messages."""
+    """Names of some of the rows (number and id), each with its error message."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Makes untrusted text safe for the page, which shows the text but never runs any part of it."""
+"""Makes untrusted text safe to show on the page of a report."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import unicodedata
 from typing import Any
 
 _MOST_MARKS = 3
-"""Most combining marks on one character. More marks would cover the lines above and below."""
+"""Maximum number of combining marks on a character. More would cover the lines above and below."""
 _KEPT = "\n\t\u200c\u200d"  # some scripts and emoji need these joiners
 _BLANK_LINES = re.compile(r"\n(?:[ \t]*\n){2,}")
 _USERINFO = re.compile(r"(://)[^/\s@]*@")
@@ -17,7 +17,7 @@ _QUERY = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*://[^\s?#]*)\?[^\s\"'<>]*")
 def sanitize(text: str) -> str:
     """Remove control characters, direction overrides and piles of combining marks from ``text``.
 
-    Characters without a meaning become U+FFFD.
+    Surrogates and private or unassigned characters become U+FFFD.
     """
     shown: list[str] = []
     marks = 0

@@ -74,7 +74,7 @@ def read_timeline(
 
 
 def _offsets(runs: Sequence[Run], ends: Mapping[str, float]) -> dict[str, float]:
-    """Return the start of each run's clock, in seconds since the first, without idle times.
+    """Return the start of each run's clock, in seconds since the first one, leaving out idle times.
 
     Args:
         ends: end of each run's last step on the run's clock.
@@ -129,7 +129,7 @@ def read_lengths(
 def _by_run(
     batch: pa.RecordBatch, columns: Sequence[str]
 ) -> Iterator[tuple[str, dict[str, Float]]]:
-    """Yield slices of consecutive rows of one run."""
+    """Split a batch into consecutive rows of one run; yield the run's id and the rows' columns."""
     codes = batch.column("run_id").dictionary_encode().indices.to_numpy()
     bounds = [0, *(np.flatnonzero(np.diff(codes)) + 1).tolist(), len(batch)]
     for start, stop in pairwise(bounds):

@@ -1,10 +1,10 @@
 """Draws charts as SVG: areas over time, and histograms, with values as tooltips (SVG titles).
 
-A chart holds only numbers and words of this program; text from data stays in the page around the
-chart.
+A chart contains only numbers and batchinfer's own words; text from data stays on the page around
+the chart.
 
-Every shape, or its edge, has a contrast of at least 3 with the card (WCAG 2.2, success criterion
-1.4.11). A line of the card's color separates areas that touch.
+Every shape, or its edge, has a contrast of at least 3 with the card behind it (WCAG 2.2, success
+criterion 1.4.11). A line in the card's color separates areas that touch.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ CHART = {
 }
 """Light and dark colors, each with one meaning. Edges make pale areas visible."""
 Shape = tuple[int, int]
-"""Width and height in units of the SVG; the page scales a chart to its column."""
+"""Width and height in SVG units; the page scales a chart to its column."""
 WIDE: Shape = (1090, 300)
 NARROW: Shape = (440, 240)
 TOOLTIPS = 48
@@ -68,7 +68,7 @@ def edge(name: str) -> str:
 def chart_rules() -> Iterator[str]:
     """Yield CSS rules that give charts the theme's colors.
 
-    A chart itself has the light colors, so that it is a complete picture outside the page.
+    The SVG itself has the light colors, so that it also works outside the page.
     """
     for name, (color, _) in CHART.items():
         yield f'svg [fill="{color}"]{{fill:var(--{name})}}'
@@ -112,7 +112,7 @@ class _Plot:
         first, last: ends of the horizontal axis.
         most: the largest value; the vertical axis begins at 0.
         y_label: formats a value of the vertical axis.
-        least_step: least distance between labels of the vertical axis.
+        least_step: minimum distance between labels of the vertical axis.
     """
 
     def __init__(
@@ -143,7 +143,12 @@ class _Plot:
         return self.bottom - value / self._highest * (self.bottom - _TOP)
 
     def bar(self, start: float, stop: float, height: float | None = None, gap: float = 0.0) -> str:
-        """Return attributes of a rectangle between two values; None for the plot's full height."""
+        """Return the attributes of a rectangle from ``start`` to ``stop``.
+
+        Args:
+            height: value of the upper edge; None for the plot's full height.
+            gap: space to leave free on the right.
+        """
         left, right = self.x(start), self.x(stop)
         top = _TOP if height is None else self.y(height)
         size = f'width="{_short(right - left - gap)}" height="{_short(self.bottom - top)}"'
@@ -181,7 +186,7 @@ class _Plot:
         )
 
     def _axes(self, x_step: float, x_label: Callable[[float], str]) -> Iterator[str]:
-        # Half coordinates make lines fill whole pixels.
+        # Coordinates that end in .5 make thin lines fill whole pixels.
         rules = (
             f"M{_short(self._left)},{round(self.y(y)) + 0.5:g}H{self._right}"
             for y in self._y_labels
@@ -281,7 +286,7 @@ def _mark(plot: _Plot, layer: Layer, times: Float, values: Float) -> str:
 def _step(span: float, count: int) -> float:
     """Return 1, 2 or 5 times a power of ten, so that a span has about ``count`` such steps.
 
-    As in d3-array's ``ticks``, the geometric mean of neighboring factors separates them.
+    As in d3-array's ``ticks``, the thresholds are geometric means of neighboring factors.
     """
     power = 10.0 ** math.floor(math.log10(span / count))
     excess = span / count / power

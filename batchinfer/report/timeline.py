@@ -1,8 +1,8 @@
 """Reduces steps over time to a few hundred points.
 
-The states of a step hold from the end of the step before to the step's end, and its computed tokens
-are spread evenly over that time. Each point is the exact mean of its slice of time. Memory does not
-grow with the number of steps.
+A step's state applies from the end of the previous step to the step's own end, and its computed
+tokens are spread evenly over that time. Each point is the exact mean of its slice of time. Memory
+does not grow with the number of steps.
 """
 
 from __future__ import annotations
@@ -50,18 +50,18 @@ class Totals:
 
     steps: int = 0
     prompt_ms: float = 0.0
-    """Milliseconds of steps that computed prompt tokens."""
+    """Total time of the steps that computed prompt tokens, in milliseconds."""
     answer_ms: float = 0.0
     answer_tokens: int = 0
     """Number of drawn tokens, including tokens of unfinished rows."""
     cow_copies: int = 0
     weighted: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """Sum of values times step time by measure, and under ``NAME ms`` the sum of step times with a
-    value.
+    """For each measure, the sum of value times step time, and under ``NAME ms`` the sum of the step
+    times for which the measure is defined.
     """
 
     def mean(self, name: str) -> float:
-        """Return a measure as ``summary.json`` defines it."""
+        """Return the time-weighted mean of a measure, as in ``summary.json``."""
         weight = self.weighted[f"{name} ms"]
         return self.weighted[name] / weight if weight else 0.0
 
@@ -79,7 +79,7 @@ class Timeline:
         self.peak = Peak()
         self.peak_utilization = 0.0
         self.began_s: dict[str, float] = {}
-        """Start of each run's clock, by the run's id."""
+        """Start of each run's clock on this timeline, in seconds, by the run's id."""
         self.busy_s: dict[str, Float] = defaultdict(lambda: np.zeros(POINTS))
         """Seconds of each slice of time in which a run's steps computed, by the run's id."""
         self.edges_s: Float = np.linspace(0.0, max(span_s, 1e-9), POINTS + 1)

@@ -11,7 +11,10 @@ def amount(count: float, unit: str) -> str:
 
 
 def percent(share: float) -> str:
-    """Format a share, to a tenth below 10%. Only zero becomes 0%, and only the whole 100%."""
+    """Format a share in percent, with one decimal below 10%.
+
+    Only 0 is shown as 0%, and only 1 as 100%.
+    """
     if 0 < share < 0.0005:
         return "under 0.1%"
     if 0.9945 < share < 1:
@@ -42,7 +45,7 @@ def money(amount: float, currency: str) -> str:
 def moment(seconds: float) -> str:
     """Format a time in seconds since 1970, such as ``2026-11-22 21:10 UTC+01:00``, in local time.
 
-    Return "" for 0 and for an invalid time, because the clock was not set.
+    Return "" for 0 and for invalid times, which occur if the clock was not set.
     """
     try:
         at = datetime.fromtimestamp(seconds).astimezone() if seconds else None

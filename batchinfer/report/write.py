@@ -25,7 +25,7 @@ def write_report(
         to: the file to write; None for ``report.html`` in ``out``.
 
     Raises:
-        DataError: there is no job's output, or its plan is damaged.
+        DataError: ``out`` holds no job's output, or its plan is damaged.
         StorageError: the report cannot be written.
     """
     html = page(from_output(out, now), price).encode()

@@ -171,9 +171,7 @@ def test_summary_names_the_worker_of_the_pool(workers: int, where: str) -> None:
     assert pool in summary_lines(workers)
 
 
-@pytest.mark.parametrize(
-    ("found", "rest"), [(0.4, ", of the 50.0% that rows share"), (0.6, " files")]
-)
+@pytest.mark.parametrize(("found", "rest"), [(0.4, " (rows share 50.0%)"), (0.6, " files")])
 def test_summary_never_reports_more_reuse_than_rows_share(found: float, rest: str) -> None:
     lines = " ".join(summary_lines(2, found=found))
     assert f"{found:.1%} of the prompt tokens were cached{rest}" in lines

@@ -1,8 +1,8 @@
 """Chooses the rows that a plan reads, counts them, and estimates the size of their output.
 
-The size is right to about a factor of two. The estimate assumes that kept columns are as large as
-in the input, and that answers have as many bytes per token as the prompts and compress to half
-their size.
+The estimate is accurate to about a factor of two. It assumes that kept columns are as large as in
+the input, and that answers have as many bytes per token as the prompts and compress to half their
+size.
 """
 
 from __future__ import annotations
@@ -21,23 +21,26 @@ from batchinfer.requests.requests import PromptRow
 from batchinfer.text.prompts import PromptTooLongError
 
 MAX_ROWS = 2**17
-"""Most rows to read, roughly. Of a larger dataset, the plan reads whole windows, evenly spread."""
+"""Approximate maximum number of rows to read. From a larger dataset, the plan reads whole windows
+that are evenly spread.
+"""
 MAX_PROMPT_TOKENS = 2**25
 """Number of prompt tokens after which reading stops."""
 
 _CHARACTERS_PER_TOKEN = 4.0  # used if no prompt's text is known
 _COMPRESSED = 0.5
-_BYTES_PER_PART = 5000  # size of the footer
+_BYTES_PER_PART = 5000  # size of a Parquet footer
 _BYTES_PER_ROW = 16
 _BYTES_PER_SAMPLE = 16
 _TOKEN_ID_BYTES = 2
-_LOGPROB_BYTES = 8  # bytes per token or alternative
+_LOGPROB_BYTES = 8  # for each token, and for each alternative
 
 
 def sampled_parts(parts: Sequence[Part], window_rows: int, most_rows: int) -> list[Part]:
-    """Return the parts to read: all, or about ``most_rows`` rows in windows of ``window_rows``.
+    """Return the parts to read: all, or evenly spread windows with about ``most_rows`` rows.
 
-    Rows share prefixes within a window, so only whole windows show how much the dataset shares.
+    Rows share prefixes only within a window of ``window_rows`` rows, so only whole windows show how
+    much the rows share.
     """
     if sum(part.num_rows for part in parts) <= most_rows:
         return list(parts)
@@ -50,14 +53,14 @@ def sampled_parts(parts: Sequence[Part], window_rows: int, most_rows: int) -> li
 
 @dataclass
 class Census:
-    """Counts of the rows read: prompts, samples, errors, and tokens of rows that can run."""
+    """Counts the rows read, their errors, and the samples and tokens of rows that can run."""
 
     lengths: ExpectedLengths
     result_bytes: int = 0
     rows: int = 0
     prompt_tokens: int = 0
     distinct_tokens: int = 0
-    """Prompt tokens in the prefix trees of the rows' windows."""
+    """Number of prompt tokens, where a prefix that rows of a window share counts only once."""
     samples: int = 0
     output_tokens: int = 0
     drawn_tokens: int = 0
@@ -95,7 +98,10 @@ class Census:
         return self.errors["prompt_too_long"] + self.truncated
 
     def histogram(self, scale: float) -> list[dict[str, int]]:
-        """Return the rows by prompt length, times ``scale``, with the bounds of each bin."""
+        """Return the histogram of prompt lengths: bounds and number of rows of each bin.
+
+        The numbers of rows are multiplied by ``scale``.
+        """
         return [
             {
                 "min_tokens": 2 ** (at - 1) if at else 0,
@@ -136,7 +142,7 @@ def output_bytes(spec: JobSpec, source: Source, table: OutputTable, census: Cens
     per_character = census.prompt_characters / max(census.prompt_tokens, 1)
     text = (per_character or _CHARACTERS_PER_TOKEN) * _COMPRESSED  # bytes per token
     ran = census.rows - census.errors.total()
-    # ``outputs`` has the text of all samples, ``generated_text`` repeats the first sample's text.
+    # ``outputs`` has the text of all samples; ``generated_text`` repeats the first sample's text.
     per_token = text * (1 + ran / max(census.samples, 1))
     if "token_ids" in include:
         per_token += _TOKEN_ID_BYTES

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A simulated plan."""
+    """The results of reading and simulating a job's rows."""
 
     job: Job
     context: SimulatedEngine
@@ -32,7 +32,7 @@ class Outcome:
     """Finds rows that need not run; the census omits these rows."""
 
     def data(self) -> dict[str, Any]:
-        """Return the plan as JSON data, with sums over the whole dataset."""
+        """Return the plan as JSON data, with counts scaled to the whole dataset."""
         census, simulation = self.census, self.simulation
         measured = simulation.measured.metrics()
         tokens, kv = measured["tokens"], measured["kv"]
@@ -45,7 +45,7 @@ class Outcome:
         errors = census.errors + simulation.refused
         return {
             "rows": num_rows,
-            # Each sample counts as one, as in ``num_running`` of a run's steps.
+            # Counts samples, not rows, as ``num_running`` of a run's steps does.
             "rows_in_flight": simulation.peak_running,
             "mean_rows_in_flight": simulation.mean_running,
             "prompt_tokens": round(prompt * scale),
@@ -104,20 +104,20 @@ class Outcome:
 
     def _why_not_reused(self) -> Iterator[str]:
         if self.job.spec.output.reuse and self.reuse is None:
-            yield "the plan does not count rows to reuse if the job judges samples (accept)"
+            yield "not counted, because the plan cannot predict reuse for a job with accept"
         elif self.reuse is not None and not self.reuse.num_reused:
             yield from self.reuse.why_none(self.job.manifest.job, self._num_read)
 
     @property
     def _simulated(self) -> float:
-        """Share of the rows' tokens that the simulation has drawn."""
+        """Share of the expected tokens that the simulation drew before it ended."""
         expected = self.census.drawn_tokens - self.simulation.refused_drawn_tokens
         drawn = self.context.runner.samples_drawn + self.simulation.deduplicated_drawn_tokens
         return 1.0 if self.complete else drawn / expected
 
 
 def plan_facts(plan: dict[str, Any], currency: str = "USD") -> Iterator[SummaryLine]:
-    """Yield a plan as lines like the summary of a job; costs are in ``currency``."""
+    """Yield a plan as lines in the form of a job's summary; costs are in ``currency``."""
     rows, errors = plan["rows"], plan["errors"]
     failing = sum(errors.values())
     yield SummaryLine("rows", f"{rows:,}", f", of which {failing:,} would fail")
@@ -143,7 +143,7 @@ def plan_facts(plan: dict[str, Any], currency: str = "USD") -> Iterator[SummaryL
         size(plan[name] * plan["bytes_per_block"]) for name in ("num_blocks", "num_host_blocks")
     )
     if not plan["num_blocks"]:
-        about = f" {weights}; no KV pool, because the model reads whole texts"
+        about = f" {weights}; no KV pool, because the model reads each text in one pass"
         yield SummaryLine("device", f"{plan['device']}:", about)
         yield from _costs(plan, currency)
         return
@@ -151,7 +151,7 @@ def plan_facts(plan: dict[str, Any], currency: str = "USD") -> Iterator[SummaryL
         "device",
         f"{plan['device']}:",
         f" {weights}, pool {pool}; "
-        + (f"on the host, swap space of at most {swap}" if plan["num_host_blocks"] else "no swap"),
+        + (f"at most {swap} of swap space on the host" if plan["num_host_blocks"] else "no swap"),
     )
     yield SummaryLine(
         "pool",
@@ -177,18 +177,18 @@ def plan_facts(plan: dict[str, Any], currency: str = "USD") -> Iterator[SummaryL
     yield SummaryLine(
         "sharing",
         f"saves {plan['sharing_saving']:.1%} of the blocks",
-        f"; finds {plan['prefix_hit_rate']:.1%} of the prompt tokens in the pool, "
-        f"of the {plan['sharing']['planned_rate']:.1%} that rows share",
+        f"; {plan['prefix_hit_rate']:.1%} of the prompt tokens are cached "
+        f"(rows share {plan['sharing']['planned_rate']:.1%})",
     )
     yield from _costs(plan, currency)
 
 
 def _costs(plan: dict[str, Any], currency: str) -> Iterator[SummaryLine]:
-    """Yield the time, cost and size of a run, and notes."""
+    """Yield lines about the time, cost and output size of a run, and notes."""
     yield SummaryLine(
         "time",
         f"about {duration(plan['time_s'])}",
-        f", or {duration(plan['bound_s'])} at the device's limits; without loading",
+        f", or {duration(plan['bound_s'])} at the device's limits; loading not included",
     )
     if plan["workers"] > 1:
         yield SummaryLine(
@@ -204,7 +204,9 @@ def _costs(plan: dict[str, Any], currency: str) -> Iterator[SummaryLine]:
         )
     if plan["cost"] is not None:
         yield SummaryLine(
-            "cost", f"about {plan['cost']:,.2f} {currency}", ", for the time that devices compute"
+            "cost",
+            f"about {plan['cost']:,.2f} {currency}",
+            ", counting only the devices' compute time",
         )
     yield SummaryLine("output", f"about {size(plan['output_bytes'])}")
     if plan["control_text"]:
@@ -214,12 +216,12 @@ def _costs(plan: dict[str, Any], currency: str) -> Iterator[SummaryLine]:
         )
     if plan["truncated"]:
         yield SummaryLine(
-            "note", "prompts are cut to max_model_len", f", in {plan['truncated']:,} rows"
+            "note", "prompts are truncated to max_model_len", f", in {plan['truncated']:,} rows"
         )
     equal = plan["sharing"]["deduplicated_rows"]
     if equal:
         yield SummaryLine(
-            "note", f"{equal:,} rows are equal to other rows", " and are computed only once"
+            "note", f"{equal:,} rows are copies of other rows", " and are not computed again"
         )
     sampled = plan["sampled"]
     if sampled:

@@ -1,14 +1,15 @@
-"""``batchinfer plan``: what a job will need, from its data, tokenizer and model config.
+"""Implements ``batchinfer plan``: forecasts a job's time, memory and cost without running it.
 
-The scheduler of a run orders and runs the job's rows on a runner that computes nothing. A roofline
-model sets the clock (``batchinfer.engine.simulate.roofline`` lists what it leaves out). So the plan
-has the same blocks, rows in flight, sharing, waste and preemptions as the run, if output lengths
-are right: every sample runs to ``max_tokens``, or to ``--expect-output-tokens``.
+The plan reads the data, the tokenizer and the model's config. It then uses the scheduler of a run,
+but with a runner that computes nothing. A roofline model estimates the time of each step
+(``batchinfer.engine.simulate.roofline`` lists what it leaves out). The plan therefore has the same
+blocks, rows in flight, sharing, waste and preemptions as the run, provided that it assumes the
+right output lengths: every sample runs to ``max_tokens``, or to ``--expect-output-tokens``.
 
-Limits bound the time of a plan: ``unique_ids.HASHES_AT_ONCE`` rows to check for ids,
-``census.MAX_ROWS`` rows and ``MAX_PROMPT_TOKENS`` prompt tokens to read, and
-``simulation.MAX_STEPS`` steps and ``MAX_OUTPUT_TOKENS`` output tokens to simulate. The plan scales
-sums to the whole dataset; ``sampled`` holds the share of the rows that it has read.
+To bound its time, the plan checks ids only in datasets of up to ``unique_ids.HASHES_AT_ONCE`` rows,
+reads about ``census.MAX_ROWS`` rows and ``MAX_PROMPT_TOKENS`` prompt tokens at most, and simulates
+at most ``simulation.MAX_STEPS`` steps and ``MAX_OUTPUT_TOKENS`` output tokens. It scales its counts
+to the whole dataset; ``sampled`` says how many rows were read and how much was simulated.
 """
 
 from __future__ import annotations
@@ -53,28 +54,30 @@ def plan_job(
     workers: int | None = None,
     price_per_hour: float | None = None,
 ) -> dict[str, Any]:
-    """Forecast as JSON data what a run of the whole job needs, and write nothing.
+    """Forecast what a run of the whole job needs, without writing anything; return JSON data.
 
     With ``output.reuse`` this function hashes the model's files, to find rows that the same model
     computed.
 
     Args:
-        device: a name from ``DEVICES``; None for the device that ``engine.device`` means here.
-        expect_output_tokens: tokens per sample; None for ``max_tokens``, an upper bound.
+        device: a name from ``DEVICES``; None for the device that ``engine.device`` selects on this
+            machine.
+        expect_output_tokens: tokens per sample; None to assume ``max_tokens``, an upper bound.
         workers: number of devices that share the job; None for ``scale.workers``, or 1 for
             ``auto``.
-        price_per_hour: price of one device; None if the plan has no cost.
+        price_per_hour: price of one device per hour; None to leave out the cost.
 
     Raises:
-        JobError: a run would fail, except for errors of weights and of a missing device.
-        UsageError: there is no such device.
+        JobError: a run would fail. Damaged weights and a missing device are not noticed.
+        UsageError: ``device`` is unknown, or ``expect_output_tokens`` is given although the task
+            writes no tokens.
     """
     chosen = None if device is None else _device(device)
     outputs = open_outputs(spec.output.reuse, own=None)
-    if spec.accept is not None:  # the number of tries is an upper bound, like max_tokens
+    if spec.accept is not None:  # assume the largest number of tries: an upper bound
         most = replace(spec.sampling, n=spec.accept.max_tries)
         spec = spec.model_copy(update={"sampling": most})
-        outputs = []  # rows of earlier outputs have other keys
+        outputs = []  # no row of an earlier output would match, because n changes the row keys
     job = open_job(spec, open_input(spec), facts_of=model_facts if outputs else None)
     column = spec.input.id_column
     if column is not None and job.source.num_rows <= HASHES_AT_ONCE:
@@ -145,7 +148,7 @@ def _device(name: str) -> Device:
 
 
 def _ignore(line: str) -> None:
-    """Drop a warning: a run that copies rows warns about damaged files, but a plan does not."""
+    """Drop a warning about a damaged file; the run will give this warning."""
 
 
 def _rows(
@@ -167,5 +170,5 @@ def _rows(
         with_branch_points=loaded.context.slots_per_state > 0,
     )
     for rows_of_window in census.count_distinct(windows):
-        for start in range(0, len(rows_of_window), BATCH_ROWS):  # batches as in a job's loop
+        for start in range(0, len(rows_of_window), BATCH_ROWS):  # the batch size of a run
             yield rows_of_window[start : start + BATCH_ROWS]

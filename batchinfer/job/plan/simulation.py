@@ -1,4 +1,4 @@
-"""Runs a plan's rows through an engine that computes nothing."""
+"""Simulates a job for ``batchinfer plan``: runs its rows on an engine that computes nothing."""
 
 from __future__ import annotations
 
@@ -27,22 +27,24 @@ _SCHEDULING = ("max_tokens", "n", "min_tokens", "beam_width", "prompt_logprobs")
 
 @dataclass(frozen=True, slots=True)
 class ExpectedLengths:
-    """Expected numbers of tokens that the simulation of a row draws."""
+    """Determines how many tokens the simulation draws for each row."""
 
     max_model_len: int
     eos_token_ids: frozenset[int]
-    """The model's end tokens; a row that may stop at an end token has no known length."""
+    """The model's end tokens; if a row may stop at one, its output length is not known."""
     expected: int | None
-    """Output tokens per sample; None for ``max_tokens``."""
+    """Expected output tokens per sample; None to assume ``max_tokens``."""
     task: LoadedTask | None = None
-    """A task that draws no tokens: each request gives one token, which is not written."""
+    """A task that writes no tokens; each of its requests counts as one drawn token. None for tasks
+    that write tokens.
+    """
 
     def output_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
-        """Return the number of written tokens of a request, over all samples."""
+        """Return how many tokens a request writes, over all samples."""
         return 0 if self.task else params.n * self._per_sample(num_prompt_tokens, params)
 
     def drawn_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
-        """Return the number of tokens that take steps, including tokens of unwritten beams."""
+        """Return how many tokens a request draws, including tokens of beams that it drops."""
         if self.task:
             return 1
         return (params.beam_width or params.n) * self._per_sample(num_prompt_tokens, params)
@@ -54,9 +56,10 @@ class ExpectedLengths:
         return most
 
     def requests(self, row: PromptRow) -> Sequence[Request]:
-        """Return the requests of a row that can run, with its expected lengths.
+        """Return the requests of a row whose prompt is not an error.
 
-        The scheduler learns no more from them than from the requests of a run.
+        They tell the scheduler no more than a real run's requests do: a request that may end
+        before ``max_tokens`` has an end token.
         """
         if self.task:
             return self.task.requests(row)
@@ -79,9 +82,9 @@ class ExpectedLengths:
         return [request]
 
 
-@lru_cache(maxsize=1024)  # rows have few distinct values, and checking them is slow
+@lru_cache(maxsize=1024)  # most rows have equal values, and SamplingParams is slow to check them
 def _scheduling_params(*values: Any) -> SamplingParams:
-    """Make parameters from values that affect the schedule; sampling does not affect it."""
+    """Make sampling parameters that set only the values that affect scheduling."""
     return SamplingParams(**dict(zip(_SCHEDULING, values, strict=True)))
 
 
@@ -95,7 +98,7 @@ class Simulation:
     """Tokens per block of the KV cache; 0 without a KV cache."""
     lengths: ExpectedLengths
     max_waiting: int
-    """Most rows to queue in the engine, the same as in a run."""
+    """Maximum number of rows that wait in the engine, the same as in a run."""
 
     def __post_init__(self) -> None:
         self.measured = MetricsCollector(self.block_size)
@@ -111,11 +114,11 @@ class Simulation:
         self.refused_drawn_tokens = 0
         self.steps = 0
         self.peak_running = 0
-        """Most sequences that had blocks at the same time."""
+        """Largest number of sequences that ran at the same time."""
         self._running_ms = 0.0
 
     def run(self, batches: Iterator[list[PromptRow]]) -> bool:
-        """Run rows to their ends; return False if a limit stopped the simulation first."""
+        """Run all rows until they end; return False if a limit stopped the simulation first."""
         exhausted = False
         while not exhausted or self.engine.num_unfinished:
             while not exhausted and self.engine.num_waiting < self.max_waiting:
@@ -129,7 +132,7 @@ class Simulation:
 
     @property
     def mean_running(self) -> float:
-        """Mean number of sequences with blocks, weighted by time."""
+        """Mean number of running sequences, weighted by time."""
         return self._running_ms / 1e3 / self.runner.seconds if self.steps else 0.0
 
     def _add(self, batch: list[PromptRow]) -> None:
@@ -161,7 +164,7 @@ class Simulation:
                 self.refused_drawn_tokens += self.lengths.drawn_tokens(tokens, params)
 
     def _copies(self, completion: Completion) -> Iterator[Completion]:
-        """Yield completions of equal rows that wait for this row; such rows have one request."""
+        """Yield a copy of ``completion`` for each duplicate of its row, which has one request."""
         request = completion.request
         for row in self._deduplicator.release(request.row_id):
             if completion.error_code is None:

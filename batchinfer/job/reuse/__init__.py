@@ -1,1 +1,1 @@
-"""Finds rows that other outputs hold already, by their keys, and copies them."""
+"""Finds the rows that other outputs already hold, by their keys, and copies them."""

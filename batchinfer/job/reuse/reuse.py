@@ -1,8 +1,8 @@
 """Reuses finished rows of other outputs (``output.reuse``).
 
-Rows whose keys are in the index leave the stream before it is split into windows, and never reach
-the engine. ``FoundRows`` holds the locations of their answers. The writing thread copies the
-answers, file by file, and gives them the new row ids.
+Rows whose keys are in the index of finished rows are taken out before the remaining rows are split
+into windows, so they never reach the engine. ``FoundRows`` holds the locations of their answers.
+The writing thread copies the answers, file by file, and gives them the new row ids.
 """
 
 from __future__ import annotations
@@ -44,12 +44,14 @@ from batchinfer.job.storage.filesystem import read_file
 from batchinfer.requests.requests import PromptRow
 
 MOST_FOUND = 1 << 16
-"""Found rows to collect before copying them, so that one read of a file serves many rows."""
+"""Number of found rows to collect before copying, so that one read of a file serves many rows."""
 NOT_FOUND = -1
-"""File number of a row that no file holds."""
+"""Used instead of a file number if no file holds the row."""
 _NO_KEY = bytes(KEY_BYTES)
 _KEY = np.dtype(f"S{KEY_BYTES}")
-"""Type of a key in NumPy. NumPy pads keys with zeros, which is harmless if all have one length."""
+"""NumPy type of a key. NumPy ignores trailing zero bytes, which is harmless because all keys have
+the same length.
+"""
 _FOUND = pa.schema(
     [
         ("row_id", pa.int64()),
@@ -63,17 +65,17 @@ _FOUND = pa.schema(
 
 @dataclass(frozen=True, slots=True)
 class FoundRows:
-    """Rows with the file and row id of each row's answer."""
+    """Rows that were found in other outputs, with the file and the old row id of each answer."""
 
     table: pa.Table
 
 
 class KeyIndex:
-    """Sorted keys, each with a file and a row id in that file: 28 bytes a row.
+    """Sorted keys, each with a file and a row id in that file: 28 bytes per row.
 
     Args:
-        files: keys of each file with ``KEYS_SCHEMA``; of several rows with one key, the first
-            counts.
+        files: the keys of each file, a table with ``KEYS_SCHEMA``. If several rows have the same
+            key, the index keeps the first row.
     """
 
     def __init__(self, files: Iterable[pa.Table]) -> None:
@@ -96,7 +98,9 @@ class KeyIndex:
     def find(
         self, keys: Sequence[bytes | None]
     ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
-        """Return the file and row id of each key; ``NOT_FOUND`` for an unknown key or None."""
+        """Return each key's file number and row id; for an unknown key or None, the file number is
+        ``NOT_FOUND``.
+        """
         if not len(self):
             return np.full(len(keys), NOT_FOUND, np.int32), np.zeros(len(keys), np.int64)
         wanted = np.frombuffer(b"".join(_NO_KEY if key is None else key for key in keys), _KEY)
@@ -123,7 +127,7 @@ def open_outputs(paths: Sequence[str], own: OutputDir | None) -> list[OutputDir]
         own: the output of this job, which ``paths`` must not contain; None skips this check.
 
     Raises:
-        UsageError: a path is not an output of batchinfer, or is the output of this job.
+        UsageError: a path does not hold a batchinfer output, or is the output of this job.
         StorageError: an output cannot be read.
     """
     outputs = []
@@ -132,7 +136,7 @@ def open_outputs(paths: Sequence[str], own: OutputDir | None) -> list[OutputDir]
         out = output_at(path)
         if not is_begun(out):
             raise UsageError(
-                f"output.reuse: {shown} holds no output of batchinfer",
+                f"output.reuse: {shown} holds no batchinfer output",
                 hint="give the folder that output.path of the other job names",
             )
         if own is not None and own.files.holds(own.root, str(out.manifest)):
@@ -166,7 +170,7 @@ class RowReuse:
         self._files: list[FinishedFile] = [file for file, _ in keyed]
         self._index = KeyIndex(keys for _, keys in keyed)
         self._is_whole: dict[int, bool] = {}
-        """Results of ``_check`` by number of the file."""
+        """Results of ``_check``, by file number."""
         self._latest: tuple[int, pa.Table] | None = None
         self._generated = generated
         self._warn = warn
@@ -181,7 +185,8 @@ class RowReuse:
 
         Args:
             batches: rows with keys.
-            admit: returns the found rows that are still wanted.
+            hand_over: called with the found rows.
+            admit: returns the found rows that are still wanted; the others are dropped.
         """
         waiting = _FOUND.empty_table()
         for batch in batches:
@@ -199,7 +204,7 @@ class RowReuse:
         """Yield the rows with their answers: a table for each file, with the columns of a segment.
 
         Raises:
-            DataError: a file was damaged since its rows were found.
+            DataError: a file has been damaged since its rows were found.
             StorageError: a file cannot be read.
         """
         for file in pc.unique(found.table["file"]).to_pylist():
@@ -207,7 +212,7 @@ class RowReuse:
             yield self._copied_from(file, of_file)
 
     def why_none(self, facts: Mapping[str, Any], num_rows: int) -> Iterator[str]:
-        """Yield a line for each output that says why no row was found in it.
+        """For each output, yield a line that says why none of its rows was reused.
 
         Args:
             facts: ``fingerprint_facts`` of this job.
@@ -225,7 +230,7 @@ class RowReuse:
                 yield f"{none}: {what} differs: {listed(names)}"
             elif not len(self._index):
                 why = (
-                    "the output has no finished rows, or an earlier version wrote them without keys"
+                    "the output has no finished rows, or an earlier version of batchinfer wrote it"
                 )
                 yield f"{none}: {why}"
             else:
@@ -254,14 +259,14 @@ class RowReuse:
         return pa.table(columns, schema=_FOUND), rest
 
     def _check(self, file: int) -> bool:
-        """Return True if a file is intact; if it is damaged, its rows are computed."""
+        """Return True if a file is intact; if it is damaged, warn, and its rows are computed."""
         if file not in self._is_whole:
             try:
                 self._files[file].check()
                 self._is_whole[file] = True
             except DataError as error:
                 self._is_whole[file] = False
-                self._warn(f"a file is not reused, and its rows are computed: {error}")
+                self._warn(f"a damaged file is not reused; its rows are computed again: {error}")
         return self._is_whole[file]
 
     def _copied_from(self, file: int, found: pa.Table) -> pa.Table:
@@ -269,7 +274,7 @@ class RowReuse:
         row_ids = table["row_id"].to_numpy()
         at = np.minimum(np.searchsorted(row_ids, sources), max(0, len(row_ids) - 1))
         if not len(row_ids) or not np.array_equal(row_ids[at], sources):
-            raise DataError(f"{self._files[file].path} has keys of rows that it does not hold")
+            raise DataError(f"{self._files[file].path} does not hold all rows that its keys list")
         answers = table.take(pa.array(at)).combine_chunks()
         schema = segment_schema(self._generated)
         nothing = pa.nulls(len(found), schema.field(REQUEST_COLUMN).type)
@@ -280,13 +285,14 @@ class RowReuse:
         return pa.table(arrays, schema=schema)
 
     def _table(self, file: int) -> pa.Table:
-        """Return a file's generated columns; cache the latest, which callers often need again."""
+        """Return a file's generated columns; cache the latest, because it is often needed again."""
         if self._latest is None or self._latest[0] != file:
-            self._latest = None  # freed before the next batch is read, because batches may be large
+            self._latest = None  # free the old table before reading the next; both may be large
             try:
                 self._latest = file, self._files[file].read(self._generated.names)
             except DataError as error:
-                raise DataError(str(error), hint="run again, which computes its rows") from None
+                hint = "run the job again to compute the rows of the damaged file"
+                raise DataError(str(error), hint=hint) from None
         return self._latest[1]
 
 
@@ -352,7 +358,7 @@ def keyed_files(out: OutputDir, plan: Manifest) -> Iterator[Keyed]:
     Raises:
         StorageError: a file cannot be read.
     """
-    # Read before parts, because rows move from segments to parts.
+    # List segments before parts, so that rows that move from a segment to a part are not missed.
     segments = list(out.files.entries(out.segments))
     for found in out.of_each(partial(_part, out), plan.parts()):
         if found is not None:

@@ -1,4 +1,4 @@
-"""Checks that the columns of requests exist and have usable types.
+"""Checks that the input columns that requests are made from exist and have usable types.
 
 The checks need only the schema, so they run before a model is loaded.
 """
@@ -56,7 +56,7 @@ def check_prompt_columns(config: PromptConfig, source: Source) -> None:
 
 
 def check_completions_column(name: str, source: Source) -> None:
-    """Check the column of ``score.completions_column``.
+    """Check the column that ``score.completions_column`` names.
 
     Raises:
         DataError: the column is missing, or its type cannot hold completions.

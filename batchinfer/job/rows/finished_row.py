@@ -34,7 +34,7 @@ LOGPROB = pa.struct(
 )
 _NO_TALLY = Tally()
 _MOST_CALLS = 1000
-"""Most tool calls of a sample. The id of a call contains the call's number in the sample."""
+"""Call numbers reserved for each sample, so that calls of different samples have different ids."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class FinishedRow:
 
 
 class RowFinisher:
-    """Makes the output columns of generated rows."""
+    """Makes the output columns of rows with ``task: generate``."""
 
     def __init__(self, answers: AnswerReader, include: Collection[str]) -> None:
         self._answers = answers
@@ -126,7 +126,7 @@ def seen_text(row: PromptRow, tokenizer: Tokenizer) -> str | None:
 
 
 def _prompt_logprobs(completion: Completion) -> list[dict[str, Any] | None] | None:
-    """Return the log-probabilities of the prompt's tokens; null for the first."""
+    """Return the log-probabilities of the prompt's tokens; None for the first token."""
     tokens = completion.prompt_token_logprobs()
     return None if tokens is None else [None, *(logprob_values(tokens) or ())]
 
@@ -157,7 +157,7 @@ def finished_row(
     error: Mapping[str, str | None] | None,
     stats: RequestStats | None,
 ) -> FinishedRow:
-    """Make the output of a row that ran from its ``results`` and the columns of all tasks."""
+    """Make the output of a row that ran: its ``results``, and the columns that all tasks have."""
     assert isinstance(row.prompt, Prompt)
     values = {
         "row_id": row.row_id,
@@ -177,7 +177,11 @@ def finished_row(
 
 
 def failed_row(row_id: int, error: RowError, results: Mapping[str, Any]) -> FinishedRow:
-    """Make the output of a row that the engine did not run; ``results`` are its failed results."""
+    """Make the output of a row that the engine did not run.
+
+    Args:
+        results: the task's values for a failed row (``Task.failed_results``).
+    """
     num_tokens = error.num_tokens if isinstance(error, PromptTooLongError) else None
     values: dict[str, Any] = {
         "row_id": row_id,

@@ -22,7 +22,7 @@ from batchinfer.text.tools.row_tools import RowTools, RowToolsReader
 InFlight = Callable[[Sequence[int]], AbstractContextManager[None]]
 
 _BATCHES_AHEAD = 1
-"""Number of batches whose prompts are started before an earlier batch is finished."""
+"""Number of batches whose prompts are begun while the batch before them is unfinished."""
 _Prompts = Iterator[list[PromptRow]]
 
 
@@ -53,7 +53,7 @@ class RowAdapters:
         value = row.get(self.column)
         if isinstance(value, RowError):
             return value
-        if value is None or value == b"":  # an empty cell of CSV
+        if value is None or value == b"":  # an empty CSV cell
             return BASE_MODEL
         try:
             name = value.decode() if isinstance(value, bytes) else str(value)
@@ -97,9 +97,9 @@ class ColumnReader:
     Args:
         params: makes the sampling parameters; None for tasks that draw no tokens.
         available: names of the dataset's columns.
-        id_column: column that keys each row's random numbers; None if the row's position keys them.
+        id_column: column that selects each row's random stream; None if the row's position does.
         tools: reads the tools of rows; None if rows have no tools.
-        tool_choices: makes rows require the tool calls that ``prompt.tool_choice`` demands.
+        tool_choices: makes answers contain the tool calls that ``prompt.tool_choice`` requires.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class ColumnReader:
 
 
 def stream_of_id(value: object) -> int | RowError:
-    """Derive the random stream of a row's id: 64 bits of the BLAKE2b hash of its text.
+    """Derive a row's random stream from its id: 64 bits of the BLAKE2b hash of the id's text.
 
     The number 1 and the text "1" have different streams. Texts may be ``str`` or UTF-8 bytes.
     """
@@ -208,7 +208,7 @@ def read_prompts(
             next(started[-1])
             if len(started) > _BATCHES_AHEAD:
                 yield from started.popleft()
-    except DataError:  # keep the rows before the place that cannot be read
+    except DataError:  # still yield the rows that were read before the error
         yield from chain.from_iterable(started)
         raise
     yield from chain.from_iterable(started)

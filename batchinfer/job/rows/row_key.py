@@ -3,11 +3,11 @@
 The facts that all rows of a job share (model, task, output columns: ``fingerprint.answer_facts``)
 are hashed once. A row adds the token ids of its prompt, its parameters, its token limit, the
 content of its adapter, and, only if it samples, the seed and stream of its random numbers. The key
-depends on no other input columns, and on the row's position only if the position keys the random
-numbers.
+does not depend on other input columns. It depends on the row's position only if the position
+selects the stream.
 
-The hash is BLAKE2b (RFC 7693) of 16 bytes: two different rows among 10**12 have the same key with a
-probability of 10**-15.
+The hash is BLAKE2b (RFC 7693) with 16 bytes. Among 10**12 different rows, the probability that any
+two have the same key is about 10**-15.
 """
 
 from __future__ import annotations
@@ -38,11 +38,13 @@ NO_KEYS = KEYS_SCHEMA.empty_table()
 
 _VERSION = b"batchinfer row 1"
 _HEAD = struct.Struct("<iiQQ??")
-"""Most output tokens, prompt tokens, seed and stream, then flags: it samples, it was truncated."""
+"""Packs the maximum number of output tokens, the number of prompt tokens, seed, stream, and two
+flags: the row samples, and its prompt was truncated.
+"""
 _INT = np.dtype("<i4")
 _LENGTH = struct.Struct("<i")
 _MOST_KEPT = 1024
-"""Most sampling parameters whose hash is cached, because rows often have equal parameters."""
+"""Maximum number of cached hashes of sampling parameters; rows often have equal parameters."""
 
 _NOT_IN_TEXT = ("seed", "max_tokens")
 _OF_DRAWS = ("top_p", "top_k", "min_p")
@@ -53,11 +55,11 @@ _SETS = ("stop_token_ids", "allowed_token_ids")
 
 
 def canonical_params(params: SamplingParams) -> str:
-    """Return a text that is equal for parameters of the same meaning.
+    """Return a text that is the same for parameters with the same meaning.
 
-    The text omits ``seed``, ``max_tokens`` and, at temperature 0, parameters of sampling. It also
-    omits default values, so that a parameter of a later version changes no text until a job sets
-    it.
+    The text omits ``seed``, ``max_tokens`` and, at temperature 0, parameters that affect only
+    sampling. It also omits default values, so that a parameter that a later version adds does not
+    change the text of jobs that do not set it.
     """
     values = {
         name: _canonical(name, getattr(params, name))
@@ -80,7 +82,7 @@ class RowKeys:
 
     Args:
         facts: the job's ``fingerprint_facts``.
-        max_model_len: most tokens of prompt and output.
+        max_model_len: maximum number of tokens of prompt and output together.
         adapters: numbers of the adapters, by name.
         chosen_by_length: True if the model's answers depend on ``max_model_len`` (LongRoPE).
     """
@@ -103,7 +105,9 @@ class RowKeys:
         self._adapters[BASE_MODEL] = b""
         self._writes_prompt = "prompt" in common["output"]["include"]
         self._begun: dict[tuple[int, int], tuple[SamplingParams | None, blake2b]] = {}
-        """Hashes by adapter and by id() of the parameters, which the value keeps alive."""
+        """Hashes of everything before a row's own data, by ``id()`` of the parameters and by
+        adapter. The value includes the parameters, so that no other object can get their id.
+        """
 
     def with_keys(self, batches: Iterator[list[PromptRow]]) -> Iterator[list[PromptRow]]:
         """Set the keys of rows; a row that cannot run has no key."""

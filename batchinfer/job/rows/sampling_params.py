@@ -41,7 +41,7 @@ class RowParams:
     """The job's sampling parameters, and each row's changes to them.
 
     Args:
-        where: name of the column or request for messages.
+        where: name of the column or request in error messages.
         keeps_logprobs: True if rows may request log-probabilities even if the job does not.
         check: raises ValueError if a row's parameters contradict the job.
 
@@ -169,7 +169,7 @@ def _whole(value: Any) -> Any:
 
 
 def _problem(detail: ErrorDetails) -> str:
-    """Return the message for an error of pydantic, in the words used for the job file."""
+    """Return a message for a pydantic error, worded like the errors in the job file."""
     if detail["type"] == "value_error":
         return str(detail["ctx"]["error"])
     if detail["type"] == "json_invalid":
@@ -185,7 +185,7 @@ def _text_of(value: object) -> str:
 
     Raises:
         UnicodeDecodeError: the cell holds text that is not UTF-8.
-        TypeError: the cell holds a value that JSON does not have, such as a time.
+        TypeError: the cell holds a value that JSON cannot represent, such as a time.
         _GivenTwiceError: a map holds a key twice.
     """
     if isinstance(value, str | bytes):

@@ -1,10 +1,10 @@
 """``task: score``: computes log-probabilities of a row's completions, or of its prompt.
 
-A row has one request for each completion. The request's prompt is the row's prompt and the
-completion without its last token; that token is the given token. The request needs logits from the
-last token of the row's prompt on, and the prefix cache provides the tokens before, which all
-completions share. A row without completions has one request, which scores all tokens of the prompt
-except the first.
+A row has one request for each completion. The request's prompt is the row's prompt plus the
+completion without its last token, which becomes the request's ``given_token``. The request needs
+logits from the last token of the row's prompt on. The prefix cache provides the tokens before it,
+which all completions share. A row without completions has one request, which scores all tokens of
+the prompt except the first.
 """
 
 from __future__ import annotations

@@ -25,18 +25,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Task:
-    """A task; one object serves all jobs and models."""
+    """A kind of work, such as ``generate``; one object serves all jobs and models."""
 
     spec: TaskSpec
     result_types: Callable[[JobSpec], Mapping[str, pa.DataType]]
     """Types of the output columns that the task adds."""
     prompt_builder: Callable[[JobSpec], BuilderFactory]
-    """Returns the factory of a job's prompt builder, called like ``PromptBuilder``."""
+    """Returns a factory of a job's prompt builders; it takes the arguments of ``PromptBuilder``."""
     load: Callable[[JobSpec, EngineContext, GrammarCompiler], LoadedTask]
     """Loads the task for a job and its model. The compiler caches grammars for all rows."""
     summarize: Callable[[Mapping[str, Any]], tuple[str | None, str]]
-    """Returns the result of an output row and facts about it, for a report. The argument has
-    ``num_prompt_tokens`` and the columns ``summarized``.
+    """Returns an output row's result and a line of facts about it, for a report. The argument holds
+    ``num_prompt_tokens`` and the columns that ``summarized`` lists.
     """
     summarized: Sequence[str]
     """Columns that ``summarize`` needs; nested columns by their Parquet paths."""
@@ -45,20 +45,20 @@ class Task:
     check_columns: Callable[[JobSpec, Source], None] = lambda job, source: None
     """Raises DataError if an input column that only this task reads cannot be used."""
     prompt_config: Callable[[JobSpec], PromptConfig] = lambda job: job.prompt
-    """Returns the job's prompt section, with changes that the section of the task makes."""
+    """Returns the job's prompt section, with the changes that the task's own section requires."""
     runner: Callable[[JobSpec], Runner] = lambda job: job.task_spec.runner
     """Returns the mode in which the model runs."""
 
 
 class LoadedTask(ABC):
-    """Makes a row's requests, and makes its output from their completions."""
+    """Makes a row's requests, and turns their completions into the row's output."""
 
     result_bytes: int = 0
-    """Bytes of a row's vectors and scores, which do not compress."""
+    """Number of bytes that the vectors and scores of a row take; they do not compress."""
 
     @abstractmethod
     def requests(self, row: PromptRow) -> Sequence[Request]:
-        """Return at least one request of a row that can run; ``Request.number`` counts them."""
+        """Return the requests of a row that can run, at least one, numbered from 0."""
 
     def follow_up_requests(
         self, row: PromptRow, completions: Sequence[Completion]

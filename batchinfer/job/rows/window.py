@@ -2,20 +2,20 @@
 
 A window is a number of whole parts, about ``engine.order_window`` rows, so that its parts finish
 before much of the next window has run. Long prompts end a window earlier, at ``MOST_TOKENS``,
-because their token ids are in memory. In prefix order, rows with equal beginnings run side by side,
-adapter by adapter. In input order, rows keep the order of the input. In both orders, each row gets
-the length of the longest prefix that it shares with a later row of the window. If the model shares
-no prefixes, the longest rows run first.
+because the token ids of a window are held in memory. In prefix order, rows with equal beginnings
+run side by side, adapter by adapter. In input order, rows keep the order of the input. In both
+orders, each row gets the length of the longest prefix that it shares with a later row of the
+window. If the engine cannot share prefixes with this model, the longest rows run first.
 
 A window is planned once all its rows are read. If the engine runs out of rows before that, it gets
-a head start: all rows read so far in input order, or the first sixteenth of the new rows in prefix
-order. The rest of the window then starts again at the lowest prefixes, which are still in the KV
-cache.
+a head start. With input order, the head start is all rows read so far. With prefix order, it is the
+first sixteenth of the new rows. The rest of the window then begins with the prefixes that sort
+first, which are still in the KV cache.
 
 Shared prefixes are found by sorting token ids. The longest common prefix (LCP) of two sorted rows
-is the minimum of the LCPs of neighbors between them (Manber & Myers 1990, on suffix arrays). So a
-row shares most with the nearest row on either side that has not run. A linked list, which rows
-leave one by one, holds the rows that have not run.
+is the minimum of the LCPs of the neighbors between them (Manber & Myers 1990, on suffix arrays).
+Among the rows that have not run, a row therefore shares most with the nearest row before or after
+it. A linked list holds the rows that have not run.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from batchinfer.requests.branch_points import BranchPoints, plan_branch_points
 from batchinfer.requests.requests import PromptRow
 
 MOST_TOKENS = 1 << 26
-"""Most prompt tokens of a window: 256 MiB of ids."""
+"""Maximum number of prompt tokens in a window: 256 MiB of ids."""
 _WARM_UP = 1 / 16
 """Share of the new rows in a head start by prefix: enough rows to keep an engine busy, but so few
-that their prefixes are still in the KV cache when the rest of the window comes.
+that their prefixes are still in the KV cache when the rest of the window runs.
 """
 _ADAPTER_BYTES = 4
 
@@ -56,17 +56,17 @@ def plan_windows(
     """Plan the rows of ``parts``; yield whole windows, or the head start and the rest of a window.
 
     Args:
-        batches: the rows in input order, each batch of one part.
+        batches: the rows in input order, in batches that lie within one part.
         parts: the parts of the rows, in order.
         window_rows: approximate number of rows in a window.
         by_prefix: True to order rows by their token ids.
-        by_length: True to order rows by length, the longest first; they then share no prefixes.
-        with_branch_points: True if the model has recurrent state, which is kept where prefixes of
-            rows end.
+        by_length: True to order rows by length, the longest first, without shared prefixes.
+        with_branch_points: True if the model has recurrent state, which must be kept where shared
+            prefixes end.
         is_starved: returns True if the engine has taken all rows and could run more.
 
     Raises:
-        DataError: ``batches`` raised it; all rows before the error are yielded first.
+        DataError: ``batches`` raised it. All rows that were read before are yielded first.
     """
     per_window = max(1, window_rows // max(1, parts[0].num_rows))
     window_starts = [part.rows.start for part in parts[::per_window]]
@@ -82,7 +82,7 @@ def plan_windows(
             window.add(batch, num_tokens)
             if window.has_grown and is_starved():
                 yield from window.warm_up()
-    except DataError:  # keep the rows before the place that cannot be read
+    except DataError:  # still run the rows that were read before the error
         yield from window.rest()
         raise
     yield from window.rest()
@@ -163,10 +163,11 @@ class _Window:
         return to_run[:count]
 
     def _sorted(self) -> tuple[list[int], list[int]]:
-        """Return the rows sorted by ``_sort_key``, stably, and the LCP of each with the next row.
+        """Return the rows' indices in stable order of ``_sort_key``, and each row's LCP with the
+        next row.
 
-        Merging sorted batches needs one key of each batch at a time; all keys together would take
-        as much memory as the token ids.
+        Merging the sorted batches needs only one key per batch at a time. All keys together would
+        take as much memory as the token ids.
         """
         runs = [((_sort_key(self._rows[at]), at) for at in run) for run in self._sorted_batches]
         order, with_previous, previous = list[int](), list[int](), b""

@@ -2,6 +2,6 @@
 
 ``run_job`` is the command: ``decide`` makes its plan, ``pipeline`` runs the rows, ``finish_job``
 ends the job. ``engine_loop`` feeds the engine, and ``dedup`` computes equal rows once.
-``in_flight_log`` records which rows run, for the next run if this run dies. ``reporter`` has the
+``in_flight_log`` records which rows run, for the next run if this run dies. ``reporter`` prints the
 messages.
 """

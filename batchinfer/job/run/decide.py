@@ -38,7 +38,7 @@ class RunOptions:
     retry_errors: bool = False
     update: bool = False
     role: Role | None = None
-    """The run's task if it is one of several processes; None if it writes alone."""
+    """What this run does if several processes share the job; None if it writes alone."""
     has_fleet: bool = False
 
     @property
@@ -49,9 +49,7 @@ class RunOptions:
 
 @dataclass(frozen=True)
 class RunPlan:
-    """Work of a run: its parts, its output, and outputs to reuse. Valid in the context of
-    ``decide``.
-    """
+    """What a run has to do. Valid only in the context of ``decide``."""
 
     job: OutputJob
     """The job with the directory to write to, and with the plan that all runs of the job share."""
@@ -60,7 +58,7 @@ class RunPlan:
     outputs: Sequence[OutputDir]
     """Outputs whose rows are copied if the job would compute the same rows."""
     kernels: Mapping[str, str]
-    """Kernels that the run has to use if it can; empty if it may choose."""
+    """Kernels of earlier runs, which this run uses too if it can; empty if it may choose."""
     options: RunOptions
 
 
@@ -112,7 +110,7 @@ def refuse_combinations(options: RunOptions) -> None:
     """Check that the options can be combined.
 
     Raises:
-        UsageError: two of the options cannot; see ``REFUSED``.
+        UsageError: two of the options cannot be combined; see ``REFUSED``.
     """
     chosen = {
         "--overwrite": options.overwrites,
@@ -136,7 +134,7 @@ def decide(
     The context holds the lock of the directory, or of this writer.
 
     Args:
-        combined_output: a file for all lines of OpenAI's output and error files.
+        combined_output: a file for the lines of both the OpenAI output file and the error file.
 
     Raises:
         JobError: the job does not fit its data, or the directory cannot be used for it.
@@ -165,7 +163,7 @@ def decide(
 def _open_output_job(
     spec: JobSpec, out: OutputDir, options: RunOptions, combined_output: PurePath | None
 ) -> OutputJob:
-    """Open the job's data; a table at the latest version, or at the version that the output has."""
+    """Open the job's data: a table at the version that the output began with, or at the latest."""
     partitioned.refuse_foreign(out, spec.output.partition_by)
     planned: Manifest | None = None
     with suppress(DataError):
@@ -206,13 +204,13 @@ def _nothing_to_do(job: OutputJob, options: RunOptions) -> NothingToDo | None:
     num_parts = len(job.manifest.parts())
     shard = None if options.role is None else options.role.shard
     if shard is not None and not shard.parts(num_parts):
-        reason = f"shard {shard} has nothing to do: there are {counted(num_parts, 'part')}"
+        reason = f"shard {shard} has nothing to do: the job has only {counted(num_parts, 'part')}"
         return NothingToDo(job.out, reason, is_finished=False)
     return None
 
 
 def _is_finished(job: OutputJob, options: RunOptions) -> bool:
-    """Return True if the job is finished; needs neither a lock nor the right to write.
+    """Return True if the job is finished, without taking a lock or writing anything.
 
     Raises:
         JobError: the output belongs to another job or input.
@@ -254,8 +252,8 @@ def at_version(
 
     If an update is unfinished, the run reads the version of the update. Otherwise it reads the
     version that the output began with, until the job has ended. With ``--retry-errors`` it keeps
-    this version after the end too, unless the latest version has the same number of rows: somebody
-    may have corrected failed rows.
+    this version after the end too, unless the latest version has the same number of rows. It then
+    reads the latest version, because somebody may have corrected failed rows.
 
     Args:
         planned: the plan of the output in ``out``; None if there is no plan.

@@ -1,9 +1,9 @@
 """Deduplicates requests: the engine computes only one of several equal rows.
 
-At temperature 0, and with beam search, rows with the same key (``row_key``) have the same answer. A
-row follows an equal row that is in the engine: it waits, then takes the samples or the error of
-that row. The answers of finished rows are not kept, so an equal row that comes later is computed
-again. This is rare in prefix order, which puts equal rows of a window next to each other.
+At temperature 0, and with beam search, rows with the same key (``row_key``) have the same answer.
+While a row is in the engine, equal rows follow it: they wait, then take its samples or its error.
+The answers of finished rows are not kept, so an equal row that comes later is computed again. This
+is rare in prefix order, which puts equal rows of a window next to each other.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from batchinfer.engine.request import Completion, RequestStats
 from batchinfer.requests.requests import PromptRow
 
 MAX_WAITING = 4096
-"""Most rows that wait for equal rows, because waiting rows take memory, and millions may be equal.
+"""Maximum number of rows that wait for equal rows. They take memory, and millions may be equal.
 Further equal rows run, which is cheap, because their prompt is cached.
 """
 
@@ -45,7 +45,7 @@ class RequestDeduplicator:
     def attach(self, row: PromptRow) -> bool:
         """Make a row follow an equal row in the engine; return True if it follows and must not run.
 
-        If the row follows no row, later rows may follow it.
+        If it does not follow another row, later rows may follow it.
         """
         if row.key is None or row.sampling is None or row.sampling.params.temperature > 0:
             return False
@@ -84,7 +84,7 @@ def copy_result(row: PromptRow, completions: Sequence[Completion]) -> list[Compl
 
 
 def _without_work(stats: RequestStats) -> RequestStats:
-    """Return the stats of a follower: a cached prompt, and the times of its leader."""
+    """Return a follower's statistics: its leader's times, and a prompt that was fully cached."""
     if not stats.has_run:
         return stats
     return replace(

@@ -54,7 +54,7 @@ class EngineLoop:
     progress: Progress
     stop: Event
     max_waiting: int
-    """Most rows to queue in the engine, so that the engine can look ahead."""
+    """Number of rows to queue in the engine at most, so that the engine can look ahead."""
     admit: Callable[[list[int]], None]
     """Called with the ids of rows that are about to be given to the engine."""
 
@@ -77,7 +77,7 @@ class EngineLoop:
             if self.engine.num_unfinished or failed:
                 hand_over(self._step(failed))
             else:
-                # Check ``stop`` last, because a stop may have ended the rows.
+                # Check ``stop`` last: a stop also ends ``rows``, which then seem to be exhausted.
                 complete = not self._taken and rows.exhausted and not self.stop.is_set()
         return complete
 

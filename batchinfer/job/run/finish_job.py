@@ -1,4 +1,4 @@
-"""Ends a job whose parts are made: exports, partitioned files, statistics, ``_SUCCESS``."""
+"""Ends a job once its parts are made: writes exports, partitions, statistics and ``_SUCCESS``."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _finish(job: OutputJob, claim: Claim, reporter: RunReporter) -> ExitCode:
     if job.spec.output.format == "openai-batch":
         export(job.out, job.manifest, job.table.kept, job.spec.model, job.combined_output)
     columns = job.spec.output.partition_by
-    # Existing files may be from older parts.
+    # Write partitioned files even if they exist, because they may come from older parts.
     if columns or not partitioned.exists(job.out, columns):
         partitioned.write_partitions(job.out, job.manifest, columns)
     warnings = _nothing_selected(job)

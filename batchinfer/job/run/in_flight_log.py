@@ -16,7 +16,7 @@ from batchinfer.job.storage.filesystem import storage_errors
 
 
 class InFlightLog:
-    """Writes the log of the rows in flight, so that later runs find a row that kills the process.
+    """Logs the rows in flight, so that later runs can find a row that kills the process.
 
     The methods raise StorageError if the log cannot be written.
     """

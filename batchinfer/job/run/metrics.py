@@ -1,4 +1,4 @@
-"""Prometheus metrics of a run, on a port while it runs or in a file for the node exporter.
+"""Serves a run's Prometheus metrics on a port, or writes them to a file for the node exporter.
 
 Names follow prometheus.io/docs/practices/naming: counters end in ``_total``, and times are in
 seconds.
@@ -31,7 +31,7 @@ _COUNTERS = {
     "prefill_tokens": ("prefill_tokens", "Tokens computed for prompts, including recomputed ones."),
     "preemptions": ("preemptions", "Sequences that lost their KV blocks."),
 }
-"""Field of ``Counts`` and description, by metric."""
+"""For each metric, the field of ``Counts`` that it shows, and its description."""
 _OF_STEP = {
     "kv_blocks": ("kv_blocks_total", "KV blocks in the pool."),
     "kv_blocks_used": ("kv_blocks_used", "KV blocks of unfinished sequences."),
@@ -40,7 +40,7 @@ _OF_STEP = {
     "sequences_running": ("num_running", "Sequences with KV blocks."),
     "sequences_waiting": ("num_waiting", "Sequences in the queue."),
 }
-"""Field of ``StepStats`` and description, by metric."""
+"""For each metric, the field of ``StepStats`` that it shows, and its description."""
 
 
 def serve_metrics(
@@ -105,7 +105,7 @@ def _in_file(path: str, registry: CollectorRegistry) -> Iterator[None]:
     from prometheus_client import write_to_textfile
 
     def write() -> None:
-        with suppress(OSError):  # a run does not fail because of its metrics
+        with suppress(OSError):  # a run must not fail because of its metrics
             write_to_textfile(path, registry)
 
     try:

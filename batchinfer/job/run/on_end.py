@@ -24,7 +24,7 @@ from batchinfer.job.stats.live import WatchedRun
 
 LIMIT_S = 30.0
 MOST_OUTPUT = 64 << 10
-"""Most bytes of a command's output to copy to stderr."""
+"""Maximum number of bytes of a command's output to copy to stderr."""
 _OUTCOMES = {
     ExitCode.OK: "succeeded",
     ExitCode.TOO_MANY_ROW_ERRORS: "too_many_errors",
@@ -33,7 +33,9 @@ _OUTCOMES = {
 _STDERR = 2
 _CHUNK = 1 << 16
 _COPY_S = 1.0
-"""Seconds to copy the last output of a command, whose child processes may print longer."""
+"""Seconds to wait for the last output of a command that has ended. The wait is limited because the
+command's child processes may go on printing.
+"""
 
 
 @dataclass(frozen=True)
@@ -49,8 +51,8 @@ class RunEnd:
     summary: str | None
     """Path of ``summary.json``; None if the job has not ended."""
     rows: Mapping[str, int] | None
-    """``total``, ``finished`` and ``error`` over all runs. If this run was stopped or failed,
-    ``error`` counts only this run's rows. None if the counts are not known yet.
+    """Numbers of rows over all runs: ``total``, ``finished`` and ``error``. If this run was stopped
+    or failed, ``error`` counts only this run's rows. None if the numbers are not known yet.
     """
     error: str | None
 
@@ -111,7 +113,7 @@ def _run_end(
 
 
 def _send(target: OnEndSpec, end: RunEnd, display: Display) -> None:
-    """Send the notification; show a failure, but let it change nothing else."""
+    """Send the notification; if this fails, only show the problem."""
     message = json.dumps(asdict(end)).encode()
     if target.webhook is not None:
         problem = _within_limit(partial(_post, target.webhook, message))
@@ -122,7 +124,7 @@ def _send(target: OnEndSpec, end: RunEnd, display: Display) -> None:
 
 
 def _within_limit(call: Callable[[], str | None]) -> str | None:
-    """Return the problem of a call; abandon the call if it takes too long."""
+    """Return the problem that ``call`` returns, or that it takes longer than ``LIMIT_S``."""
     problems: list[str | None] = []
     thread = Thread(target=lambda: problems.append(call()), daemon=True)
     thread.start()
@@ -150,7 +152,9 @@ def _post(url: str, message: bytes) -> str | None:
 
 
 def _split_credentials(url: str) -> tuple[str, str | None]:
-    """Split user and password, in base64, from a URL, because urllib cannot use them in a URL."""
+    """Return a URL without its user and password, and these two in base64, or None if there are
+    none. This is necessary because urllib does not accept them in a URL.
+    """
     parts = urlsplit(url)
     user, at, host = parts.netloc.rpartition("@")
     if not at:

@@ -10,9 +10,9 @@
 A row becomes in turn a ``Row`` of values, a ``PromptRow``, a ``Request``, a ``RequestState`` with
 its sequences, a ``Completion``, a ``RowResult`` and a ``FinishedRow``.
 
-Bounded queues between the threads apply backpressure. Two windows are in memory: the window whose
-rows run, and the next window. The parts come from a ``PartQueue``, a few at a time. Rows of the
-next parts are read while rows of earlier parts still run, so that the engine never drains.
+Bounded queues between the threads apply backpressure. At most two windows are in memory: the window
+whose rows run, and the next window. The parts come from a ``PartQueue``, a few at a time. Rows of
+the next parts are read while rows of earlier parts still run, so that the engine never drains.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ from batchinfer.job.tokens.token_files import TokenFiles
 from batchinfer.process.process import gc_frozen
 from batchinfer.requests.requests import PromptRow
 
-_WRITES_DUE = 64  # most iterations of the engine's loop that the writer may lag behind
+_WRITES_DUE = 64  # number of turns by which the writer may lag behind the engine's loop
 _POLL_S = 0.02
 CRASHED = RowError("crashed_engine", "the process died twice while this row ran alone")
-"""Error of a row that is given up."""
+"""Error of a row that is given up because it kills the process."""
 
 _ToWrite = TurnResult | FoundRows | TokenUpdate | PartsToMake
 
@@ -105,7 +105,7 @@ def run_pipeline(
 
 @contextmanager
 def _flushed_on_exit(recorder: Recorder, writers: _PartWriters) -> Iterator[None]:
-    """Write the finished rows and the record of the run at its end, even if it fails."""
+    """When the run in this context ends or fails, write its finished rows and its record."""
     try:
         yield
     except BaseException as error:
@@ -199,14 +199,14 @@ class RowPipeline:
         self._waiting: PartsToMake | None = None
         """The next claim, until the pipeline reads its rows."""
         self._num_coming = 0
-        """Number of rows to run of all claims so far."""
+        """Number of rows to run in all claims so far."""
         self._num_given = 0
         """Number of these rows that earlier loops have given to the engine."""
 
     def run(self) -> bool:
         """Make all parts of the queue; return False if the run was stopped first.
 
-        Rows suspected of crashes run in groups, with nothing else in the engine.
+        Rows suspected of having killed earlier runs run in groups, with nothing else in the engine.
         """
         while not self.stop.is_set():
             if self._waiting is None:
@@ -241,7 +241,10 @@ class RowPipeline:
     def _claims(
         self, is_needed: Callable[[], bool], is_over: Callable[[], bool], put: Callable[..., None]
     ) -> Iterator[tuple[PartsToMake, Sequence[range]]]:
-        """Yield claims without suspects, with their rows, when the engine will soon need rows."""
+        """Yield claims that have no suspect rows, each with the rows to run.
+
+        Wait before each claim until the engine will soon need more rows.
+        """
         while self._waiting is not None and not self._waiting.suspects:
             claim, self._waiting = self._waiting, None
             for ranges in claim.phases():
@@ -258,7 +261,7 @@ class RowPipeline:
     ) -> bool:
         spec, context = self.job.spec, self.loaded.context
         ending, starved, cut_short = Event(), Event(), Event()
-        # Workers with a shared queue take fewer rows in advance, because a worker keeps its rows.
+        # With a shared queue, take fewer rows in advance: no other worker can run them then.
         waiting = max(1, spec.engine.max_num_seqs // 2)
         loop = EngineLoop(
             context.engine,
@@ -294,7 +297,7 @@ class RowPipeline:
                 finally:
                     ending.set()
                     if not complete:
-                        self.loaded.processes.stop()  # rows in the processes may take long
+                        self.loaded.processes.stop()  # do not wait for the rows in the processes
         self._num_given += loop.num_given
         return complete and not cut_short.is_set()
 
@@ -338,7 +341,7 @@ class RowPipeline:
         is_starved: Callable[[], bool],
         hand_over: Callable[[FoundRows], None],
     ) -> Iterator[list[PromptRow]]:
-        """Yield the rows of some claims to run, in the order in which they should run.
+        """Yield the rows of ``claims`` that must run, in the order in which they should run.
 
         Args:
             is_over: returns True to end early.
@@ -355,7 +358,7 @@ class RowPipeline:
         for claim, ranges in claims:
             read = self.job.source.batches(loaded.reader.columns, claim.parts, ranges)
             rows = read_prompts(read, loaded.reader, self.in_flight.making, keeps_text=keeps_text)
-            rows = takewhile(lambda _: not is_over(), rows)  # collecting a window takes a while
+            rows = takewhile(lambda _: not is_over(), rows)  # do not read on until a window is full
             rows = row_keys(self.job, loaded.context).with_keys(rows)
             if self.reuse is not None:
                 rows = self.reuse.without_found(rows, found)
@@ -393,7 +396,7 @@ def fail_row(job: Job, row_id: int, error: RowError) -> FinishedRow:
 def file_metadata(job: OutputJob) -> dict[str, str]:
     """Return the key-value metadata of every part: the facts that decide its content.
 
-    They contain no times and no paths; for a model in a folder, they name only the folder.
+    They contain neither times nor paths; for a model in a folder, they hold only the folder's name.
     """
     facts, model = job.manifest.job, job.spec.model
     template = json.dumps(facts["prompt"], sort_keys=True).encode()

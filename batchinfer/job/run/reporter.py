@@ -21,7 +21,7 @@ from batchinfer.job.stats.summary import kernels_differ
 from batchinfer.job.storage.filesystem import read_file
 
 Report = Callable[[OutputDir, Callable[[str], None]], bool]
-"""Writes the report, and returns True if it was written; the second argument gets warnings."""
+"""Writes the report, and returns True if it was written; the second argument receives warnings."""
 _MAX_DAMAGE_LINES = 5
 _AGAIN = {
     False: "the same command again",
@@ -93,7 +93,7 @@ def summary_facts(
             else f" (reserving the longest answers would waste {kv['contiguous_waste']:.1%})",
         )
         reused, planned = kv["prefix_hit_rate"], summary["sharing"]["planned_rate"]
-        in_common = f", of the {planned:.1%} that rows share" if planned > reused else ""
+        in_common = f" (rows share {planned:.1%})" if planned > reused else ""
         yield SummaryLine(
             "sharing",
             f"saved {kv['sharing_saving']:.1%} of the blocks",
@@ -156,9 +156,9 @@ class RunReporter:
             self.display.say("resumed", line, rows_finished=finished, rows_total=total)
 
     def damage(self, damaged: Mapping[str, str]) -> None:
-        """Name the damaged files, which are written again, with their problems."""
+        """Name the damaged files, which the run writes again, and say what is wrong with them."""
         for name, problem in list(damaged.items())[:_MAX_DAMAGE_LINES]:
-            line = f"{name} is written again: {problem}"
+            line = f"rewriting {name}: {problem}"
             self.display.say("damaged_file", line, "warning", file=name, problem=problem)
         if len(damaged) > _MAX_DAMAGE_LINES:
             more = len(damaged) - _MAX_DAMAGE_LINES
@@ -180,10 +180,13 @@ class RunReporter:
                 self.display.say("other_kernels", line, "warning")
 
     def stopped(self, out: OutputDir, *, overwrites: bool) -> None:
-        """Say that the run was interrupted. The run has no time left to write a report."""
+        """Say that the run was interrupted, and how to get a report.
+
+        An interrupted run has no time to write a report itself.
+        """
         self.display.say("stopped", f"stopped; to resume, run {_AGAIN[overwrites]}", "error")
         place = shlex.quote(printable(str(out.root)))
-        self.display.say("see_report", f"batchinfer report {place} shows its progress")
+        self.display.say("see_report", f"batchinfer report {place} shows the job's progress")
 
     def parts_left(self, out: OutputDir, others_left: int) -> None:
         """Say that this process has made its parts, and that another process ends the job."""

@@ -1,8 +1,8 @@
 """``batchinfer run``: runs or resumes a job.
 
 ``_batchinfer/bad_ids.parquet`` holds the ids of rows whose value in the id column is missing or
-repeated, so that later runs need not read all ids again. If the file is missing, damaged or of
-another input, a run finds the rows in the input again.
+repeated, so that later runs need not read all ids again. If the file is missing or damaged, or
+belongs to another input, a run looks for the rows in the input again.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from batchinfer.job.stats.live import LiveFile, WatchedRun
 from batchinfer.process.process import gc_paused, stop_signals
 
 _ATTENTION = "attention"
-"""Key in ``EngineContext.kernels`` of the attention kernel, which depends only on the machine."""
+"""Key of the attention kernel in ``EngineContext.kernels``; it depends only on the machine."""
 
 _KEY = b"batchinfer.ids_of"
 
@@ -82,15 +82,15 @@ def run_job(
     Args:
         overwrite: start over, as with ``output.if_exists: overwrite``.
         retry_errors: run failed rows again; also update the output if the job or input has changed.
-        update: if the job or input has changed, make a new output, and replace the present output
+        update: if the job or input has changed, make a new output, and replace the existing output
             once the new output is complete.
-        role: the task of one of several processes; the last process to end ends the job.
+        role: what this process does if several share the job; the last one to finish ends the job.
         quiet: print errors only.
         as_json: print the summary as JSON.
         build: makes the engine; None for ``batchinfer.builders.engine.build_engine``.
         report: writes ``report.html`` at the end of the job; None for no report.
-        combined_output: a file for all lines of OpenAI's output and error files, if
-            ``output.format`` is ``openai``.
+        combined_output: a file for the lines of both the OpenAI output file and the error file, if
+            ``output.format`` is ``openai-batch``.
         fleet: runs the job on several workers; None to run it in this process.
         display: shows the progress; None for text on this process's terminal.
         metrics: a port, ``host:port`` or a file for Prometheus metrics; None for no metrics.
@@ -115,7 +115,7 @@ def run_job(
         if isinstance(plan, NothingToDo):
             reporter.nothing_to_do(plan.out, plan.reason, is_finished=plan.is_finished)
             return ExitCode.OK
-        # After an update, the generation's folder is deleted.
+        # The folder of an update's generation is deleted at the end, so use the existing output.
         stack.enter_context(_write_live_status(plan.claim.present or plan.job.out, watched))
         code = _make_parts(plan, reporter, build, fleet)
         ended(code)
@@ -179,7 +179,7 @@ def _make_parts(
                 complete = fleet(seen, role, build, progress, stop, meter.begin)
             else:
                 complete = run_pipeline(job, queue, loaded, progress, stop, reuse)
-        # Rows that were finished before this run may have been reused by an earlier run.
+        # If earlier runs finished rows, say nothing: they may have reused rows.
         if reuse is not None and not (reuse.num_reused or meter.before):
             reporter.reused_nothing(reuse.why_none(job.manifest.job, missing))
         if not complete:
@@ -189,7 +189,7 @@ def _make_parts(
 
 
 def _missing_rows(job: OutputJob, missing: Sequence[range]) -> Counter[int]:
-    """Count the rows of ranges by the index of their part; each range is within one part."""
+    """Count the missing rows of each part, by the part's index; each range is within one part."""
     first_rows = [part.rows.start for part in job.manifest.parts()]
     counts = Counter[int]()
     for rows in missing:
@@ -217,8 +217,8 @@ def _load_model(
 ) -> LoadedJob:
     """Load the model with the kernels of the job, then delete output that is overwritten.
 
-    The first process to load the model notes its kernels. A process that finds another process's
-    note after loading loads its model again with the noted kernels.
+    The first process to load the model notes its kernels. If another process then finds this note
+    and has chosen other kernels, it loads the model again with the noted kernels.
     """
     build = build or _default_builder()
     loaded = _load(job, build, plan.kernels)
@@ -257,13 +257,13 @@ def _default_builder() -> BuildEngine:
 
 
 def with_id_errors(job: OutputJob, *, reads_stored: bool) -> OutputJob:
-    """Return the job with its rows that have bad ids; these rows end as errors.
+    """Return the job with the rows whose ids are missing or repeated; these rows end as errors.
 
     Args:
-        reads_stored: True to use the stored rows if they are of this job's input.
+        reads_stored: True to use the stored rows if they belong to this job's input.
 
     Raises:
-        DataError: the ids cannot be read, or have a type that ids cannot have.
+        DataError: the ids cannot be read, or have an unsupported type.
     """
     column = job.spec.input.id_column
     if column is None:

@@ -1,4 +1,4 @@
-"""Threads that work before and after the engine's loop, and a thread that repeats work."""
+"""Threads that make items for the engine's loop, consume its results, or repeat an action."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ class Prefetcher(Generic[T]):
 
     Args:
         items: the iterable.
-        depth: most items ahead.
-        starved: event that is set while the consumer finds no item, so that ``items`` can hurry.
+        depth: maximum number of items to be ahead.
+        starved: event that is set while the consumer finds no item, so that ``items`` can yield
+            the next item sooner.
     """
 
     def __init__(self, items: Iterable[T], depth: int, starved: Event | None = None) -> None:
         self._queue: Queue[T] = Queue()
         self._room = Semaphore(depth)
-        """Counts the items that may be made before the consumer takes an item."""
+        """Counts how many more items may be made before the consumer takes one."""
         self._starved = starved or Event()
         self._closed = Event()
         self._done = Event()
@@ -81,7 +82,7 @@ class Prefetcher(Generic[T]):
         try:
             coming = iter(items)
             while self._has_room():
-                # Not kept in a variable, which would keep the item alive.
+                # A variable would keep the item alive after the consumer has dropped it.
                 self._queue.put(next(coming))
                 self._filled.set()
         except StopIteration:
@@ -101,7 +102,7 @@ class Prefetcher(Generic[T]):
 
 
 class Repeater:
-    """Calls ``action`` in a thread every ``every_s`` seconds, first after ``every_s`` seconds."""
+    """Calls ``action`` in a thread every ``every_s`` seconds, but not at once."""
 
     def __init__(self, action: Callable[[], None], every_s: float) -> None:
         self._action = action
@@ -148,7 +149,7 @@ class BackgroundConsumer(Generic[T]):
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Consume the remaining items and end the thread; raise the error of ``consume``.
 
-        An error that already leaves the context takes precedence.
+        An error that was raised inside the context takes precedence.
         """
         self._offer(None)
         self._thread.join()

@@ -1,4 +1,4 @@
-"""Checks a job's keys against each other and the disk, before data or a model is read."""
+"""Checks a job's keys against each other and against the disk, before data or a model is read."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from batchinfer.text.prompt_sources import RowTemplate, conflicts
 from batchinfer.text.sample_filter import Judge
 
 _LONGEST = 300
-"""Most characters of an error message."""
+"""Maximum number of characters in an error message."""
 _WRITTEN = ("data", "part-00000.parquet")
 
 
@@ -65,7 +65,7 @@ def check_conflicts(spec: JobSpec, document: JobDocument) -> None:
 
 @contextmanager
 def _errors_at(key: KeyPath, document: JobDocument, *, names_key: bool = False) -> Generator[None]:
-    """Add the line of ``key`` to errors raised inside; also add the key unless ``names_key``."""
+    """Add the line of ``key`` to errors raised inside, and the key unless the errors name it."""
     try:
         yield
     except (UsageError, ValueError) as error:

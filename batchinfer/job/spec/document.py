@@ -12,7 +12,7 @@ from batchinfer.job.spec.yaml import KeyPath, YamlText, dotted, parse_yaml, plai
 
 _MISSING = object()
 _NAMED_BY = {"model": "name", "input": "path"}
-"""Sections that a job file may give as the value of their only required key."""
+"""Sections for which a job file may give only the value of the section's one required key."""
 _JINJA = ("{{", "{%", "{#")
 
 
@@ -63,7 +63,7 @@ class JobDocument:
                 self._origins[path[:depth]] = origin
             holder = holder[part]
             if not isinstance(holder, dict):
-                raise UsageError(f"{origin}: {dotted(path[:depth])} has no keys to set")
+                raise UsageError(f"{origin}: {dotted(path[:depth])} is not a section")
         holder[path[-1]] = value
         length = len(path)
         self._origins = {p: o for p, o in self._origins.items() if p[:length] != path}

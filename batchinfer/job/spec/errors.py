@@ -1,4 +1,4 @@
-"""Turns errors of pydantic into messages with file, line, key, value and the valid values."""
+"""Turns pydantic errors into messages that name the file, line, key, value and valid values."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _EXPECTED: Mapping[str, str] = {
     "less_than_equal": "{le} or less",
     "greater_than": "more than {gt:g}",
 }
-"""Descriptions of valid values by pydantic's error type; braces name fields of its context."""
+"""Descriptions of valid values, by pydantic's error type. Braces name fields of its context."""
 _LIKE = {
     "model": "Qwen/Qwen3-0.6B",
     "input": "prompts.parquet",
@@ -47,7 +47,7 @@ _LIKE = {
     "sampling.max_tokens": "64 (most tokens per answer)",
     "output": "{path: out/answers}",
 }
-"""Examples of required keys."""
+"""Example values of required keys."""
 
 
 @cache
@@ -86,7 +86,7 @@ class _Problem:
 
 
 def _problems(details: Sequence[ErrorDetails], document: JobDocument) -> list[_Problem]:
-    """Combine the errors of each key, because pydantic reports each branch of a union.
+    """Combine the errors of each key, because pydantic reports one error per branch of a union.
 
     If keys inside a value have errors, the errors of the value itself are dropped. A misspelled
     required key is not reported as missing too.
@@ -147,7 +147,7 @@ def is_unknown_key(detail: ErrorDetails) -> bool:
 
 
 def _problem_of_record(section: KeyPath, message: str, document: JobDocument) -> _Problem:
-    """Make a problem from the message of a section's validator, which names the key."""
+    """Make a problem from a message that names a key, raised by the validator of ``section``."""
     match = _NOT_YET.fullmatch(message)
     text = match.group(1) if match else message
     origin = document.origin(_key_named(section, text, document))

@@ -38,13 +38,15 @@ def json_schema() -> dict[str, Any]:
     paths = {"type": "array", "items": name}
     schema["properties"]["input"] = {"anyOf": [name, paths, schema["properties"]["input"]]}
     for record in records.values():
-        # Later paragraphs of the docstring are for Python code.
+        # Later paragraphs of a docstring are for readers of the Python code.
         record["description"] = record["description"].split("\n\n")[0]
     return {"$schema": DIALECT, "title": "batchinfer job", **schema}
 
 
 def _task_rule(task: TaskSpec) -> dict[str, Any]:
-    """Require the sections of a task, and forbid its section for other tasks."""
+    """Return a rule that requires or forbids ``sampling`` for a task, and that forbids the task's
+    own section for other tasks.
+    """
     sampling = {"required": ["sampling"]}
     is_default = JobSpec.model_fields["task"].default == task.name
     rule: dict[str, Any] = {

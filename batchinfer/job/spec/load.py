@@ -139,7 +139,7 @@ def load_job(
 
 
 def checked_job(document: JobDocument, base_dir: Path) -> JobSpec:
-    """Check a document without variables; paths are relative to ``base_dir``.
+    """Check a document whose variables are filled in; paths are relative to ``base_dir``.
 
     Raises:
         UsageError, NotYetError: see ``load_job``.
@@ -162,7 +162,7 @@ def _check(document: JobDocument) -> JobSpec:
         raise document.error(
             seed, " is null; set it to a number, like 0, so that runs can be repeated"
         )
-    # Strict mode accepts lists for tuples only in JSON.
+    # In strict mode, pydantic accepts lists for tuples only from JSON.
     try:
         return JobSpec.model_validate_json(json.dumps(document.data), strict=True)
     except ValidationError as error:

@@ -36,7 +36,7 @@ class Section(BaseModel):
 
 @dataclass(frozen=True)
 class JobSampling(SamplingParams):
-    """How the output tokens of a row are chosen. Names and meanings are vLLM's."""
+    """How the output tokens of a row are chosen. Names and meanings are the same as in vLLM."""
 
     max_tokens: int = field()
     """Largest number of tokens in a sample."""
@@ -68,7 +68,7 @@ class ErrorsSpec(Section):
     max_error_rate: float = Field(default=0.01, ge=0.0, le=1.0)
     """Largest allowed fraction of failed rows. If more rows fail, the job ends with exit code 3."""
     min_rows: int | None = Field(default=None, ge=0)
-    """Smallest allowed number of rows without an error, or with ``accept`` of kept samples. With
+    """Smallest allowed number of rows without an error; with ``accept``, of kept samples. With
     fewer, the job ends with exit code 3. null: no limit, but the job warns if the input has no
     rows, the filter selects no rows, or ``accept`` keeps no sample."""
 

@@ -88,9 +88,9 @@ class ModelSpec(Section):
     """Method that quantizes the weights of linear layers when they are loaded. int8 and int4:
     batchinfer's methods for CPUs, with int8 activations. fp8: batchinfer's method for CPUs and CUDA
     devices, in blocks of 128 x 128; on CUDA devices from compute capability 8.9 on, activations are
-    fp8 too. int8_weight_only and int4_weight_only: methods of torchao. null: keep torchao's
-    quantization and dequantize other checkpoints. int8, int4 and fp8 use the weights of a quantized
-    checkpoint as they were saved if the format allows it."""
+    fp8 too. int8_weight_only and int4_weight_only: torchao's methods. null: keep the weights that
+    torchao quantized, and dequantize other quantized checkpoints. int8, int4 and fp8 use the
+    weights of a quantized checkpoint as they were saved if the format allows it."""
     adapters: Mapping[Text, Text] = {}
     """LoRA adapters in peft's format: a folder or hub id for each name. ``prompt.adapter`` selects
     an adapter for all rows, ``prompt.adapter_column`` for each row. A request in an OpenAI batch
@@ -98,10 +98,10 @@ class ModelSpec(Section):
     trust_remote_code: bool = False
     """Run code from the model folder. Not supported yet."""
     served_model_name: Text | tuple[Text, ...] | None = None
-    """Names of the model that requests in an OpenAI batch file may use. The last components of such
-    a path are enough. Answers to requests without a model use the first name. null: model.name;
-    requests for other models are then answered with a warning, or refused if model.adapters is
-    set."""
+    """Names of the model that requests in an OpenAI batch file may use. If a name is a path, its
+    last components are enough. Answers to requests without a model use the first name. null:
+    model.name; requests for other models are then answered with a warning, or refused if
+    model.adapters is set."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -146,8 +146,8 @@ class InputSpec(Section):
     parquet for all other names. Folders of Delta and Iceberg tables are detected. In other folders,
     CSV and Arrow files are read only if the folder has no Parquet and no JSON Lines files."""
     version: int | None = Field(default=None, ge=0)
-    """Version of a Delta table, or snapshot id of an Iceberg table; null: the latest when the job
-    is planned."""
+    """Version of a Delta table, or snapshot id of an Iceberg table. null: the latest one when the
+    job is planned."""
     schema_mode: Literal["strict", "union"] = Field(default="strict", alias="schema")
     """What to do if files differ in a column that the job uses or keeps. strict: refuse the files.
     union: use a type that holds every value unchanged (int64 for int32 and int64, string for
@@ -157,8 +157,8 @@ class InputSpec(Section):
     """A column that identifies rows. A row without a value fails with missing_id, and a row with
     the value of an earlier row fails with duplicate_id."""
     filter: Text | None = None
-    """SQL condition on a row's columns, like lang = 'en' and length(text) > 10. Only rows for which
-    it is true run. They keep their row_id."""
+    """SQL condition on a row's columns, like lang = 'en' and length(text) > 10. A row runs only if
+    the condition is true. Rows keep their row_id."""
     keep_columns: Literal["*"] | tuple[Text, ...] = "*"
     """Input columns to copy to the output; "*": all."""
     limit: int | None = Field(default=None, ge=0)
@@ -191,7 +191,8 @@ class OutputSpec(Section):
     if_exists: Literal["resume", "error", "overwrite"] = "resume"
     """What to do if the directory already has output."""
     explode: bool = False
-    """Write one row per sample, in outputs and generated_text; other columns are repeated."""
+    """Write one row per sample: outputs and generated_text hold the sample, and other columns are
+    repeated."""
     include: tuple[Literal["prompt", "token_ids", "logprobs", "prompt_logprobs"], ...] = ()
     """Additional columns to write."""
     rename: Mapping[str, Text] = {}
@@ -223,7 +224,7 @@ class OutputSpec(Section):
         if name is not None and name not in known:
             raise ValueError(f"tool_parser {name!r} is not known{did_you_mean(name, known)}")
         if len(set(self.include)) < len(self.include):
-            raise ValueError("include has a name twice")
+            raise ValueError("include contains a name twice")
         if len(set(self.rename.values())) < len(self.rename):
             raise ValueError("rename gives two columns the same name")
         if len(set(self.partition_by)) < len(self.partition_by):
@@ -271,9 +272,9 @@ class JobSpec(Section):
     name: str = ""
     """Name of the job; default: the name of the job file. May use {{ vars }}."""
     task: TaskName = "generate"
-    """Result of each row. generate: completions of the prompt. score: log-probabilities of
-    completions from the input, or of the prompt. embed: a vector for the prompt. classify: labels
-    and scores of the prompt, or of a query with a document."""
+    """What to compute for each row. generate: completions of the prompt. score: log-probabilities
+    of completions from the input, or of the prompt. embed: a vector for the prompt. classify:
+    labels and scores of the prompt, or of a query with a document."""
     vars: Mapping[str, str | None] = {}
     """Values for {{ }} in name and paths. A variable that is null needs the option --var."""
     model: ModelSpec

@@ -1,7 +1,8 @@
 """Reads YAML 1.2 as plain data with the line of every key, within limits on size and depth.
 
-ruamel.yaml composes the nodes. This module reads scalars by the core schema of YAML 1.2.2 (section
-10.3.2), so that ``1e-5`` is a number and ``no`` is a string. It expands aliases within the limits.
+ruamel.yaml composes the nodes. This module reads scalars according to the core schema of YAML 1.2.2
+(section 10.3.2), so that ``1e-5`` is a number and ``no`` is a string. It expands aliases within the
+limits.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _NOT_FINITE = re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
 _INTEGER_LIMIT = 2**64
 
 MAX_BYTES = 256 * 1024
-"""Size of the largest file."""
+"""Largest size of a file, in bytes."""
 MAX_CHARACTERS = 2 * MAX_BYTES
 """Limit on the sum of characters and nodes after aliases are expanded."""
 MAX_DEPTH = 32
@@ -63,7 +64,7 @@ _REMEDIES = (
     ("unexpected end of stream", "a quote is not closed"),
     ("got ':'", "an earlier brace or bracket is not closed"),
 )
-"""Advice for texts that are not YAML, by patterns of the parser's messages."""
+"""Patterns of the YAML parser's messages, each with advice to add to the message."""
 
 KeyPath = tuple[str | int, ...]
 

@@ -72,7 +72,7 @@ def named_row(row_id: int, known_as: str | None) -> str:
 
 
 def shown_ids(column: pa.Array) -> list[str | None]:
-    """Return values of the id column for messages; times that Python lacks become numbers."""
+    """Return ids as text for messages. Times that Python cannot represent become numbers."""
     try:
         values = column.to_pylist()
     except (OverflowError, ValueError):

@@ -2,7 +2,7 @@
 
 The event is a RunEvent of the specification 2-0-2 (openlineage.io/spec/2-0-2/OpenLineage.json) with
 the facets ``schema``, ``inputStatistics``, ``outputStatistics`` and ``processing_engine``. A run
-writes it under ``lineage`` in ``summary.json`` and sends it nowhere.
+writes it under ``lineage`` in ``summary.json``, but does not send it anywhere.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _FACETS = {
     "processing_engine": "1-1-1/ProcessingEngineRunFacet",
 }
 MOST_DATASETS = 100
-"""Most input files to list one by one. Each entry repeats the schema, so more files are listed by
-folder.
+"""Maximum number of input files to list one by one. Each entry repeats the schema, so if there are
+more files, their folders are listed.
 """
 NAMESPACE = "batchinfer"
 """Namespace of jobs. The namespace of files is ``file`` or the store's bucket."""
@@ -103,7 +103,7 @@ def run_event(
 
 
 def _datasets(files: Sequence[InputFile]) -> Iterable[tuple[str, Sequence[InputFile]]]:
-    """Group files by dataset: each file, or for many files their folders or common folder."""
+    """Group files into datasets: each file or, if there are many, each folder, or all together."""
     levels: tuple[Callable[[str], str], ...] = (str, _folder, lambda path: common)
     names = zip(*(_folder(file.path).split("/") for file in files), strict=False)
     common = "/".join(same[0] for same in takewhile(lambda each: len({*each}) == 1, names))
@@ -121,7 +121,7 @@ def _folder(path: str) -> str:
 
 
 def _dataset_name(path: str) -> tuple[str, str]:
-    """Return namespace and name of a path: bucket and key, or ``file`` and the path."""
+    """Return the namespace and name of a path: bucket and key, or ``file`` and the path."""
     scheme = scheme_of(path)
     if scheme is None:
         return "file", path

@@ -1,8 +1,8 @@
 """Progress that a run writes every few seconds, for ``batchinfer status`` on any machine.
 
-``_batchinfer/live/NAME.json`` is small. A run replaces the whole file without fsync, because
-nothing depends on it, ignores failed writes, and deletes the file at the end. A run that died
-leaves its file behind; the run's lock or the file's age then shows that it has died.
+``_batchinfer/live/NAME.json`` is small. Nothing depends on it, so a run replaces the whole file
+without fsync and ignores failed writes. The run deletes the file at its end. A run that died leaves
+its file behind; the run's lock or the file's age then shows that the run has died.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class LiveRun:
     phase_s: NonNegativeFloat = 0.0
     rows_total: NonNegativeInt = 0
     rows_finished: NonNegativeInt = 0
-    """Number of these rows that are finished, including rows of earlier runs."""
+    """Number of finished rows among ``rows_total``, including rows that earlier runs finished."""
     rows_running: NonNegativeInt = 0
     output_tokens: NonNegativeInt = 0
     """Number of tokens that this run has drawn."""
@@ -73,7 +73,7 @@ _STORED = TypeAdapter(LiveRun)
 
 
 def live_run(watched: WatchedRun, now: float, every_s: float) -> LiveRun:
-    """Return a run's present progress."""
+    """Return a run's current progress."""
     phase, detail, seconds = watched.phases.current or ("", "", 0.0)
     waits = (now, every_s, phase, detail, max(0.0, seconds))
     meter = watched.meter

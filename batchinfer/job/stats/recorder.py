@@ -52,14 +52,14 @@ class Run:
     was needed.
     """
     peak_used_blocks: NonNegativeInt = 0
-    """Most blocks used in any step, including steps that ``stats.every_steps`` leaves out."""
+    """Largest number of blocks used in a step, including steps that ``stats.every_steps`` omits."""
     used_blocks: int = 0
     rows: int = 0
     """Number of rows that the run has finished."""
     saved_at: float = 0.0
     """Time when this record was written, in seconds since 1970."""
     ended: bool = False
-    """True if the run ended normally; False if it died."""
+    """True if the run has ended, even with an error; False if it still runs or has died."""
     error: str = ""
     """Error of a run that failed; "" if the run did not fail, or died."""
     out_of_memory: NonNegativeInt = 0
@@ -67,7 +67,7 @@ class Run:
     max_num_batched_tokens: NonNegativeInt | None = None
     """Token limit of a step after the device ran out of memory; None if it never did."""
     unsampled: StepRow | None = None
-    """Steps after the last row of the ``steps`` table, as one row."""
+    """The steps that are not in the ``steps`` table yet, combined into one row."""
     job: dict[str, Any] = field(default_factory=dict)
     """The resolved job as JSON data."""
 

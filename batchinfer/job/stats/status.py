@@ -1,4 +1,4 @@
-"""``batchinfer status``: shows the progress of a job, which may run elsewhere, from its files."""
+"""``batchinfer status``: shows a job's progress from its files, even if it runs elsewhere."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Update:
     rows_total: int
     rows_done: int
     is_being_placed: bool
-    """True if the generation is complete and about to replace the present generation."""
+    """True if the generation is complete and about to replace the current generation."""
 
     @property
     def line(self) -> SummaryLine:
@@ -80,8 +80,8 @@ class Status:
     phase: str | None = None
     """Phase that all runs wait for, such as loading the model; None while rows run."""
     share: float | None = None
-    """Share of the work that is done, from 0 to 1, including tokens of running rows. The fields
-    from here on are None unless a run reports its progress.
+    """Share of the work that is done, from 0 to 1, including tokens of running rows. This field and
+    the next three are None unless a run reports its progress.
     """
     rows_running: int | None = None
     output_tokens: int | None = None
@@ -198,10 +198,10 @@ def read_status(out: OutputDir, now: float) -> Status:
     """Return the status, at ``now`` in seconds since 1970, of the job that writes to ``out``.
 
     Raises:
-        DataError: there is no job's output, or its plan is damaged.
+        DataError: ``out`` holds no job's output, or its plan is damaged.
     """
     plan = plan_of(out)
-    # Read before the records, because rows move from segments to parts.
+    # Read segments before records, so that rows that move from a segment to a part are not missed.
     segments = list(_segment_rows(out))
     records = out.of_each(partial(_record, out), plan.parts())
     done, errors = _count(plan, records, segments)
@@ -291,7 +291,7 @@ def _state(out: OutputDir, running: bool, done_with_errors: bool, failed: bool) 
         return "finished"
     if running:
         return "running"
-    # Without errors, a run died just before it wrote _SUCCESS; the next run writes it.
+    # If all rows are done without errors, the run died before it wrote _SUCCESS; the next run will.
     if done_with_errors:
         return "finished_with_errors"
     return "failed" if failed else "stopped"
@@ -337,7 +337,7 @@ def follow_status(out: OutputDir, every_s: float) -> None:
     On a terminal, redraw the table; elsewhere, print a line at each update.
 
     Raises:
-        DataError: there is no job's output, or its plan is damaged.
+        DataError: ``out`` holds no job's output, or its plan is damaged.
     """
     with stop_signals() as stop:
         if not draws_tables(sys.stdout):

@@ -1,7 +1,7 @@
 """Writes ``stats/*.parquet`` and ``summary.json`` from a job's committed files.
 
-A row counts once, even if it ran again after a crash or because its part was damaged. Such lost
-computation shows in ``steps`` and counts as recomputed, so that the sum of ``prefill_tokens`` is
+A row counts once, even if it ran again after a crash or because its part was damaged. The lost
+computation remains in ``steps`` and counts as recomputed, so that the sum of ``prefill_tokens`` is
 ``prompt_computed + recomputed``. ``lost`` is the part of ``recomputed`` that crashes and damage
 caused. The rest, the sum of ``recomputed_tokens``, was recomputed within a run.
 """
@@ -44,7 +44,7 @@ from batchinfer.text.sample_filter import Tally
 
 _COMPUTED = ("prefill_tokens", "recomputed_tokens")
 _NO_POOL = {"block_size": 0, "num_blocks": 0, "bytes_per_block": 0}
-"""KV cache of a job whose runs never loaded the model, because there were no rows."""
+"""Facts about the KV cache if no run loaded the model, because there were no rows."""
 
 
 def write_summary(
@@ -92,7 +92,7 @@ def write_summary(
     rows = {**_rows(records), "first_errors": first_errors(out, manifest, records)}
     measured = compute_metrics(pool, sums, rows["total"] - rows["reused"], engine_wall_s(runs))
     tokens = measured["tokens"]
-    # This includes rows that were lost with their run or computed again.
+    # ``again`` includes the tokens of rows that were lost with their run or part.
     again = computed["prefill_tokens"] - tokens["prompt_computed"]
     tokens["recomputed"] = max(tokens["recomputed"], again)
     tokens["lost"] = max(0, again - computed["recomputed_tokens"])
@@ -168,7 +168,9 @@ def kernels_differ(what: str, names: Sequence[str]) -> str:
 
 
 def _out_of_memory(runs: Iterable[Run]) -> dict[str, int | None]:
-    """Count the steps that ran out of device memory; also return the smallest token limit since."""
+    """Return the number of steps that ran out of device memory, and the smallest token limit that
+    was set because of them.
+    """
     sizes = [run.max_num_batched_tokens for run in runs if run.max_num_batched_tokens is not None]
     return {
         "count": sum(run.out_of_memory for run in runs),
@@ -177,7 +179,7 @@ def _out_of_memory(runs: Iterable[Run]) -> dict[str, int | None]:
 
 
 def _peaks(runs: Iterable[Run]) -> dict[str, float]:
-    """Return peak use of the KV cache from the runs' records: ``steps.parquet`` may omit steps."""
+    """Return the KV cache's peak use from the runs' records; ``steps.parquet`` may omit steps."""
     loaded = [run for run in runs if run.kv]
     return {
         "peak_used_blocks": max((run.peak_used_blocks for run in loaded), default=0),

@@ -1,4 +1,4 @@
-"""Finds the latest runs of an output: a run, or shards or workers that run at the same time."""
+"""Finds the latest runs of an output: one run, or shards or workers that ran at the same time."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Files on this machine, in object stores and on the Hugging Face Hub, and locks."""
+"""Accesses files on this machine, in object stores and on the Hugging Face Hub, and has locks."""

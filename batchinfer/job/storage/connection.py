@@ -1,7 +1,7 @@
 """Connections to object stores (S3, Google Cloud Storage) through obstore.
 
 Credentials, region and endpoint come from the environment (``AWS_*``, ``GOOGLE_*``) or the
-machine's role, never from a job. obstore retries failed requests with growing pauses.
+machine's role, never from a job. obstore retries failed requests after increasing delays.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _REFUSALS = (
     *("PermissionDeniedError", "UnauthenticatedError", "InvalidPathError"),
     "PreconditionError",  # the object has changed
 )
-"""Names of obstore's errors for a store that answers and refuses."""
+"""Names of obstore's errors that mean that the store answered and refused."""
 _MISSING = re.compile(r"status code: 404\b")
 _REFUSED = re.compile(r"status code: 4\d\d")
 _ROLE_REQUEST = re.compile("/latest/(api/token|meta-data)|/computeMetadata/")
@@ -46,7 +46,7 @@ def connect(bucket: str, *, impatient: bool = False) -> Connection:
 
     Args:
         bucket: ``s3://name`` or ``gs://name``.
-        impatient: True to fail after half a minute instead of some minutes.
+        impatient: True to fail after half a minute instead of several minutes.
 
     Raises:
         UsageError: obstore is not installed.

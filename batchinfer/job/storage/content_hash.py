@@ -1,9 +1,9 @@
 """Hashes of local files; hashes of large files are cached in the user's cache folder.
 
-A cached hash is valid while path, size, times and inode stay the same. The hash of a file that
-changed just before is not cached, because a second change within the clock's tick would not show.
-The hash of a file of one chunk is not cached either, because hashing takes no longer than the
-lookup.
+A cached hash is valid while path, size, times and inode stay the same. The hash of a file that has
+just changed is not cached, because a second change within the same clock tick would go unnoticed.
+The hash of a file with a single chunk is not cached either, because hashing it takes no longer than
+the lookup.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def is_settled(changed_ns: int, at_s: float) -> bool:
 
 
 def _hash(path: Path, on_read: Callable[[int], object] | None) -> str:
-    """Hash chunks in threads, which works because hashlib releases the GIL."""
+    """Hash chunks in parallel threads, which is faster because hashlib releases the GIL."""
     with path.open("rb", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size
         starts = range(0, max(size, 1), _CHUNK_BYTES)

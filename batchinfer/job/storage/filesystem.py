@@ -1,6 +1,6 @@
-"""Files of an output directory: readers see each file whole or not at all, even after a crash.
+"""Writes files so that readers see each file whole or not at all, even after a crash.
 
-``Files`` lists the operations that the commit protocol needs of a file system. Tests use an
+``Files`` lists the operations that an output directory needs of a file system. Tests use an
 implementation that loses unsynced data.
 """
 
@@ -44,8 +44,8 @@ _ADVICE = {
     errno.EROFS: "use --output for a directory that is writable",
     errno.EACCES: "fix the permissions, or use --output for another directory",
     errno.EPERM: "fix the permissions, or use --output for another directory",
-    errno.EISDIR: "move the folder of this name away",
-    errno.EEXIST: "move the file of this name away",
+    errno.EISDIR: "move away the folder with this name",
+    errno.EEXIST: "move away the file with this name",
     errno.ENOTDIR: "a file has the name of a folder in this path; move that file away",
     errno.ENOENT: "use --output for a folder that exists or can be created",
 }
@@ -73,7 +73,7 @@ class Files(Protocol):
 
     @property
     def flush_every_s(self) -> float:
-        """Seconds between files of finished rows."""
+        """Seconds after which finished rows are written to a file."""
         ...
 
     @property
@@ -105,7 +105,7 @@ class Files(Protocol):
         ...
 
     def rename(self, source: PurePath, target: PurePath) -> None:
-        """Rename a file and replace any file at ``target``; durable after the folders' ``sync``."""
+        """Rename a file, replacing any file at ``target``; durable when both folders are synced."""
         ...
 
     def copy(self, source: PurePath, target: PurePath, staging: PurePath) -> None:
@@ -180,7 +180,7 @@ class LocalFiles:
             os.link(source, staged)
         except FileNotFoundError:
             raise
-        except OSError:  # the file system has no links
+        except OSError:  # the file system does not support hard links
             shutil.copy2(source, staged)
             self.sync(staged)
         os.replace(staged, target)  # does nothing if both names are links to one file
@@ -285,7 +285,8 @@ def storage_errors(path: PurePath, verb: str = "write") -> Iterator[None]:
         yield
     except OSError as error:
         number = error.errno or 0
-        reason = os.strerror(number) if number else str(error)  # pyarrow has other messages
+        # pyarrow words these errors differently, so use the system's text if there is an errno.
+        reason = os.strerror(number) if number else str(error)
         advice = _ADVICE.get(number, "fix the problem, or use --output for another directory")
         raise StorageError(
             f"cannot {verb} {printable(str(path))}: {reason}",
@@ -296,8 +297,8 @@ def storage_errors(path: PurePath, verb: str = "write") -> Iterator[None]:
 def publish(files: Files, staged: PurePath, final: PurePath) -> None:
     """Move the finished file ``staged`` to ``final``; when this returns, it is on disk.
 
-    Names of failpoints: the folder's name of ``final``, then ``-staged``, ``-synced``, ``-renamed``
-    or ``-durable``.
+    The failpoints are named after the folder of ``final``, with ``-staged``, ``-synced``,
+    ``-renamed`` or ``-durable`` at the end.
 
     Raises:
         StorageError: the file system refuses.

@@ -50,7 +50,7 @@ class HubStore:
         return matches
 
     def stat(self, path: str) -> FileStat:
-        """Return a file's size and content hash; the Hub has no times."""
+        """Return a file's size and content hash; the Hub reports no modification times."""
         with _errors(path):
             entry = _hub().info(_path(path), refresh=True, expand_info=True)
         if entry["type"] != "file":

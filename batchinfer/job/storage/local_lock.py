@@ -185,8 +185,8 @@ def this_process(task: str = "") -> dict[str, int | float | str | None]:
 def _started(pid: int) -> float | None:
     """Return when a process started, in seconds since the machine's start; None if it has ended.
 
-    The start time distinguishes processes that had the same id. The time of day would change when
-    the clock is set.
+    The start time distinguishes processes that had the same id. In seconds since 1970, it would
+    change whenever the clock is set.
     """
     booted = psutil.boot_time()
     try:
@@ -196,7 +196,7 @@ def _started(pid: int) -> float | None:
 
 
 def _boot_id() -> str:
-    """Return the id of this boot of the machine, because process ids repeat after a boot."""
+    """Return the id of the machine's current boot; process ids are unique only within a boot."""
     try:
         return _BOOT_ID.read_text().strip()
     except OSError:
@@ -204,7 +204,7 @@ def _boot_id() -> str:
 
 
 def named(holder: object) -> str:
-    """Return the end of a message, which names a process from ``this_process``; "" if damaged."""
+    """Return the end of a message that names the holder of a lock; "" if ``holder`` is damaged."""
     try:
         pid, host, boot = (
             printable(str(holder[key]), 80)  # type: ignore[index]

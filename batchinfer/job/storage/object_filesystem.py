@@ -1,4 +1,4 @@
-"""Files of an output directory in an object store, and logs that grow in a store.
+"""Keeps an output directory's files, and logs that grow, in an object store.
 
 Staged files are kept in memory, and a rename uploads them whole. A run overwrites the objects that
 it has written itself. If an object has another version, the run first confirms that it still holds
@@ -30,7 +30,7 @@ from batchinfer.job.storage.urls import StorePath, is_url
 
 EVERY_S = 5.0
 KEPT_BYTES = 1 << 18
-"""Bytes to keep of the end of a log."""
+"""Number of bytes to keep from the end of a log."""
 
 _TRIES = 5  # the lock keeps other runs from writing, so objects rarely change during a try
 
@@ -43,7 +43,7 @@ class StoreLog(io.RawIOBase):
 
     Args:
         put: uploads the log.
-        clock: returns seconds.
+        clock: returns the time in seconds.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class StoreFiles:
     """Gives access to the objects of a store as files; paths are ``StorePath``.
 
     Args:
-        check: raises LockedError if this run has lost the lock, by the store's latest answer.
+        check: raises LockedError if, by the store's latest answer, this run has lost the lock.
         confirm: asks the store, and raises LockedError if this run has lost the lock.
     """
 

@@ -65,8 +65,8 @@ class StoreLock:
 
     Args:
         state: the lock's folder.
-        clock: measures the seconds since the store's last answer.
-        store_time: seconds since 1970 by the store's clock; None to ask the store.
+        clock: returns the time in seconds, to measure how long ago the store last answered.
+        store_time: returns seconds since 1970 by the store's clock; None to ask the store.
         name: the lock's object in ``state``, without ``.json``.
         task: the holder's task if several processes write; "" if the holder writes alone.
     """
@@ -112,7 +112,8 @@ class StoreLock:
 
         Raises:
             LockedError: another run holds the lock.
-            StorageError: the store refuses, does not answer, or ignores conditions of writes.
+            StorageError: the store refuses, does not answer, or ignores the conditions of
+                conditional writes.
         """
         now = self._probe()
         for _ in range(_TRIES):
@@ -133,7 +134,7 @@ class StoreLock:
         )
 
     def check(self) -> None:
-        """Check that this run holds the lock, by the store's latest answer if that is recent.
+        """Check that this run holds the lock; ask the store unless its last answer is recent.
 
         Raises:
             LockedError: another run has taken over.
@@ -170,7 +171,10 @@ class StoreLock:
             self._version = None
 
     def is_free(self) -> bool:
-        """Return True if the lock is free; a suspended holder notices the loss later."""
+        """Return True if the lock is free, or its holder counts as dead.
+
+        A holder that was only suspended notices later that it has lost the lock.
+        """
         lives = self.holder_lives()
         if lives is not False:
             return lives is None
@@ -219,7 +223,7 @@ class StoreLock:
         asked_at = self._clock()
         data = json.dumps(asdict(content)).encode()
         version = self._objects.put(self._path, data, instead_of)
-        if version is None:  # the answer to an earlier attempt may be lost
+        if version is None:  # an earlier attempt may have succeeded although its answer was lost
             stored = self._read()
             if stored is None or stored[0] != content:
                 return False
@@ -236,7 +240,7 @@ class StoreLock:
             fields = parse_json(data)
             return _Content(int(fields.pop("fence")), **fields), meta
         except (ValueError, TypeError, KeyError, AttributeError):
-            return _Content(0, "damaged"), meta  # an unknown run holds the lock until it lapses
+            return _Content(0, "damaged"), meta  # held by an unknown run until the lock lapses
 
     def _probe(self) -> float:
         """Check that the store honors conditional writes; return the store's time."""

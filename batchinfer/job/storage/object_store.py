@@ -1,8 +1,9 @@
 """Reads and writes whole objects of a bucket, with conditional writes.
 
-Every write names the version that it replaces, or says that no object exists. The store refuses the
-write if the object has another version (``If-Match``, ``If-None-Match``). Deletes and copies cannot
-be conditional, so they fail soon if the store does not answer.
+Every write names the version that it replaces, or requires that no object exists. The store refuses
+the write if the object has another version (``If-Match``, ``If-None-Match``). Deletes and copies
+cannot be conditional. So that they do not take effect late, they fail soon if the store does not
+answer.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class ObjectMeta:
 
 
 class Objects:
-    """The objects of the bucket of ``root``.
+    """The objects in the bucket that contains ``root``.
 
     Methods raise FileNotFoundError if an object does not exist, and StorageError if the store
     refuses or does not answer.
@@ -76,7 +77,7 @@ class Objects:
                 return None
 
     def entries(self, folder: StorePath) -> list[StorePath]:
-        """Return the objects and folders in a folder by name."""
+        """Return the objects and folders in a folder, sorted by name."""
         try:
             with _answers(folder, "read"):
                 listed = obstore.list_with_delimiter(self._store, folder.key)
@@ -102,7 +103,7 @@ class Objects:
         """Delete objects.
 
         Args:
-            path: the object or folder, for messages.
+            path: the object or folder that error messages name.
             keys: keys to delete.
 
         Returns:
@@ -143,5 +144,5 @@ def _answers(path: StorePath, verb: str) -> Iterator[None]:
 def _refusal(path: StorePath, verb: str, reason: object) -> StorageError:
     return StorageError(
         f"cannot {verb} {printable(str(path))}: {reason}",
-        hint="fix the permissions, or use --output for another place; finished rows are kept",
+        hint="fix the permissions, or use --output to write elsewhere; finished rows are kept",
     )

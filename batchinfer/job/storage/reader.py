@@ -36,7 +36,7 @@ class Store(Protocol):
         ...
 
     def glob(self, pattern: str, suffixes: tuple[str, ...]) -> set[tuple[str, str]] | None:
-        """Return pairs of a match of a glob, which may contain ``**``, and a file.
+        """Return pairs of a match and a file for a glob, which may contain ``**``.
 
         A matched file is paired with itself, and a matched folder with each of ``files_below``.
         Return None if the folder of the pattern does not exist.
@@ -110,8 +110,8 @@ def store_of(path: str) -> Store:
 def expand(entry: str, suffixes: tuple[str, ...]) -> list[str]:
     """Return the files of an entry of ``input.path``, in path order.
 
-    An entry is a glob unless a file or folder has its exact name. In a folder, and in a folder that
-    matches a glob, only files whose names end in one of ``suffixes`` count.
+    An entry is a glob unless a file or folder has its exact name. If the entry or a match of its
+    glob is a folder, only files in it whose names end in one of ``suffixes`` count.
 
     Raises:
         DataError: no file matches.
@@ -132,7 +132,7 @@ def expand(entry: str, suffixes: tuple[str, ...]) -> list[str]:
 
 
 def _matches(entry: str, suffixes: tuple[str, ...]) -> set[tuple[str, str]]:
-    """Yield pairs of a match (the entry, or a match of its glob) and a file, even a hidden file."""
+    """Return pairs of a match (the entry, or a match of its glob) and a file, hidden files too."""
     store = store_of(entry)
     kind = store.kind(entry)
     if kind == "file":

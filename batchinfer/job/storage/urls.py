@@ -1,4 +1,4 @@
-"""Distinguishes URLs from paths, and splits paths of object stores and of globs."""
+"""Distinguishes URLs from paths, and splits URLs of object stores and globs."""
 
 from __future__ import annotations
 

@@ -26,13 +26,13 @@ writing the file.
 ALONE_S = 1.0
 """Seconds between flushes while a row runs alone because it may have killed earlier runs. Kept
 tokens then show that the row did not kill its run. If tokens were flushed at once, a row that kills
-at each step would keep one more token in each run, and would never be given up.
+the run at each step would keep one more token in each run, and would never be given up.
 """
 _MOST_OBSOLETE_TOKENS = 1 << 21
-"""Most obsolete tokens on disk; above it, the tokens in use are written again."""
+"""Maximum number of obsolete tokens on disk; beyond it, the tokens in use are written again."""
 _FILE_COST_TOKENS = 1 << 12
-"""Cost of a file in tokens. The cost limits the number of files to a few hundred if rows draw few
-tokens.
+"""Cost of writing a file, as a number of tokens. If rows draw few tokens, this cost limits the
+number of files to a few hundred.
 """
 
 
@@ -55,7 +55,7 @@ class TokensInFlight:
     Args:
         most_lost_s: seconds of work that a crash may lose.
         kept: tokens that earlier runs kept.
-        clock: seconds.
+        clock: returns the time in seconds.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class TokensInFlight:
         """Cost in tokens of the updates since the last update that replaced all files."""
 
     def add(self, kept: Mapping[RequestId, KeptOutput]) -> None:
-        """Add tokens that other writers kept, before the engine gets their requests."""
+        """Add tokens that other writers kept. Call this before the engine gets their requests."""
         self._kept.update(kept)
 
     @contextmanager
@@ -105,7 +105,7 @@ class TokensInFlight:
             engine.observer = None
 
     def partial_output(self, request: Request) -> PartialOutput | None:
-        """Return the output of a new request that an earlier run kept."""
+        """Return the output that an earlier run kept for a new request; None if there is none."""
         if request.number and request.row_id in self._just_ended:
             self._ended[request.row_id] = self._just_ended.pop(request.row_id)
         kept = self._kept.pop((request.row_id, request.number), None)

@@ -26,7 +26,7 @@ RequestId = tuple[int, int]
 Sample = PartialSample | SampleOutput
 
 _COUNTS = tuple(f.name for f in fields(RequestStats) if not f.name.endswith("_ms"))
-"""Names of the statistics that the next run continues; it does not continue times."""
+"""Names of the statistics that the next run continues to count; times begin at zero again."""
 _SAMPLE = pa.struct(
     [
         ("index", pa.int32()),
@@ -120,7 +120,7 @@ def _from_fields(named: dict[str, Any]) -> Sample:
 
 @dataclass(slots=True)
 class KeptOutput:
-    """The kept output of a request: the increments of one chain."""
+    """The kept output of a request: a chain of increments, each of which continues the previous."""
 
     key: bytes
     chain: tuple[str, int]
@@ -157,7 +157,7 @@ class KeptOutput:
         return OutputIncrement(*request, self.key, 0, self.stats, samples)
 
     def partial(self) -> PartialOutput:
-        """Return the output in the form that the engine continues."""
+        """Return the output in the form from which the engine continues it."""
         samples = [_joined(parts) for _, parts in sorted(self.samples.items())]
         return PartialOutput(
             tuple(sample for sample in samples if isinstance(sample, PartialSample)),

@@ -1,4 +1,4 @@
-"""Files of tokens in flight; each holds all tokens, or the tokens drawn since the last file.
+"""Reads and writes files of tokens in flight: all tokens, or the tokens drawn since the last file.
 
 A run writes ``<run id>-<number>-<hash of its bytes>.parquet`` into ``_batchinfer/tokens``. A
 damaged file only costs time: this module ignores it and all later increments of its requests. The
@@ -57,7 +57,7 @@ class TokenFiles:
     def recover(
         self, missing: Sequence[range], other_writers: Collection[str] | None = None
     ) -> dict[RequestId, KeptOutput]:
-        """Return the tokens that earlier runs kept; delete their files if they hold none.
+        """Return the tokens that earlier runs kept; if none are needed, delete the token files.
 
         Args:
             missing: the unfinished rows that this run computes, in order.
@@ -111,7 +111,7 @@ class TokenFiles:
             del self._sizes[path]
 
     def _read(self, path: PurePath) -> tuple[int, list[OutputIncrement]]:
-        """Return the size and increments of a file; (0, []) if it is damaged or of another plan."""
+        """Return a file's size and increments; (0, []) if it is damaged or has another plan."""
         named = _NAME.fullmatch(path.name)
         try:
             data = read_file(self._out.files, path)
@@ -135,7 +135,7 @@ def _add(kept: dict[RequestId, KeptOutput], run: str, increment: OutputIncrement
 
 
 def run_of_tokens(name: str) -> str:
-    """Return the id of the run that wrote a token file; "" if the file has another kind of name."""
+    """Return the id of the run that wrote a token file; "" for other files."""
     named = _NAME.fullmatch(name)
     return named["run"] if named else ""
 

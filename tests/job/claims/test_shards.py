@@ -89,7 +89,7 @@ def test_shard_without_parts_has_nothing_to_do(
 ) -> None:
     assert Shard(0, 9).parts(8) == range(0)
     assert run_shard(spec, 0, 9, quiet=False, overwrite=True) is ExitCode.OK
-    assert capsys.readouterr().out == "shard 0/9 has nothing to do: there are 8 parts\n"
+    assert capsys.readouterr().out == "shard 0/9 has nothing to do: the job has only 8 parts\n"
     assert not out_of(spec).exists()
 
 

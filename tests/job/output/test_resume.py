@@ -172,7 +172,7 @@ def test_rows_of_a_damaged_segment_run_again(
     flip_bit(segment, 60)
     capsys.readouterr()
     assert run_job(job(tmp_path, output=ONE_PART), build=Build()) is ExitCode.OK
-    assert f"{segment.name} is written again" in capsys.readouterr().err
+    assert f"rewriting the rows of {segment.name}" in capsys.readouterr().err
     check_answers(tmp_path, texts)
 
 

@@ -79,7 +79,7 @@ def test_damaged_part_is_named_with_the_reason(
     run_job(job(tmp_path), build=build)
     line, before = capsys.readouterr().err.splitlines()
     assert before == "15 of 25 rows were already finished"
-    assert line.startswith(f"part-00001 is written again: {path} ")
+    assert line.startswith(f"rewriting part-00001: {path} ")
     assert says in line
 
 

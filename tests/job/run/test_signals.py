@@ -36,7 +36,7 @@ def test_signal_stops_the_run_and_the_next_one_resumes(
     assert run_job(spec, build=build) is ExitCode.INTERRUPTED
     assert capsys.readouterr().err.endswith(
         "stopped; to resume, run the same command again\n"
-        f"batchinfer report {tmp_path / 'out'} shows its progress\n"
+        f"batchinfer report {tmp_path / 'out'} shows the job's progress\n"
     )
     done = [path.name for path in sorted((tmp_path / "out" / "data").iterdir())]
     assert done == ["part-00000.parquet"]

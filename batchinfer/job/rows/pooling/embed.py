@@ -48,13 +48,13 @@ def checked_modules(job: JobSpec) -> EmbeddingModules:
     config, prompt = _config(job), job.prompt
     if config.pooling != "auto" and len(modules.pooling) > 1:
         raise UsageError(
-            "embed.pooling: the model concatenates "
-            f"{' and '.join(modules.pooling)} pooling; set embed.pooling: auto"
+            f"embed.pooling is {config.pooling}, but the model concatenates "
+            f"{' and '.join(modules.pooling)} pooling; set it to auto"
         )
     if (config.dimensions or 1) > modules.width:
         raise UsageError(
             f"embed.dimensions is {config.dimensions}, but the model's embeddings "
-            f"have only {modules.width}"
+            f"have only {modules.width} dimensions"
         )
     if config.prompt_name and config.prompt_name not in modules.prompts:
         named = ", ".join(modules.prompts) or "(none)"
@@ -69,8 +69,8 @@ def checked_modules(job: JobSpec) -> EmbeddingModules:
         )
     if modules.takes_messages and prompt.token_ids_column is None:
         raise UsageError(
-            "not yet: the model's sentence_bert_config.json (modality_config) asks "
-            "for its chat template without the start of an answer; give token ids "
+            "not yet supported: the model's sentence_bert_config.json (modality_config) "
+            "asks for its chat template without the start of an answer; give token ids "
             "instead (prompt.token_ids_column)"
         )
     return modules

@@ -28,7 +28,7 @@ from batchinfer.text.prompts import Prompt, PromptBuilder, Rendered, RowValues
 from batchinfer.text.tokenizer import Tokenizer
 
 Results = Callable[[npt.NDArray[np.float32]], Mapping[str, Any]]
-"""Converts a hidden state, float32 [H], to the task's columns of a row."""
+"""Converts a hidden state, float32 [H], to a row's values in the task's output columns."""
 
 
 @dataclass
@@ -79,7 +79,7 @@ def plain_prompts(
     Args:
         prefix: text to put before each text.
         pools_prefix: True to pool the tokens of the prefix too.
-        most_tokens: maximum tokens of a prompt; None for the model's maximum.
+        most_tokens: largest number of tokens of a prompt; None for the model's maximum.
     """
     default = "messages" if "messages" in others["columns"] else "prompt"
     is_text = config.template or (config.column or default) not in others["conversation_columns"]
