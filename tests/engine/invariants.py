@@ -215,8 +215,12 @@ def _check_order(order: EvictionOrder[Block] | EvictionOrder[Block | WindowSlot]
 
 
 def _check_host(host: HostPool, indexed: list[Block], kept: list[RecurrentState]) -> None:
-    """Assert that slots and orders agree with ``indexed``, all blocks in the index, and ``kept``,
-    the states of all snapshots."""
+    """Assert that host slots and eviction orders agree with the index and the snapshots.
+
+    Args:
+        indexed: all blocks in the index.
+        kept: the states of all snapshots.
+    """
     held = [block for block in indexed if block.host_slot >= 0]
     of_blocks = (block.host_slot for block in held)
     of_states = (slot for state in kept for slot in state.host_slots)
