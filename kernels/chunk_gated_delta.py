@@ -138,7 +138,7 @@ def _solve_chunks_kernel(
     """One program for each chunk and head.
 
     A token's four factors scale its key when it recalls, its query, its key when it writes, and the
-    matrix. They include decays unless BY_ROW.
+    matrix. The factors include decays unless BY_ROW.
     """
     num_keys: tl.constexpr = NUM_KEY_HEADS * KEY_WIDTH
     num_channels: tl.constexpr = 2 * num_keys + NUM_HEADS * VALUE_WIDTH

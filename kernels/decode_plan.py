@@ -70,8 +70,8 @@ def plan_decode(
         order: all sequences, with sequences that share a prefix adjacent. Ignored if there is a
             window.
         shared_lens: number of leading tokens that each sequence of `order` shares with the previous
-            sequence. They are in the same blocks, and before the query tokens of both sequences.
-            Ignored if there is a window.
+            sequence. These tokens are in the same blocks and come before the query tokens of both
+            sequences. Ignored if there is a window.
         max_context_len: upper bound on `context_lens`.
         num_launches: number of attention layers that use the list, each once.
         num_splits: largest number of pieces per context (default: from `max_context_len`). Any

@@ -132,7 +132,7 @@ def _rows_of_tile(
     TOKENS: tl.constexpr,
 ):  # the tile's adapter, indices into `rows`, and a mask of the indices that are used
     # Adapter a owns the tiles from starts[a] // TOKENS + a on, up to the first tile of adapter
-    # a + 1. They are always enough for its rows.
+    # a + 1. These tiles are always enough for its rows.
     low = tl.full([], 0, tl.int32)
     high = num_adapters - 1
     while low < high:

@@ -23,8 +23,9 @@ LAYER_MAJOR = False
 """Default order of a pool."""
 _ALIGNMENT = 64  # size of a cache line, in bytes
 _RESIDENT_BYTES = 256 * 2**20
-"""Bytes at the start of a CPU pool that are made resident immediately. They are used first, and
-page faults would slow the first steps (by 7 % of a short run on a virtual machine)."""
+"""Bytes at the start of a CPU pool that are made resident immediately. The first blocks are
+used first, and page faults would slow the first steps (by 7 % of a short run on a virtual
+machine)."""
 
 
 class KVCache:

@@ -229,7 +229,7 @@ def _works(kernel: LinearKernel, dtype: torch.dtype) -> bool:
 
 
 def _capability(dtype: torch.dtype) -> str:
-    """Return the processor's instruction set, by which oneDNN and BLAS choose their kernels."""
+    """Return the processor's instruction set, which determines the kernels of oneDNN and BLAS."""
     amx = getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
     if dtype == torch.bfloat16 and amx():
         return "AMX"

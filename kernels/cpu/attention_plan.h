@@ -244,7 +244,7 @@ static __attribute__((noinline)) void weigh(
 }
 
 #if HAS_PAIRS || HAS_TILES
-/* Rounds weights to bfloat16 in place. They overwrite the beginning of each row's scores. */
+/* Rounds weights to bfloat16. The results overwrite the beginning of each row's scores. */
 static void round_weights(const task *t, int rows) {
     for (int r = 0; r < rows; r++)
         for (int p = 0; p < PIECE; p += LANES)

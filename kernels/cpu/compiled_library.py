@@ -43,7 +43,7 @@ _FOR_THIS_PROCESSOR = {"x86_64": _X86, "AMD64": _X86, "aarch64": _ARM, "arm64": 
 
 _MOST_SECONDS = 600
 """Time limit for the compiler, in seconds. It is long, because compiling can take minutes on a busy
-machine, and if it fails, other kernels compute other bits."""
+machine, and after a timeout, other kernels run, which compute other bits."""
 
 _why_not = ""
 

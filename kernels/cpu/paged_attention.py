@@ -109,8 +109,8 @@ def paged_attention(
     Args:
         order: all sequences, with sequences that share a prefix adjacent.
         shared_lens: number of leading tokens that each sequence of ``order`` shares with the
-            previous one. They are in the same blocks, and before the query tokens of both
-            sequences. Shared tokens are read once for many rows, which does not change the result.
+            previous one. These tokens are in the same blocks and come before the query tokens of
+            both sequences. They are read once for many rows, which does not change the result.
         kernel: a kernel's number, from ``kernel_of``; None: the fastest kernel.
 
     Raises:

@@ -36,7 +36,7 @@ from batchinfer.worker.oom import raise_out_of_memory
 
 _SECONDS_PER_LINE = 5.0
 
-# Integer types, keyed by bytes per element. They stand for bfloat16, which NumPy does not have.
+# Integer types, keyed by bytes per element. They replace bfloat16, which NumPy does not have.
 _INTEGERS = {2: "<i2", 4: "<i4"}
 
 # Operations whose result is on the host, or whose result's size depends on data on the device.

@@ -61,7 +61,7 @@ class FusedGatedDeltaNet(nn.Module):
         return output[None]
 
     def _keep(self, name: str, module: nn.Module) -> None:
-        """Keep a module of transformers' layer under its name, by which adapters find it."""
+        """Keep a module of transformers' layer under its name, so that adapters find it."""
         *parents, name = name.split(".")
         place: nn.Module = self
         for parent in parents:

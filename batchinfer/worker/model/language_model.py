@@ -166,8 +166,7 @@ def _extract(wrapper: PreTrainedModel) -> PreTrainedModel:
 
 def _without_towers(wrapper_class: type[PreTrainedModel]) -> type[PreTrainedModel]:
     """Return a subclass that has only the language model and the head. It keeps the name and module
-    of the class, by which transformers finds the rules for renaming tensors.
-    """
+    of the class, because transformers looks up its rules for renaming tensors by them."""
 
     class Wrapper(wrapper_class):  # type: ignore[misc]
         def __init__(self, config: PreTrainedConfig) -> None:

@@ -184,8 +184,9 @@ def _read(
 
 
 def _unused_head(model: PreTrainedModel) -> set[str]:
-    """Return the names of the output head's tensors if a model was saved without a head. Its task
-    does not use a head, but in some families the head cannot be tied to the embeddings."""
+    """Return the names of the output head's tensors if a model was saved without a head. The
+    model's task does not use a head, but in some families the head cannot be tied to the
+    embeddings."""
     saved = model.config.architectures or [""]
     if saved[0] not in headless_names(model.config):
         return set()

@@ -36,8 +36,8 @@ class SampleHandle:
         token_ids: int64 [K], on any device.
         logprobs: float32 [K].
         failures: [K] 0, or why a sample has no token; True counts as ``NONFINITE``.
-        reported: ranks, alternatives and named ids; None if no sample requested any. Its first
-            column is not used.
+        reported: ranks, alternatives and named ids; None if no sample requested any. The
+            first column of its values is not used.
     """
 
     def __init__(
