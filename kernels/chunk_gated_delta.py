@@ -398,7 +398,7 @@ def _chunk_gated_delta_kernel(
             matrix *= tl.load(scales_ptr + ((start + begin) * NUM_HEADS + head) * 4 + 3)
         key = tl.load(keys, mask=key_mask, other=0.0)
         matrix = tl.dot(key, delta.to(dtype), matrix, input_precision="ieee")
-    # Compute the pointers again. If they stayed in registers, the loop would have too few.
+    # Compute the pointers again. If they were kept, the loop would have too few registers.
     state = state_pointers(
         slots_ptr,
         tables_ptr,

@@ -250,7 +250,7 @@ def _chunk_mamba2_kernel(
         writes += rows[:, None]
         write = tl.load(writes, mask=is_token[None, :] & row_mask[:, None], other=0.0)
         matrix = tl.dot(write, new, matrix * tl.exp(last), input_precision="ieee")
-    # Compute the pointers again. If they stayed in registers, the loop would have too few.
+    # Compute the pointers again. If they were kept, the loop would have too few registers.
     state = state_pointers(
         slots_ptr,
         tables_ptr,
