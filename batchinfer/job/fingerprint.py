@@ -68,7 +68,7 @@ so that older jobs keep their fingerprints.
 _REQUEST_OUTPUTS = ("logprobs", "prompt_logprobs")
 """Outputs that a request of an OpenAI batch file may ask for."""
 _SAME = {"fp8_e4m3": "fp8"}
-"""Synonyms of values of ``engine.kv_cache_dtype``."""
+"""Maps each synonym of an ``engine.kv_cache_dtype`` value to that value."""
 
 
 def fingerprint_facts(spec: JobSpec, model_facts: Mapping[str, Any]) -> dict[str, Any]:
@@ -111,8 +111,8 @@ def digest(facts: Mapping[str, Any]) -> str:
 def answer_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
     """Return the part of ``fingerprint_facts`` that affects the answers of all rows alike.
 
-    The part omits prompts and parameters, which the key of each row covers, and paths and file
-    layout, which affect no answer.
+    The result omits prompts and parameters, which the key of each row covers, and paths and file
+    layout, which do not affect answers.
     """
     output = facts["output"]
     requested = _REQUEST_OUTPUTS if output["format"] == "openai-batch" else ()
@@ -128,7 +128,9 @@ def answer_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def adapter_digests(facts: Mapping[str, Any]) -> dict[str, bytes]:
-    """Return the SHA-256 of each adapter's content by name, from ``fingerprint_facts``."""
+    """Return the SHA-256 of each adapter's content, keyed by adapter name, from
+    ``fingerprint_facts``.
+    """
     adapters = _mapping(facts["model"].get("adapters"))
     return {
         name: bytes.fromhex(digest({"adapter": _content_of(value)}))
@@ -160,7 +162,7 @@ def comparable(facts: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, 
         if name != COMMIT or COMMIT in known
     }
     section = dict(_mapping(facts.get("model")))
-    # Equal commits are enough: a job may replace a branch by its commit.
+    # Equal commits are enough: an edited job may name a commit instead of its branch.
     if COMMIT in model and COMMIT in known:
         section.pop("revision", None)
         compared.pop("revision", None)

@@ -62,7 +62,7 @@ class OutputJob(Job):
 
     out: OutputDir
     combined_output: PurePath | None = None
-    """File that gets all lines of OpenAI's output and error files too, in input order."""
+    """File that also gets all lines of the OpenAI output and error files, in input order."""
 
 
 def open_input(spec: JobSpec) -> Source:
@@ -100,7 +100,7 @@ def open_job(
     """Check a job's columns and model files, without writing anything.
 
     Args:
-        facts_of: returns facts that identify the model; None: the manifest has no fingerprint.
+        facts_of: returns facts that identify the model; if None, the manifest has no fingerprint.
 
     Raises:
         JobError: the job cannot be run.
@@ -133,7 +133,7 @@ class LoadedJob:
     reader: RowReader
     task: LoadedTask
     log: Sequence[str]
-    """Lines for the user about the use of the device's memory."""
+    """Lines for the user about how the device's memory is used."""
     seconds: float
     """Seconds that loading took."""
     processes: TextProcesses
@@ -267,8 +267,8 @@ def _request_reader(
 
 
 def _params_check(spec: JobSpec, processes: TextProcesses) -> Callable[[SamplingParams], None]:
-    """Return a check of a row's parameters against ``accept``, ``output.reasoning`` and the
-    tokenizer.
+    """Return a function that checks a row's parameters against ``accept``, ``output.reasoning`` and
+    the tokenizer.
 
     The tokenizer runs in text processes, because a text that kills it must not end the job.
     """
@@ -297,7 +297,9 @@ def _prompts(
     columns: Sequence[str],
     conversation_columns: Sequence[str] = (),
 ) -> Prompts:
-    """Build prompts in ``processes``, or in this process if rows hold token ids."""
+    """Return an object that builds prompts in ``processes``, or in this process if rows hold token
+    ids.
+    """
     factory = partial(
         make,
         config,

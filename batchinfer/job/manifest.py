@@ -103,7 +103,7 @@ class Manifest:
             )
 
     def _shares_nothing_with(self, other: Manifest) -> bool:
-        """Return True if ``other`` is an unrelated job: an update would keep no answer."""
+        """Return True if ``other`` is an unrelated job, so that an update could reuse no answer."""
         changed = differences(comparable(self.job, other.job), comparable(other.job, self.job))
         if "task" in changed:
             return True

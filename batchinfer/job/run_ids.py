@@ -17,7 +17,9 @@ def run_id(number: int, writer: str = "") -> str:
 
 
 def run_number(name: str) -> int:
-    """Return the number of the run whose id starts a file's name; 0 if no id does."""
+    """Return the number of the run with whose id a file's name starts; 0 if it starts with no run
+    id.
+    """
     match = _RUN_ID.match(name)
     return int(match.group(1)) if match else 0
 

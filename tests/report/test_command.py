@@ -70,7 +70,7 @@ def test_report_says_that_too_many_rows_failed(tmp_path: Path) -> None:
 def test_missing_report_is_one_line_of_output(tmp_path: Path) -> None:
     lines: list[str] = []
     assert not report_at_end(OutputDir(tmp_path / "nothing"), lines.append)
-    assert lines == [f"no report: {tmp_path}/nothing holds no output of batchinfer"]
+    assert lines == [f"no report: {tmp_path}/nothing holds no batchinfer output"]
 
 
 def test_bug_in_the_report_does_not_fail_the_run(

@@ -1,4 +1,4 @@
-"""The right of a run to write to an output directory that no other process writes to."""
+"""Gives a run the exclusive right to write to an output directory."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Ending:
     """Work that remains once a run has made its parts."""
 
     out: OutputDir
-    """Output directory with the lock under which a run ends the job."""
+    """The output directory, with the lock that a run holds while it ends the job."""
     num_parts_left: int = 0
     """Parts that other runs still have to make."""
     is_finished: bool = False
@@ -53,12 +53,13 @@ class Ending:
 
 
 class Claim:
-    """A run's right to write alone to an output directory; ``SharedClaim`` is for several writers.
+    """A run's exclusive right to write to an output directory; ``SharedClaim`` is for several
+    writers.
 
     Args:
         out: the directory that the run writes to.
-        present: the output that an update replaces by ``out`` once ``out`` is complete; None if the
-            run is no update.
+        present: the output that an update replaces with ``out`` once ``out`` is complete; None if
+            the run is not an update.
     """
 
     def __init__(self, out: OutputDir, present: OutputDir | None = None) -> None:
@@ -100,7 +101,7 @@ class Claim:
             yield replace(reopened(self.out, plan, reopen), takes_over=takes_over)
 
     def queue(self, plan: ResumePlan, generated: pa.Schema) -> PartQueue:
-        """Return the parts to make, with the finished rows among them.
+        """Return the parts to make, together with their rows that are already finished.
 
         Args:
             generated: the output's generated columns.
@@ -114,14 +115,14 @@ class Claim:
         """Delete the output that the plan replaces; call it once the model is loaded.
 
         Raises:
-            LockedError: other writers have begun another job since.
+            LockedError: other writers have begun another job in the meantime.
             StorageError: the output cannot be deleted.
         """
         clear_output(self.out, plan)
 
     @contextmanager
     def locked(self) -> Iterator[OutputDir]:
-        """Hold the directory's lock; yield the directory for its holder."""
+        """Hold the directory's lock; yield the directory to use while the lock is held."""
         yield self.out
 
     @contextmanager
@@ -129,7 +130,7 @@ class Claim:
         """Hold the directory's lock while the caller ends the job, if no parts are left.
 
         Args:
-            is_over: returns True to stop waiting for other runs that end the job.
+            is_over: returns True to stop waiting for a lock that other runs hold.
 
         Raises:
             StorageError: the directory cannot be read.
@@ -139,7 +140,7 @@ class Claim:
             _replace(self.present, self.out)
 
     def command_for(self, part: Part) -> str:
-        """Return words that tell the user which command makes a damaged part again."""
+        """Return a phrase for the user that names the command to make a damaged part again."""
         return "the same command"
 
 

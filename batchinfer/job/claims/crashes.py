@@ -1,25 +1,25 @@
-"""Finds rows that kill the process, from logs of the rows in flight, and gives them up.
+"""Finds rows that kill the process, using logs of the rows in flight, and gives up on them.
 
-Each run keeps such a log (``run/in_flight_log.py``), and later runs read it here.
+Each run writes such a log (``run/in_flight_log.py``), which later runs read with this module.
 ``_batchinfer/in_flight/<run id>`` holds row ids, 8 bytes each: a row's id before its prompt is
 built, the id's complement (``~id``) once the prompt is built, and the id again when the engine gets
 the row. A run that ends normally deletes the file. The log is not synced, because it has to survive
-the death of the process but not a crash of the machine. An object store gets the log seconds later,
-too late if a row kills at once. So after a death, the next run stores each row's id before the row
-runs.
+the death of the process but not a crash of the machine. The log reaches an object store seconds
+later, which is too late if a row kills the process at once. So after a death, the next run stores
+each row's id before the row runs.
 
 A thousand innocent rows may be in flight when a process is killed. So a death is ignored if its run
 has made progress: it finished rows, or stored tokens of unfinished rows
-(``batchinfer.job.tokens``). Long answers store tokens even while another row in the engine kills
-each run, so tokens alone count as progress for at most ``MOST_FRUITLESS`` deaths. Rows that were in
-flight at two deaths without such progress are suspects. Suspects run with nothing else in the
-engine: n suspects first run in about sqrt(n) groups of about sqrt(n) rows. If the process dies,
-each row of the group runs alone. A row is given up when the process has died twice while the row
-ran alone and stored no tokens. A row that runs alone stores its tokens every second
+(``batchinfer.job.tokens``). Rows with long answers store tokens even while another row in the
+engine kills each run, so tokens alone count as progress for at most ``MOST_FRUITLESS`` deaths. Rows
+that were in flight at two deaths without such progress are suspects. Suspects run with nothing else
+in the engine: n suspects first run in about sqrt(n) groups of about sqrt(n) rows. If the process
+dies, each row of the group runs alone. A row is given up when the process has died twice while the
+row ran alone and stored no tokens. A row that runs alone stores its tokens every second
 (``TokensInFlight``), so kills from outside do not condemn the row if each run lives for a second
 after the first token.
 
-``_batchinfer/suspects.json`` holds the history for all writers, who change it under the lock.
+``_batchinfer/suspects.json`` holds the history for all writers, which change it under the lock.
 """
 
 from __future__ import annotations
@@ -41,8 +41,9 @@ from batchinfer.job.row_ids import NO_ROWS, RowIds, sorted_row_ids
 from batchinfer.job.storage.filesystem import STRICT, read_file, storage_errors
 
 MOST_FRUITLESS = 8
-"""Deaths without a finished row after which stored tokens no longer count as progress. An answer
-takes minutes to hours, and machines are lost less often than that."""
+"""Number of deaths without a finished row after which stored tokens no longer count as progress. A
+machine is unlikely to be lost that often in the minutes or hours that an answer takes.
+"""
 
 Group = tuple[Annotated[int, Field(ge=0, lt=2**63)], ...]
 """Row ids, sorted."""
@@ -53,7 +54,7 @@ LOG_ENTRY = np.dtype("<i8")
 
 @dataclass(frozen=True)
 class CrashHistory:
-    """Deaths of runs, and the rows suspected of them."""
+    """The deaths of runs, and the rows suspected of causing them."""
 
     __pydantic_config__: ClassVar = STRICT
 
@@ -68,8 +69,9 @@ class CrashHistory:
     counted: tuple[str, ...] = ()
     """Ids of the runs in the last death that was counted."""
     fruitless: NonNegativeInt = 0
-    """Consecutive deaths without a finished row, even if tokens were stored. The count never falls
-    while there are suspects, so that tokens do not delay each group again.
+    """Number of consecutive deaths without a finished row, whether or not tokens were stored. The
+    count does not fall while there are suspects; otherwise, stored tokens would delay the verdict
+    on each group again.
     """
 
     def after_death(
@@ -85,7 +87,7 @@ class CrashHistory:
         Args:
             runs: ids of the runs that died together.
             in_flight: unfinished rows in the engines of ``runs``.
-            finished: rows that these engines ran and that are on disk.
+            finished: rows that these engines ran and that are already on disk.
             kept_tokens: True if the runs stored tokens of unfinished rows, so that the next run
                 resumes them.
         """
@@ -113,8 +115,8 @@ class CrashHistory:
             if not ran:
                 continue
             has_run = True
-            # In a group of one row, stored tokens show that this row made progress. This ends,
-            # because a row cannot store new tokens forever.
+            # In a group of one row, stored tokens show that this row made progress. The retries
+            # still end, because a row cannot store new tokens forever.
             has_tokens = kept_tokens if len(group) == 1 else keeps_going
             if has_tokens or not finished.isdisjoint(group):
                 after = replace(after, died_alone=_without(after.died_alone, group))
@@ -137,7 +139,7 @@ class CrashHistory:
         """Return the history without finished rows, which are above suspicion.
 
         Args:
-            missing: the unfinished rows among ``rows``.
+            missing: the unfinished rows among ``self.rows``.
         """
 
         def kept(rows: Group) -> Group:
@@ -172,7 +174,7 @@ _STORED = TypeAdapter(CrashHistory)
 
 
 def crash_history_from(data: bytes) -> CrashHistory:
-    """Return the stored history; an empty one if it is damaged."""
+    """Parse a stored history; return an empty one if the data is damaged."""
     try:
         return _STORED.validate_json(data)
     except ValueError:
@@ -190,9 +192,10 @@ def stored_history(out: OutputDir) -> CrashHistory:
 def count_deaths(
     out: OutputDir, logs: Sequence[PurePath], unfinished: Callable[[RowIds], RowIds]
 ) -> CrashHistory:
-    """Return the history with the deaths of runs, each counted once. Call it under the lock.
+    """Add the deaths of runs to the stored history, and return it. Call it under the lock.
 
-    Logs that are found together count as one death: writers on one machine die together.
+    Each run is counted once. Logs that are found together count as one death, because writers on
+    one machine die together.
 
     Args:
         logs: the logs of dead runs.
@@ -202,7 +205,7 @@ def count_deaths(
         StorageError: a log cannot be read or deleted, or the history cannot be written.
     """
     before = history = stored_history(out)
-    # An earlier count may have been interrupted.
+    # An earlier call may have counted a run and died before it deleted the log.
     new = [log for log in logs if log.name not in history.counted]
     if new:
         logged = np.unique(np.concatenate([NO_ROWS, *(logged_rows(out, log) for log in new)]))

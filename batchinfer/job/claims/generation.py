@@ -1,4 +1,4 @@
-"""Generations of an output: an update makes the next one in a folder inside the present one."""
+"""Generations of an output: an update writes the next one to a folder inside the present one."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def next_generation(
 ) -> OutputDir | None:
     """Return the directory of the next generation; None if this run does not make one.
 
-    A run makes a generation if ``out`` holds rows of another job or input. The generation must have
-    been begun before, or the user must ask for it: with ``update``, or with ``retry_errors`` if no
+    A run makes a generation if ``out`` holds rows of another job or input, and if an earlier run
+    began the generation or the user asks for it: with ``update``, or with ``retry_errors`` if no
     row would be lost.
 
     Raises:

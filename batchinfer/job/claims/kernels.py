@@ -1,8 +1,9 @@
-"""The choice of kernels of a job: the first process that loads the model notes it for the others.
+"""Stores a job's choice of kernels, so that all of its processes use the same kernels.
 
-Kernels sum in different orders, so the last bits of their results differ. Each process reads the
-note ``_batchinfer/kernels.json`` before it loads its model. It reads the note again after, because
-another process may have written it first.
+Kernels sum in different orders, so the last bits of their results differ. The first process that
+loads the model writes its choice to the note ``_batchinfer/kernels.json``. Each process reads the
+note before it loads its model, and again afterwards, because another process may have written the
+note in the meantime.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _NOTE = TypeAdapter(dict[str, str])
 
 
 def noted_kernels(out: OutputDir) -> dict[str, str]:
-    """Return the noted kernels by dtype of the weights; none if the note is missing or damaged."""
+    """Return the noted kernels, keyed by the weights' dtype; {} if there is no intact note."""
     try:
         return _NOTE.validate_json(read_file(out.files, out.kernels))
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""Gives a run the parts that it makes, a few at a time, with the rows that are already finished."""
+"""Gives a run the parts that it makes, together with their rows that are already finished."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ class PartsToMake:
     finished: RowIds = field(default_factory=lambda: NO_ROWS)
     """Rows of these parts that are in segments."""
     damaged: Mapping[str, str] = field(default_factory=dict)
-    """The problem of each segment that could not be read, by the segment's name."""
+    """What is wrong with each segment that could not be read, keyed by the segment's name."""
     crashes: CrashHistory = field(default_factory=CrashHistory)
-    """The part of the crash history about these rows."""
+    """The crash history of these rows."""
     other_writers: frozenset[str] | None = None
     """Names of writers that make other parts now; None if this run claims no further parts."""
 
@@ -62,11 +62,11 @@ class PartsToMake:
 
 
 class PartQueue:
-    """Gives a run its parts. This class gives all at once, because they are known from the start.
+    """Gives a run its parts. This class gives all of them at once; subclasses may claim them.
 
     Args:
         parts: the parts of the run, or, for a worker, all parts that it may claim.
-        publish: puts a staged part in its place; raises StorageError, or LockedError like
+        publish: moves a staged part to its final place; raises StorageError, or LockedError like
             ``check``.
         check: raises LockedError if other processes have taken over this process's parts.
     """
@@ -83,7 +83,7 @@ class PartQueue:
         self._parts: PartsToMake | None = parts
         self.damaged = parts.damaged
         self.missing = parts.missing
-        """Rows that had to run in any process when the run began."""
+        """Rows that were unfinished when the run began, whichever process runs them."""
         self.publish = publish
         self.check = check
         self.on_made_elsewhere: Callable[[Sequence[Part]], None] = lambda parts: None

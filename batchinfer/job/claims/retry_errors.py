@@ -1,4 +1,4 @@
-"""``--retry-errors``: runs only rows again that ended in an error.
+"""``--retry-errors``: runs again only the rows that ended in an error.
 
 It reopens each finished part with failed rows: it moves the good rows back to a segment, then
 deletes the part's record. From then on the part is an unfinished part like any other.
@@ -52,7 +52,7 @@ def reopen(out: OutputDir, plan: Manifest, generated: pa.Schema) -> None:
             segments.add(table)
         with storage_errors(out.parts, "delete"):
             out.files.delete(out.record(part))
-            # Otherwise, a crash might restore the record next to a new part.
+            # Otherwise, a crash could bring back the old record next to the new part.
             out.files.sync(out.parts)
 
 
@@ -69,7 +69,7 @@ def _parts_with_errors(
 
 
 def _good_rows(out: OutputDir, part: Part, record: PartRecord, schema: pa.Schema) -> pa.Table:
-    """Return the rows of a finished part that did not fail, as a segment's table."""
+    """Return a finished part's successful rows, as a table with a segment's schema."""
     table = whole_rows(out.read_part(part))
     row_ids = table["row_id"]
     control = pc.is_in(row_ids, pa.array(record.control_text_row_ids, pa.int64()))

@@ -34,7 +34,7 @@ class Shard:
         )
 
     def maker(self, index: int, num_parts: int) -> Shard:
-        """Return the shard, of all shards of the job, that makes a part."""
+        """Return the shard of the job that makes the part with this index."""
         siblings = (Shard(at, self.count) for at in range(self.count))
         return next(shard for shard in siblings if index in shard.parts(num_parts))
 
@@ -47,7 +47,7 @@ def parse_shard(text: str, environment: Mapping[str, str]) -> Shard:
         environment: environment variables, such as Slurm's.
 
     Raises:
-        UsageError: the text names no shard.
+        UsageError: the text does not name a shard.
     """
     if text == "auto":
         return _of_array(environment)

@@ -58,7 +58,7 @@ from batchinfer.job.storage.local_lock import LOCK, HeldError
 
 @dataclass(frozen=True)
 class Role:
-    """The task of a process in a job that several processes share."""
+    """The role of a process in a job that several processes share."""
 
     shard: Shard | None = None
     """The shard whose parts the process makes; None for the whole job."""
@@ -69,7 +69,7 @@ class Role:
     has_launcher: bool = False
     """True if a launcher started the process; the launcher then ends the job."""
     num_workers: int = 1
-    """Least number of workers to expect; more may be alive."""
+    """Minimum number of workers to expect; more may be alive."""
 
     @property
     def is_static(self) -> bool:
@@ -126,11 +126,11 @@ def _stored_start(out: OutputDir, team: str) -> FreshStart | None:
 
 
 class SharedClaim(Claim):
-    """The right of one of several writers to write to an output directory.
+    """The right to write to an output directory, for one of several writers.
 
     Args:
-        out: the output directory with the lock of a run that writes alone.
-        window_rows: most rows that a worker claims at a time.
+        out: the output directory, with the lock that a run takes if it writes alone.
+        window_rows: maximum number of rows that a worker claims at a time.
     """
 
     def __init__(self, out: OutputDir, role: Role, window_rows: int) -> None:
@@ -211,11 +211,11 @@ class SharedClaim(Claim):
             yield self.shared
 
     def publish(self, part: Part, draft: Draft) -> None:
-        """Put a staged part in its place.
+        """Move a staged part to its final place.
 
         Raises:
-            LockedError: another process has taken over.
-            StorageError: the file system refuses.
+            LockedError: another process has taken over this process's parts.
+            StorageError: a file cannot be written.
         """
         if self.out.lock.fences:
             publish(self.out, part, draft)
@@ -246,7 +246,7 @@ class SharedClaim(Claim):
         )
 
     def _hold_own_lock(self, stack: ExitStack) -> None:
-        """Hold this writer's lock; a worker takes the first number that is free."""
+        """Hold this writer's lock; a worker takes the lowest number that is free."""
         if not self.role.is_worker:
             stack.enter_context(self.out.lock.held())
             return
@@ -267,7 +267,7 @@ class SharedClaim(Claim):
             self.claims.drop()
 
     def _agree(self, manifest: Manifest, if_exists: str, *, siblings: bool) -> ResumePlan:
-        """Return the plan of all parts, perhaps from a sibling. Call it under the lock."""
+        """Return the plan of all parts, which a sibling may have stored. Call it under the lock."""
         start = _stored_start(self.shared, self.writer.team)
         if if_exists == "resume":
             return self._resumed(manifest, start, siblings)
@@ -277,7 +277,7 @@ class SharedClaim(Claim):
         if siblings:
             if if_exists == "error" or start is None or start.is_clear:
                 raise self._refusal(
-                    f"other writers, without if_exists: {if_exists}, are writing to"
+                    f"other writers, started without if_exists: {if_exists}, are writing to"
                 )
             manifest = replace(manifest, planned_at=start.planned_at)
             return ResumePlan(manifest, self._parts, self._parts, starts_over=True)

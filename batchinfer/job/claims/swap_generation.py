@@ -1,9 +1,9 @@
-"""Replaces an output by its next generation; a later run completes a swap that was cut off.
+"""Replaces an output with its next generation; a later run completes an interrupted swap.
 
-The complete new generation lies in ``_batchinfer/next/NAME`` until all of its files are in place:
-hard links on a file system, copies in an object store. ``_batchinfer/swap.json`` exists during a
-swap. A run that finds this file repeats all steps under the lock; each step may run twice.
-``_SUCCESS`` is deleted first and placed last.
+The complete new generation stays in ``_batchinfer/next/NAME`` until all of its files have been
+hard-linked into place (copied, in an object store). ``_batchinfer/swap.json`` exists during a swap.
+A run that finds this file repeats all steps under the lock; each step may run twice. ``_SUCCESS``
+is deleted first and placed last.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ _STORED = TypeAdapter(Swap)
 
 
 def put_in_place(out: OutputDir, generation: OutputDir) -> None:
-    """Replace the output in ``out`` by a complete generation; call it under the lock.
+    """Replace the output in ``out`` with a complete generation; call it under the lock.
 
     Names of failpoints: ``swap-`` plus ``marked``, ``hidden``, ``copied`` (each file), ``cleared``
     (each folder), ``placed``, ``recorded``, ``deleted`` and ``done``.
 
     Raises:
-        StorageError: the file system refuses. The next run continues the swap.
+        StorageError: a file cannot be written or deleted. The next run continues the swap.
     """
     clear_staging(out)
     _store(out, Swap(generation.root.name))
@@ -56,7 +56,7 @@ def put_in_place(out: OutputDir, generation: OutputDir) -> None:
 
 
 def end_swap(out: OutputDir) -> None:
-    """Complete a swap that was cut off, if there is one.
+    """Complete an interrupted swap, if there is one.
 
     Raises:
         JobError: the swap cannot be completed, or another run holds the lock.
@@ -67,11 +67,11 @@ def end_swap(out: OutputDir) -> None:
 
 
 def finish_swap(out: OutputDir) -> None:
-    """Complete a swap that was cut off, if there is one; call it under the lock.
+    """Complete an interrupted swap, if there is one; call it under the lock.
 
     Raises:
         DataError: the generation has lost files.
-        StorageError: the file system refuses. The next run continues the swap.
+        StorageError: a file cannot be written or deleted. The next run continues the swap.
     """
     swap = _stored(out)
     if swap is None:
@@ -117,7 +117,7 @@ def _place(out: OutputDir, generation: OutputDir) -> None:
 
 
 def _place_folder(out: OutputDir, folder: PurePath, source: PurePath) -> None:
-    """Put the files of ``source`` into a folder, and delete files of the old generation."""
+    """Put the files of ``source`` into a folder, and delete the old generation's files there."""
     files = out.files
     sources = files.entries(source)
     if sources:
@@ -154,10 +154,10 @@ def _place_file(out: OutputDir, path: PurePath, source: PurePath) -> None:
 
 
 def _place_partitions(out: OutputDir, generation: OutputDir) -> None:
-    """Replace the partitioned files by the new generation's files, and their record last."""
+    """Replace the partitioned files with the new generation's files, then replace their record."""
     files, names = out.files, names_of_files(generation)
     is_ours = files.stat(out.partitioned_record) is not None
-    if names:  # written first: from now on, this program owns all files in the folder
+    if names:  # first record that this program owns all files in the folder
         begin(out, ())
     if is_ours:
         files.delete(out.partitioned)

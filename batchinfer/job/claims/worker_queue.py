@@ -17,13 +17,14 @@ from batchinfer.job.output.resume import ResumePlan, unrecorded
 from batchinfer.job.row_ids import Part, RowIds
 
 _CLAIMS_LEFT = 6
-"""Claims of the same size that should remain for each worker, until a claim is a single part."""
+"""Each claim leaves enough free parts for about this many claims per worker, unless it is one part.
+"""
 _SLOWER = 1.15
 """A worker claims no part if it needs this many times longer for one part than the other workers
 need for all remaining parts.
 """
 _POLL_S = 0.5
-"""Seconds between checks for parts that have become free; longer in a store."""
+"""Seconds between checks for parts that have become free; longer in an object store."""
 
 
 class ClaimedParts(PartQueue):
@@ -38,7 +39,7 @@ class ClaimedParts(PartQueue):
         plan: the plan of the parts that the worker may claim.
         generated: the output's generated columns.
         num_workers: minimum number of workers to expect; more may be alive.
-        window_rows: most rows to claim at a time.
+        window_rows: maximum number of rows to claim at a time.
     """
 
     is_shared = True
@@ -83,7 +84,8 @@ class ClaimedParts(PartQueue):
                 taken, others_make = self._deal(living)
             if taken:
                 self._num_rows += _num_rows(taken)
-                # A dead writer's tokens can be resumed even if a living writer has the same name.
+                # Exclude this worker's name: a dead writer may have stored tokens under the same
+                # name, and this worker can resume them.
                 other_names = frozenset(writer.name for writer in living) - {
                     self._claims.writer.name
                 }
@@ -102,9 +104,9 @@ class ClaimedParts(PartQueue):
         return None
 
     def _deal(self, living: Sequence[Writer]) -> tuple[list[Part], bool]:
-        """Claim free parts under the lock; also return True if other writers make some parts.
+        """Claim free parts under the lock; also return True if other writers still make parts.
 
-        A claim is a share of the remaining parts, so that claims become smaller towards the end
+        A claim is a share of the remaining parts, so that claims become smaller toward the end
         (guided self-scheduling; Polychronopoulos and Kuck, 1987).
         """
         claimed = self._claims.claimed
@@ -167,7 +169,9 @@ def is_too_slow(
 
 
 def claim_size(free: Sequence[Part], num_workers: int, window_rows: int) -> int:
-    """Return the number of free parts to claim: at least one, and about a window's rows at most."""
+    """Return the number of free parts to claim: at least one, but no more than about a window of
+    rows.
+    """
     if not free:
         return 0
     window = max(1, window_rows // max(1, free[0].num_rows))

@@ -5,9 +5,9 @@ lock only briefly: to read the state, prepare, claim, publish or end the job. Ea
 holds a lock ``locks/NAME`` as long as it lives. Writers take and test these locks only under the
 directory's lock.
 
-``claims/NAME.json`` lists the parts that a writer makes. A process deletes that file if it finds
-the writer's lock free, or not refreshed for long. From then on the writer cannot publish, and its
-unfinished parts are free.
+``claims/NAME.json`` lists the parts that a writer makes. Another process deletes that file if it
+finds the writer's lock free, or not refreshed for a long time. From then on the writer cannot
+publish, and its unfinished parts are free.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Writer:
     shard: Shard | None = None
     """The shard whose parts the writer makes; None for parts of the whole job."""
     number: int | None = None
-    """Number of the worker, from 1; None if the writer is no worker."""
+    """Number of the worker, from 1; None if the writer is not a worker."""
 
     @property
     def name(self) -> str:
@@ -94,7 +94,7 @@ def wait_for(
         True if the lock is held, False if ``is_over`` ended the wait.
 
     Raises:
-        LockedError: a run that writes alone holds the lock, or no holder releases it in time.
+        LockedError: a run that writes alone holds the lock, or the lock is not released in time.
     """
     began, pause = time.monotonic(), 0.01
     with ExitStack() as stack:
@@ -121,7 +121,7 @@ def own_lock(out: OutputDir, writer: Writer) -> OutputDir:
 
 
 def lives(out: OutputDir, writer: Writer) -> bool:
-    """Return True if a writer runs; drop its claims if it died or was silent for long."""
+    """Return True if a writer runs; drop its claims if it died or was silent for too long."""
     if not own_lock(out, writer).lock.is_free():
         return True
     Claims(out, writer).drop()
@@ -258,7 +258,7 @@ class Claims:
 
 
 def dead_logs(out: OutputDir, living: Sequence[Writer]) -> list[PurePath]:
-    """Return dead runs' logs of rows in flight; call it under the directory's lock.
+    """Return the logs of rows in flight that dead runs left; call it under the directory's lock.
 
     Args:
         living: all living writers.

@@ -20,14 +20,17 @@ from batchinfer.job.fleet.local_workers import WorkerHandle
 STOP_S = 8.0
 """Seconds that workers get to write everything to disk when the job stops."""
 SILENT_S = 90.0
-"""Seconds without a message after which the launcher kills a worker that runs rows, as frozen."""
+"""Seconds without a message after which a worker that runs rows counts as frozen and is killed."""
 MOST_DEATHS = 12
-"""Consecutive deaths of workers without a finished row; after more, the machine is at fault."""
+"""Maximum number of consecutive worker deaths without a finished row. After more, the launcher
+gives up, because the machine is probably at fault.
+"""
 MOST_FAILED_STARTS = 2
-"""Times in a row that a worker may fail to start."""
+"""Number of failed starts in a row after which a worker is not started again."""
 _POLL_S = 0.05
 _NODE_ERRORS = {DeviceError.__name__, StorageError.__name__}
-"""Names of errors that a worker's node may cause, so that other workers can continue."""
+"""Names of errors that may come from a worker's node, so that workers on other nodes can continue.
+"""
 
 
 @dataclass
@@ -50,7 +53,7 @@ class Launcher:
     """Starts ``num_workers`` workers and keeps them running.
 
     Args:
-        start: starts the worker with a number, from 0.
+        start: starts the worker with the given number, counted from 0.
         min_workers: rows start once this many workers are up.
         is_complete: returns True once all parts are finished.
         log: receives lines about workers.
@@ -78,7 +81,8 @@ class Launcher:
         """Run workers until all parts are finished; return False if ``stop`` was set first.
 
         Raises:
-            JobError: no worker can be started, or a worker failed in a way that all workers would.
+            JobError: no worker can be started, or a worker failed for a reason that applies to all
+                workers.
         """
         try:
             for number in range(self.num_workers):

@@ -1,7 +1,7 @@
 """Runs workers on the nodes of a Ray cluster; the only module that imports Ray.
 
 Each worker has a Ray actor, which starts the worker's process on its node, as the launcher does for
-local workers. Ray restarts no actor, because the launcher replaces dead workers.
+local workers. Ray does not restart actors, because the launcher replaces dead workers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _ACTOR_DIED = -9
 
 @contextmanager
 def joined(cluster: str) -> Iterator[int]:
-    """Connect to a cluster unless this process is connected; yield the cluster's number of GPUs.
+    """Connect to a cluster, unless already connected; yield the cluster's number of GPUs.
 
     Ray replaces the handler of SIGTERM when it connects; this function puts the old handlers back.
 
@@ -59,7 +59,7 @@ class RayWorker:
     """A worker's process on a node that Ray chooses.
 
     Args:
-        resources: resources that Ray reserves for the worker, as options of an actor.
+        resources: resources that Ray reserves for the worker, as options of its actor.
     """
 
     def __init__(self, setup: WorkerSetup, resources: Mapping[str, Any]) -> None:

@@ -26,7 +26,8 @@ from batchinfer.job.storage.filesystem import storage_errors
 from batchinfer.process.cpus import cpu_limits
 
 _WORKERS_PER_CORE = 2
-"""Most workers per CPU core. More workers would wait for each other and take minutes to start."""
+"""Maximum number of workers per CPU core. More would wait for each other and take minutes to start.
+"""
 _HOST_PORT = re.compile(r"\[?(?P<host>[^\s/]+?)\]?:(?P<port>\d+)")
 _CONNECT_S = 1.0
 _POLL_S = 0.1
@@ -196,7 +197,7 @@ def _share(cores: list[int], number: int, num_workers: int) -> list[int]:
 
 
 def _resources(wanted: Mapping[str, float], has_gpus: bool) -> dict[str, Any]:
-    """Return the resources that Ray reserves for a worker, as options of an actor."""
+    """Return the resources that Ray reserves for a worker, as options of its actor."""
     defaults = {"num_cpus": 1.0, "num_gpus": float(has_gpus)}
     known = {name: amount for name, amount in wanted.items() if name in defaults}
     custom = {name: amount for name, amount in wanted.items() if name not in defaults}

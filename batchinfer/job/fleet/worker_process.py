@@ -1,7 +1,7 @@
 """The process of a worker: a run that claims parts, started and watched by a launcher.
 
-The process reads its pickled setup from stdin. After each load of the model it waits for a line
-``go``. When stdin ends, the launcher has died, and the process stops as if it got SIGTERM. It
+The process reads its pickled setup from stdin. Each time it has loaded the model, it waits for the
+line ``go``. When stdin ends, the launcher has died, and the process stops as if it got SIGTERM. It
 writes messages to stdout, one JSON object per line.
 """
 
@@ -51,7 +51,7 @@ class WorkerSetup:
 
 
 class _Messages:
-    """Sends messages to the launcher; several threads may call it."""
+    """Sends messages to the launcher; safe to call from several threads."""
 
     def __init__(self) -> None:
         self._file = os.fdopen(os.dup(1), "w")

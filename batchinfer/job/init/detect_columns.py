@@ -16,11 +16,11 @@ from batchinfer.job.input.dataset import Source
 from batchinfer.job.input.unique_ids import check_unique_ids
 
 _LOOKED_AT = 1_000
-"""Number of rows, from the first, whose values are read."""
+"""Number of rows at the start of the dataset whose values are read."""
 _LABEL_BYTES = 40
-"""Longest text that counts as a label."""
+"""Maximum length of a label in bytes."""
 _MOST_IDS = 1 << 24
-"""Most rows of a dataset whose id column is read to check that no value repeats."""
+"""Maximum number of rows for which the id column is checked for repeated values."""
 
 _CONVERSATIONS = ("messages", "prompt", "conversation", "conversations", "chat", "dialog")
 _TEXTS = (
@@ -56,7 +56,7 @@ def detect_columns(
         row_id: the id column, if the user names it.
 
     Raises:
-        UsageError: no column, or more than one, may be the prompt.
+        UsageError: no column, or more than one column, could be the prompt.
         DataError: a named column is missing or has the wrong type, or ``row_id`` repeats a value or
             holds a null.
     """
@@ -77,7 +77,7 @@ def detect_columns(
 
 
 class _Data:
-    """The dataset's columns by type, and the first values of text columns."""
+    """The dataset's columns, grouped by type, and the first values of text columns."""
 
     def __init__(self, source: Source) -> None:
         self.source = source
@@ -116,7 +116,7 @@ class _Data:
         return [name for name in texts if name not in labels] or texts
 
     def lengths(self, name: str) -> list[int]:
-        """Return the bytes of each text of a column, 0 for other values."""
+        """Return the length of each text of a column in bytes; 0 for other values."""
         values = (row[name] for row in self.rows)
         return [len(value) if isinstance(value, bytes) else 0 for value in values]
 
@@ -214,7 +214,7 @@ def _no_prompt(data: _Data) -> UsageError:
 
 
 def _notes(data: _Data, name: str | None) -> list[str]:
-    """Note that conversations already hold their answers."""
+    """Return a note if conversations already end with answers; an empty list otherwise."""
     if name is None or name not in data.conversations:
         return []
     ends = [row[name][-1] for row in data.rows if isinstance(row[name], list) and row[name]]

@@ -32,7 +32,7 @@ class InitOptions:
     """Options of ``batchinfer init``."""
 
     data: str
-    """The prompts, as for ``input.path``; relative to the current folder."""
+    """Path or URL of the dataset, as for ``input.path``; relative to the current folder."""
     model: str | None = None
     """Hub id or local directory."""
     output: str | None = None

@@ -18,7 +18,7 @@ BYTES_TYPE = {
 _HAVE_LENGTHS = (pa.binary(), pa.large_binary())
 _MOST_CHARS = 16 << 20
 _MOST_BYTES = 4 * _MOST_CHARS
-"""Bytes of the longest text that a row may hold, at four bytes per character."""
+"""Maximum length of a row's text in bytes, at four bytes per character."""
 _NO_PYTHON_TIME = (OverflowError, pa.ArrowInvalid)
 
 

@@ -50,7 +50,7 @@ _FORMATS: Mapping[str, Callable[[], Format]] = {
     "arrow": ArrowFormat,
     "openai-batch": OpenAIFormat,
 }
-"""File formats by the value of ``input.format``."""
+"""File formats, keyed by the value of ``input.format``."""
 
 _Piece = TypeVar("_Piece", pa.RecordBatch, list[Row])
 _Pieces = Iterator[tuple[int, _Piece]]
@@ -69,7 +69,8 @@ class Source:
     selection: RowIds | None = None
     """Row ids of the selected rows. None selects the first ``num_rows`` rows."""
     differences: Mapping[str, Difference] = field(default_factory=dict)
-    """Columns whose types differ between files. ``schema`` has them, but they cannot be read."""
+    """Columns whose types differ between files. ``schema`` includes them, but they cannot be read.
+    """
     version: int | None = None
     """Version of the Delta or Iceberg table; None if the files do not form a table."""
     bad_ids: BadIds | None = None
@@ -77,7 +78,7 @@ class Source:
 
     @property
     def rows_there(self) -> range:
-        """Smallest range from 0 that is known to contain all selected rows."""
+        """Smallest range, starting at row 0, that is known to contain all selected rows."""
         if self.selection is None:
             return range(self.num_rows)
         return range(sum(file.num_rows for file in self.files))
@@ -241,7 +242,7 @@ def open_source(
         path: a file, a glob, a directory, or a list of these, local or in an object store. In a
             directory, only files with the suffixes of data files are read, and folders named
             key=value add columns.
-        limit: most rows to select, after the filter; None selects all.
+        limit: maximum number of rows to select after the filter; None selects all.
         format_name: ``input.format``.
         condition: ``input.filter``. The files are read once to find the rows that meet it.
         mode: ``input.schema``.
@@ -281,7 +282,7 @@ def _open_files(
 
     Args:
         folders: columns and values from folder names, by path of the file.
-        table_schema: schema of the dataset; None: derive it from the files.
+        table_schema: schema of the dataset; None derives it from the files.
     """
     files: list[InputFile] = []
     schemas: dict[str, pa.Schema] = {}

@@ -1,6 +1,6 @@
 """Finds the files of ``input.path``, their format, and columns from folder names.
 
-Folder names in Hive's style, ``lang=en/year=2026/x.parquet``, give columns. Only folders below
+Hive-style folder names, as in ``lang=en/year=2026/x.parquet``, become columns. Only folders below
 ``input.path`` count; in a glob, only folders from the first wildcard on. If a file stores a column
 of the same name, the column is read from the file.
 """
@@ -27,7 +27,7 @@ _NAMED: Mapping[str, tuple[str, ...]] = {
     "csv": tuple(name + packed for name in (".csv", ".tsv") for packed in _COMPRESSED),
     "arrow": (".arrow", ".arrows", ".feather", ".ipc"),
 }
-"""File name suffixes by format."""
+"""File name suffixes, keyed by format."""
 _ALL = tuple(chain.from_iterable(_NAMED.values()))
 _SUFFIXES: Mapping[str, tuple[tuple[str, ...], ...]] = {
     # A CSV file beside Parquet or JSON Lines files usually describes them and holds no prompts.
@@ -35,8 +35,9 @@ _SUFFIXES: Mapping[str, tuple[tuple[str, ...], ...]] = {
     **{name: (suffixes,) for name, suffixes in _NAMED.items()},
     "openai-batch": (_NAMED["jsonl"],),
 }
-"""Suffixes of data files in folders, by ``input.format``. The second tuple is tried if no file has
-a suffix of the first."""
+"""Suffixes of data files in folders, keyed by ``input.format``. The second tuple is tried if no
+file has a suffix from the first.
+"""
 
 _NULL = "__HIVE_DEFAULT_PARTITION__"
 Values = Mapping[str, str | None]
@@ -47,7 +48,7 @@ def find_files(path: str | Sequence[str], format_name: str = "auto") -> list[str
     """Find the files of ``path``: entries in list order, globs and directories in path order.
 
     Directories are searched recursively. Directories and globs skip files and folders whose names
-    begin with ``.`` or ``_``, unless the glob itself writes that character.
+    begin with ``.`` or ``_``, unless the glob itself contains that character.
 
     Raises:
         DataError: an entry matches no file, or cannot be read.
@@ -125,7 +126,7 @@ def add_folder_columns(schema: pa.Schema, folders: Mapping[str, Values]) -> pa.S
     """Add the columns from folder names to the schema of the files.
 
     Args:
-        folders: values by path of the file.
+        folders: each file's values, keyed by the file's path.
 
     Raises:
         DataError: two files are in folders with different column names.
@@ -165,7 +166,7 @@ def constants(path: str, own: Values, schema: pa.Schema) -> dict[str, object]:
 
 
 def _type(values: Sequence[str | None]) -> pa.DataType:
-    """Return int64 if every value is an integer as Python writes it, else string."""
+    """Return int64 if every value is an integer in Python's notation, else string."""
     given = [value for value in values if value is not None]
     return pa.int64() if given and all(map(_is_int, given)) else pa.string()
 

@@ -1,7 +1,7 @@
 """``input.filter``: parses an SQL condition on a row's columns, and selects the rows that meet it.
 
 Polars evaluates the condition batch by batch. The condition may call only a fixed list of functions
-that work on one row, because an aggregate like ``avg`` would have another value in every batch.
+that work on one row, because an aggregate like ``avg`` would have a different value in every batch.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 _KEY = "input.filter"
 _MOST_CHARACTERS = 100_000
 _MOST_STEPS = 400
-"""Most words and operators of a condition, without values and lists. Polars needs time that grows
-with the cube of their number.
+"""Maximum number of words and operators in a condition, not counting values and lists. The time
+that Polars needs grows with the cube of this number.
 """
 _MOST_DEPTH = 50
 _FUNCTIONS = """
@@ -60,7 +60,7 @@ _HINTS: tuple[tuple[str, str | None], ...] = (
     ("unexpected token", _QUOTE),
     ("expected an expression", "write only the part that would follow WHERE"),
 )
-"""Advice on errors of Polars, by a pattern of the message."""
+"""Patterns of Polars error messages, each with advice for the user."""
 
 
 class Condition:
@@ -188,7 +188,7 @@ def select_rows(
     Args:
         pieces: batches of the condition's columns over the whole dataset, each with the id of its
             first row.
-        limit: most rows to select; None for all.
+        limit: maximum number of rows to select; None for all.
 
     Raises:
         UsageError: the condition cannot be evaluated on this data.

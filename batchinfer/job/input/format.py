@@ -23,7 +23,8 @@ REWRITE = "write it again, or leave it out of input.path"
 SAMPLING_COLUMN = "sampling_params"
 """The column that holds a row's own sampling parameters."""
 READ_ERRORS = (pa.ArrowException, OSError, UnicodeDecodeError)
-"""Errors that reading a file raises. Column names that are not UTF-8 raise UnicodeDecodeError."""
+"""Errors that reading a file can raise. Column names that are not UTF-8 raise UnicodeDecodeError.
+"""
 
 Row = Mapping[str, Any] | RowError
 """A row's values by column, or the error that explains why the row cannot be read."""
@@ -44,10 +45,13 @@ class InputFile:
     """Hash of a Parquet file's footer, or of any other file's decompressed content."""
     etag: str | None = None
     ctime_ns: int = field(default=0, compare=False)
-    """Time of the last change. Only one run compares it: a file may be moved between runs."""
+    """Time of the last change, including renames. It is compared only within a run, because a file
+    may be moved between runs.
+    """
     content_hash: str | None = None
-    """Hash of the whole content: ``content_hash`` for Parquet files, else ``content_sha256``. None
-    if it is not known; files in a store are identified by ``etag``."""
+    """Hash of the whole content: from the function ``content_hash`` for Parquet files, else equal
+    to ``content_sha256``. None if unknown; files in an object store are identified by ``etag``.
+    """
     partition: Mapping[str, str | None] | None = None
     """Values of columns from folder names; None if they are not known."""
 
@@ -60,14 +64,16 @@ class InputFile:
         content_sha256: str,
         content_hash: str | None = None,
     ) -> InputFile:
-        """Make a file with the size and times of ``stat`` and no columns from folders."""
+        """Return a file with the size and times of ``stat`` and no columns from folder names."""
         facts = (stat.size, stat.mtime_ns, num_rows, content_sha256, stat.etag, stat.ctime_ns)
         return cls(path, *facts, content_hash, {})
 
 
 @dataclass(frozen=True, slots=True)
 class FileColumns:
-    """Sources of the dataset's columns in one file; a column without a source is null."""
+    """The sources of one file's values for the dataset's columns; a column without a source is
+    null.
+    """
 
     own: pa.Schema
     """Columns stored in the file."""
@@ -77,7 +83,7 @@ class FileColumns:
     """Columns whose types differ between files; they are read as null."""
 
     def in_file(self, columns: Sequence[str]) -> list[str]:
-        """Select the names in ``columns`` that are read from the file."""
+        """Return the names in ``columns`` that are read from the file."""
         names = self.own.names
         return [name for name in columns if name in names and name not in self.differing]
 
@@ -102,8 +108,8 @@ class ReadRequest:
 class Format(ABC):
     """A file format.
 
-    Methods that read raise a DataError that names the file if it cannot be read. They yield pairs
-    of a row id and at most ``BATCH_ROWS`` consecutive rows, the first of which has the id.
+    If a file cannot be read, the methods that read it raise a DataError that names it. They yield
+    pairs: the id of the first row, and at most ``BATCH_ROWS`` consecutive rows.
     """
 
     holds_requests = False
@@ -148,8 +154,8 @@ class Format(ABC):
     def stored_bytes(self, file: InputFile, columns: Collection[str]) -> int:
         """Estimate the bytes that the columns take in an output file.
 
-        The estimate for text and Arrow files is a third of their size, because Parquet compresses
-        them about that far.
+        The estimate for text and Arrow files is a third of their size, which is about what
+        Parquet's compression achieves.
         """
         return file.size // 3 if columns else 0
 

@@ -1,4 +1,4 @@
-"""Compares a dataset with the planned one, by the content of its files in order.
+"""Compares a dataset with the planned one by the content of their files, in order.
 
 The location, names and times of files do not matter, except for columns from folder names.
 """

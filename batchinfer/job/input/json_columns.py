@@ -16,18 +16,20 @@ _MIXED = pa.binary()  # marks a column of JSON text; no JSON value has this type
 _PLAIN = (pa.null(), pa.bool_(), pa.int64(), pa.float64(), pa.string())
 _NUMBERS = {pa.int64(), pa.float64()}
 _MOST_FIELDS = 200
-"""Most nested fields of a column. If a column has more fields, its keys are treated as data."""
+"""Maximum number of nested fields of a column. If a column has more fields, its keys are treated as
+data.
+"""
 _MARK = {b"batchinfer": b"json"}
 _NO_FIT = (pa.ArrowException, OverflowError, TypeError, ValueError)
 
 
 def json_text(name: str) -> pa.Field:
-    """Make the field of a column of JSON text."""
+    """Return the Arrow field of a column of JSON text."""
     return pa.field(name, pa.string(), metadata=_MARK)
 
 
 def is_json_text(field: pa.Field) -> bool:
-    """True if a column holds values of many types as JSON text."""
+    """Return True if a column holds values of several types as JSON text."""
     return bool(field.metadata == _MARK)
 
 

@@ -24,7 +24,7 @@ Line = tuple[int, bytes]
 """A line's number in the file, from 1, and its bytes without the newline."""
 
 MAX_LINE_BYTES = 64 << 20
-"""Size of the largest line that is read, and so the limit on a row's text."""
+"""Maximum size of a line, which also limits a row's text."""
 _KINDS: dict[type, str] = {
     **{str: "a string", list: "an array", type(None): "null"},
     **{bool: "true or false", int: "a number", float: "a number"},

@@ -38,7 +38,7 @@ CLASSIFY_URLS = ("/v1/classify", "/classify")
 SCORE_URLS = ("/v1/score", "/score")
 """The ``url`` values of requests that score pairs of texts."""
 RERANK_URLS = ("/v1/rerank", "/v2/rerank", "/rerank")
-"""The ``url`` values of requests that order documents by their scores with a query."""
+"""The ``url`` values of requests that rank documents by their relevance to a query."""
 KNOWN_URLS = frozenset({CHAT, COMPLETIONS, EMBEDDINGS, *CLASSIFY_URLS, *SCORE_URLS, *RERANK_URLS})
 PROMPT_INDEX = "prompt_index"
 """Key added to a row's body: the index of the prompt within its request."""
@@ -60,7 +60,7 @@ _TAKEN_KEY = f'"{PROMPT_INDEX}"'.encode()
 
 
 class CustomIds:
-    """Finds repeated ids of requests. Keeps a hash of 16 bytes per request."""
+    """Finds repeated request ids. Keeps a 16-byte hash per request."""
 
     def __init__(self) -> None:
         self._digests = bytearray()
@@ -73,7 +73,9 @@ class CustomIds:
             self._digests += hashlib.blake2b(text.encode(), digest_size=_BYTES).digest()
 
     def is_repeated(self, row: int) -> bool:
-        """True if an earlier request has the id of ``row``. Call it after all ids are added."""
+        """Return True if an earlier request has the same id as ``row``. Call it after all ids are
+        added.
+        """
         at = int(np.searchsorted(self._repeated, row))
         return at < len(self._repeated) and int(self._repeated[at]) == row
 
@@ -97,7 +99,7 @@ class OpenAIFormat(JsonlFormat):
         self._ids = CustomIds()
 
     def inspect(self, path: str) -> tuple[InputFile, pa.Schema]:
-        """Read a file and record the ids of its requests. Files must come in order."""
+        """Read a file and record the ids of its requests. Call this for all files in order."""
         return self.read_whole(path, lambda rows: self._ids.add(list(map(_own_id, rows)))), SCHEMA
 
     def unite(
@@ -142,7 +144,9 @@ class OpenAIFormat(JsonlFormat):
             yield first, rows
 
     def kept(self, line: Line, path: str) -> Mapping[str, Any]:
-        """Return values of a line to copy to the output; only complete values of a damaged line."""
+        """Return the values of a line to copy to the output; for a damaged line, only complete
+        values.
+        """
         row = _beginning(line[1])
         texts = {name: _text(row.get(name)) for name in _TEXTS}
         return {**texts, "body": row.get("body")}
@@ -154,7 +158,8 @@ def _one_prompt_each(line: Line) -> Iterator[Line]:
     row = _beginning(text) if any(key in text for key in (*_SEVERAL, _TAKEN_KEY)) else {}
     body = row.get("body")
     if isinstance(body, dict) and body.get(PROMPT_INDEX) is not None:
-        # The request itself contains the key. A string is refused later, when the line is read.
+        # The request itself contains the key. Make its value a string, which is refused later, when
+        # the line is read.
         own = {PROMPT_INDEX: str(body[PROMPT_INDEX])}
         yield number, to_json({**row, "body": {**body, **own}})
         return
@@ -212,7 +217,7 @@ def _text(value: object) -> str | None:
 
 
 def parts_of_body(url: object, body: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    """Split a request's body by prompts; return the keys that each prompt replaces in the body.
+    """Split a request's body by prompts; return the keys to replace in the body for each prompt.
 
     Return an empty list if the request has only one prompt.
     """

@@ -9,7 +9,8 @@ pyarrow ignores parts of it that do not match, so a list could become a struct w
 pyarrow needs two to three times the size of a value to read it: the decompressed page, possibly a
 dictionary, and the value. The page and the dictionary stay in memory until more pages are read or
 the reader is freed. The compressed page is freed at once if it is read through a buffer. If the row
-group is fetched as a whole, which takes fewer requests, the compressed pages stay as long.
+group is fetched as a whole, which takes fewer requests, the compressed pages stay in memory as
+long.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ Column = tuple[int, tuple[bytes, ...]]
 def check_arrow_schema(metadata: pq.FileMetaData, schema: pa.Schema) -> None:
     """Check that the nesting and names of columns match the Arrow schema stored in the file.
 
-    Files without a stored Arrow schema pass; other writers than pyarrow store none.
+    Files without a stored Arrow schema pass, because many writers do not store one.
 
     Args:
         metadata: metadata of the file.
@@ -94,7 +95,7 @@ def shape_of(kind: pa.DataType) -> Shape:
         return shape_of(kind.storage_type)
     if pa.types.is_timestamp(kind):
         # This raises if the time zone is not UTF-8. Time zones are not compared, because INT96
-        # times lose theirs.
+        # timestamps lose theirs.
         _ = kind.tz
     if pa.types.is_struct(kind):
         fields = ((field.name, shape_of(field.type)) for field in kind)
@@ -129,7 +130,7 @@ class ParquetFormat(Format):
         return InputFile.of(path, stat, num_rows, digest), schema
 
     def scan(self, request: ReadRequest) -> Iterator[tuple[int, pa.RecordBatch]]:
-        """Read batches of columns; a DataError names the row group that cannot be read."""
+        """Read batches of columns; a DataError names a row group that cannot be read."""
         file, columns, wanted = request.file, request.columns, request.wanted
         group, row = 0, request.first_row
         try:

@@ -1,7 +1,7 @@
 """Merges the schemas of files whose columns differ (``input.schema``).
 
 Two types are merged only if one type holds all their values unchanged, so that templates show each
-value as its file has it. A column that cannot be merged is an error only if the job uses it.
+value as it is in its file. A column that cannot be merged is an error only if the job uses it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _FAMILIES = (
     (pa.large_binary(), {pa.binary(), pa.large_binary(), pa.binary_view()}),
 )
 _EXACT_IN_FLOAT64 = 32
-"""Width in bits of the widest integer type that float64 holds unchanged."""
+"""Width in bits of the widest integer type whose values float64 represents exactly."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +78,8 @@ def united(
     type.
 
     Args:
-        schemas: schema of each file, by path. Use one object for equal schemas in sequence, which
-            is faster.
+        schemas: schema of each file, by path. For speed, pass the same object for equal consecutive
+            schemas.
         mode: with ``union``, a column may be missing in some files.
 
     Raises:
@@ -134,11 +134,11 @@ def same(kinds: Collection[pa.DataType]) -> pa.DataType | None:
 
 
 def widened(kinds: Collection[pa.DataType]) -> pa.DataType | None:
-    """Find the type that holds all values of ``types`` unchanged; None if there is none.
+    """Find the type that holds all values of ``kinds`` unchanged; None if there is none.
 
     Null merges with every type, integers with wider integers, integers of up to 32 bits with
-    float64, floats with wider floats, and strings and bytes with their other Arrow types. Lists
-    merge by their items and structs by their fields; missing fields are null.
+    float64, floats with wider floats, and strings and bytes with the other Arrow types of strings
+    and bytes. Lists merge by their items and structs by their fields; missing fields are null.
     """
     known = [kind for kind in dict.fromkeys(kinds) if not pa.types.is_null(kind)]
     if len(known) < 2:

@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from batchinfer.job.input.dataset import Source
 
 HASHES_AT_ONCE = 1 << 24
-"""Most hashes in memory, each of 8 bytes. A dataset with more rows is read several times."""
+"""Maximum number of hashes in memory, at 8 bytes each. A dataset with more rows is read several
+times.
+"""
 NO_ID = -1
 """Value in ``BadIds.firsts`` for a row without an id."""
 
@@ -58,8 +60,9 @@ class BadIds:
 def find_bad_ids(source: Source, column: str) -> BadIds:
     """Find selected rows that have no id or repeat the id of an earlier selected row.
 
-    Null and NaN are not ids. The function sorts 64-bit hashes of the values and then compares the
-    few values with equal hashes, so that the result is the same in every process.
+    Null and NaN are not ids. The function sorts 64-bit hashes of the values, which differ between
+    processes, and then compares the few values with equal hashes, so that collisions do not affect
+    the result.
 
     Raises:
         DataError: the column holds lists or structs.
@@ -98,7 +101,7 @@ def check_unique_ids(source: Source, column: str) -> None:
 def _ids(
     source: Source, column: str
 ) -> Iterator[tuple[int, list[Hashable], npt.NDArray[np.int64]]]:
-    """Yield the first row of each batch, its values, and their hashes."""
+    """Yield the first row id of each batch, the batch's values, and their hashes."""
     kind = source.schema.field(column).type
     if pa.types.is_nested(kind):
         raise DataError(

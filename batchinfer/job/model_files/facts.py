@@ -1,6 +1,6 @@
 """Facts that identify a model: hashes of its files, or its commit on the hub.
 
-The module reads files but loads no model.
+This module reads files but does not load the model.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ COMMIT = "commit"
 _SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.txt")
 _FILES = (*_SMALL_FILES, "*.safetensors")
 _MODULE_FILES = ("[0-9]*_*/config.json", "[0-9]*_*/*.safetensors")
-"""Patterns of small files that belong to modules of sentence-transformers."""
+"""Patterns of the files of sentence-transformers modules, which are small."""
 _MAX_HEADER = 100 << 20  # limit of the safetensors format
 _COMMIT_HASH = re.compile(r"[0-9a-f]{40}")
 _HUB_TIMEOUT_S = 10.0
@@ -119,7 +119,7 @@ def _weight_facts(path: Path) -> list[int | str]:
 
 
 def hub_commit(name: str, revision: str | None) -> str | None:
-    """Return a revision's commit on the hub, or of the last download if offline; None if unknown.
+    """Return a revision's commit on the hub, or in the local cache if offline; None if unknown.
 
     Args:
         name: name of a model's repository.

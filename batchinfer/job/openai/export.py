@@ -1,11 +1,11 @@
-"""Writes OpenAI's output files of a job from its finished parts.
+"""Writes a job's OpenAI output and error files from its finished parts.
 
-The parts hold all data of these files, so a missing or damaged file is written again. Ids are
+The parts hold all data of these files, so a missing or damaged file can be written again. Ids are
 hashes of the job and the row, so that writing a file again gives the same bytes.
 
 Lines have the fields of OpenAI's batch output and of its ``chat.completion``, ``text_completion``
 and ``error`` objects. A request that OpenAI would refuse gets a response with an HTTP status and
-the error in its body. A request without an answer gets an error and no response.
+the error in its body. A request that fails for any other reason gets an error and no response.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ _NO_RESPONSE = frozenset(
         *("invalid_json", "invalid_utf8", "row_too_large", "duplicate_custom_id"),
     }
 )
-"""Codes of errors for lines that are not requests, and for failures that no request caused."""
+"""Error codes of lines that are not valid requests, and of failures that the request did not cause.
+"""
 
 TokenText = Callable[[int, Sequence[int]], str]
 """Returns the text that a token adds to the tokens before it."""
@@ -60,10 +61,10 @@ def export(
     model: ModelSpec,
     combined_output: PurePath | None,
 ) -> None:
-    """Write OpenAI's output and error files of a job whose parts are all finished.
+    """Write the OpenAI output and error files of a job whose parts are all finished.
 
     Args:
-        kept: output column of each kept input column.
+        kept: maps each kept input column to its output column.
         combined_output: a path, or an open file such as a pipe, that gets all lines of both files.
 
     Raises:
@@ -92,7 +93,7 @@ def export(
 
 
 class _LineFile:
-    """Writes lines to a file that appears when it is finished, or at once to an open file."""
+    """Writes lines to a staged file, which ``finish`` publishes, or directly to an open file."""
 
     def __init__(self, out: OutputDir, path: PurePath, staged: PurePath) -> None:
         self.path = path
@@ -120,7 +121,7 @@ class _LineFile:
         return {"size": self._size, "sha256": self._digest.hexdigest()}
 
     def close(self) -> None:
-        """Write buffered lines; a second call does nothing."""
+        """Write buffered lines and close the file; a second call does nothing."""
         with storage_errors(self.path):
             self._file.close()
 
@@ -181,19 +182,19 @@ def _load_tokenizer(model: ModelSpec) -> Any:
 
 @dataclass(frozen=True)
 class Responses:
-    """Makes the lines of a job's rows."""
+    """Makes the lines of OpenAI output and error files from a job's rows."""
 
     fingerprint: str
     created: int
     """Time when the job was planned, in seconds since 1970."""
     model: str
-    """Model name for answers to requests that name none."""
+    """Model name in the responses to requests that name no model."""
     token_text: TokenText
     normalizes: bool = True
     """True if embeddings have length 1."""
 
     def line(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Return the line of a request.
+        """Return the output or error line of a request.
 
         Args:
             rows: one for each prompt. A row has ``custom_id``, ``url`` and ``body`` of the request,
@@ -296,7 +297,9 @@ class _Echo:
 
     text: str = ""
     tokens: Sequence[str] = ()
-    """Texts of the prompt's tokens. The fields from here on are set only with log-probabilities."""
+    """Texts of the prompt's tokens. This field and those below are set only if log-probabilities
+    were requested.
+    """
     logprobs: Sequence[float | None] = ()
     """Log-probability of each token; None for the first, which follows no other token."""
     top_logprobs: Sequence[Mapping[str, float] | None] = field(default=())
@@ -331,7 +334,7 @@ def _top_logprobs(
 
 
 def _tokens_before(tokens: Sequence[Mapping[str, Any]]) -> list[list[int]]:
-    """Return for each token the ids before it, as many as a character can span."""
+    """Return the ids before each token, as many as a character can span."""
     ids = [token["token_id"] for token in tokens]
     return [_ids_before(ids, at) for at in range(len(ids))]
 
@@ -363,7 +366,9 @@ def _reasoning_usage(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _first_error(errors: Sequence[Mapping[str, Any] | None]) -> Mapping[str, Any] | None:
-    """Return a request's first error, with the prompt's number unless all prompts have it."""
+    """Return a request's first error, with the prompt's index unless all prompts have the same
+    error.
+    """
     at, error = next(((at, each) for at, each in enumerate(errors) if each is not None), (0, None))
     is_of_all = all(each == error for each in errors)
     if error is None or is_of_all or error["code"] == "duplicate_custom_id":

@@ -46,21 +46,21 @@ _INPUT_FIELDS = {"column prompt": "body.input", "column token_ids": "body.input"
 
 
 def embedding_requests(width: int) -> RequestKind:
-    """Return the kind of requests for embeddings; ``dimensions`` may be at most ``width``."""
+    """Return the ``RequestKind`` of embedding requests; ``dimensions`` may be at most ``width``."""
     return RequestKind((EMBEDDINGS,), partial(_parse_embedding, width=width), _INPUT_FIELDS)
 
 
 def classification_requests() -> RequestKind:
-    """Return the kind of requests for labels of texts."""
+    """Return the ``RequestKind`` of requests that classify texts."""
     return RequestKind(CLASSIFY_URLS, _parse_classification, _INPUT_FIELDS)
 
 
 def pair_requests(query: str, document: str) -> RequestKind:
-    """Return the kind of requests that score pairs or rank documents by their scores.
+    """Return the ``RequestKind`` of requests that score pairs of texts or rank documents.
 
     Args:
-        query: the job's column of queries.
-        document: the job's column of documents.
+        query: name of the job's query column.
+        document: name of the job's document column.
     """
     fields = {f"column {query}": "body: the query", f"column {document}": "body: the document"}
     return RequestKind((*SCORE_URLS, *RERANK_URLS), _parse_pair, fields, (query, document))
@@ -138,7 +138,7 @@ def pooling_body(
     Args:
         key: suffix of the response's id.
         created: seconds since 1970.
-        normalizes: True if embeddings have length 1, also after truncation.
+        normalizes: True to scale truncated embeddings to length 1.
     """
     url = rows[0]["url"]
     if url in RERANK_URLS:
@@ -174,7 +174,9 @@ def _embeddings(rows: Rows, *, normalizes: bool) -> list[dict[str, Any]]:
 
 
 def _truncated(values: Sequence[float], dimensions: int | None, normalizes: bool) -> Any:
-    """Return the first ``dimensions`` numbers of an embedding as float32, scaled to length 1."""
+    """Return the first ``dimensions`` numbers of an embedding as float32; ``normalizes`` scales
+    them to length 1 if any were cut off.
+    """
     vector = np.asarray(values, dtype=np.float32)
     if dimensions is None or dimensions >= len(vector):
         return vector

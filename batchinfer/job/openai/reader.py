@@ -40,7 +40,7 @@ _log = logging.getLogger(__name__)
 
 
 def request_kind(spec: JobSpec, table: OutputTable, *, has_tools: bool = False) -> RequestKind:
-    """Return the kind of requests that a job answers."""
+    """Return the kind of request that a job answers."""
     config = spec.classify
     if spec.task == EMBED.name:
         return embedding_requests(table.generated_schema.field("embedding").type.list_size)
@@ -61,11 +61,11 @@ class OpenAIReader:
         config: the job's ``prompt`` section.
         make_builder: makes a prompt builder for a config and its columns, which may include
             ``TEMPLATE_VARIABLES``.
-        params: makes sampling parameters; None if the task draws no tokens.
+        params: makes sampling parameters; None if the task does not sample tokens.
         served_names: names that a request's ``model`` may have.
-        adapters: numbers of the adapters that ``model`` may name instead, by name.
-        tool_choices: forces the tool calls that a request requires; None if the job parses no
-            tools.
+        adapters: numbers of the adapters, keyed by names that ``model`` may have instead.
+        tool_choices: forces the tool calls that a request requires; None if the job does not parse
+            tool calls.
         accepts_any_model: True to answer requests for other models too, with a few warnings.
     """
 

@@ -1,4 +1,4 @@
-"""Parse lines of OpenAI batch files into prompts and sampling parameters.
+"""Parses lines of OpenAI batch files into prompts and sampling parameters.
 
 A field that changes the answer is supported or refused: an unknown field, or a value that asks for
 something unsupported, makes the line an error. Fields without effect are ignored.
@@ -48,7 +48,7 @@ _GUIDED: Mapping[str, str] = {
     "guided_json_object": "json_object",
     "guided_whitespace_pattern": "whitespace_pattern",
 }
-"""Keys of ``structured_outputs`` by the vLLM field that stands for each."""
+"""Maps vLLM's ``guided_...`` fields to the keys of ``structured_outputs``."""
 _PARSED = (
     *("messages", "prompt", "best_of", "logprobs", "top_logprobs", "tools", "tool_choice", "echo"),
     *("chat_template_kwargs", "reasoning_effort", *_GUIDED),
@@ -81,9 +81,9 @@ class RequestKind:
     urls: Sequence[str]
     """Accepted values of ``url``."""
     parse: Callable[[str, Mapping[str, Any]], ParsedRequest]
-    """Parses the URL and the body without nulls; raises ``RowError``."""
+    """Parses a request's URL and its body, which has no nulls; raises ``RowError``."""
     fields: Mapping[str, str]
-    """Names of fields in a request, by the names that errors use for columns of prompts."""
+    """Maps the names of prompt columns in error messages to the names of the request's fields."""
     pair_columns: tuple[str, str] | None = None
     """The job's columns for the two texts of a pair; None if prompts are single texts."""
 
@@ -128,7 +128,7 @@ class RequestKind:
 
 
 def generation_requests(*, has_tools: bool = False) -> RequestKind:
-    """Return the kind of requests for chat and text completions.
+    """Return the ``RequestKind`` of requests for chat and text completions.
 
     Args:
         has_tools: True if the job parses tool calls.
@@ -161,7 +161,7 @@ def _parse(url: str, body: Mapping[str, Any], *, has_tools: bool) -> ParsedReque
     if guided:
         sampling["structured_outputs"] = guided
     if "best_of" in body and body["best_of"] != body.get("n", 1):
-        raise unsupported("best_of", "; leave it out and set n instead")
+        raise unsupported("best_of", " unless it equals n; leave it out, and set n instead")
     tools = _tools(body, is_chat=is_chat, has_tools=has_tools)
     if has_tools and is_chat:
         value = [_with_argument_values(message) for message in value]

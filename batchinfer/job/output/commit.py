@@ -1,4 +1,5 @@
-"""Commits a part in two steps: ``stage`` writes the part aside, ``publish`` puts it in place.
+"""Commits a part in two steps: ``stage`` writes it to a staging folder, ``publish`` moves it into
+place.
 
 The writing thread stages a part and reads it back to check it. The holder of the lock publishes the
 part: first the statistics and keys of its rows, then its file, then the record that marks the part
@@ -34,11 +35,12 @@ def check_part(file: pa.NativeFile, part: Part) -> None:
     """Decode a whole part, one batch of a column at a time, and verify its page checksums.
 
     Args:
-        file: Parquet.
-        part: the file must hold the part's row ids in order, each once, or more often if exploded.
+        file: the part's Parquet file.
+        part: the file must hold the part's row ids in order, each once, or several times in a row
+            if exploded.
 
     Raises:
-        ValueError: the file is wrong; the message says how.
+        ValueError: the file is damaged or has the wrong rows; the message says what is wrong.
     """
     try:
         decode_all(file)
@@ -61,7 +63,7 @@ class Draft:
     """A part that is staged and checked, but not published."""
 
     record: PartRecord
-    """The part's record, without the time and the marks of the published files."""
+    """The part's record, without the modification time and ETags of the published files."""
     staged: PurePath
     staged_requests: PurePath
     staged_keys: PurePath
@@ -86,7 +88,7 @@ def stage(
         num_reused: number of rows copied from another output.
 
     Raises:
-        StorageError: the file system refuses, or returns data that differs from the written data.
+        StorageError: a file cannot be written, or reads back differently.
     """
     staged = out.staging / out.part_file(part).name
     statistics, staged_requests = parquet_bytes([requests]), out.staging / f"requests-{staged.name}"
@@ -123,11 +125,11 @@ def stage(
 
 
 def publish(out: OutputDir, part: Part, draft: Draft) -> PartRecord:
-    """Put a staged part in place; when this returns, the part is finished.
+    """Move a staged part into place; when this returns, the part is finished.
 
     Raises:
-        StorageError: the file system refuses, or holds data that differs from the staged data. The
-            part is then not finished.
+        StorageError: a file cannot be written, or its size differs from the staged file's. The part
+            is then not finished.
     """
     final, requests = out.part_file(part), out.request_stats(part)
     publish_file(out.files, draft.staged_requests, requests)

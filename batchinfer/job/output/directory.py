@@ -39,8 +39,8 @@ from batchinfer.job.storage.local_lock import LocalLock, Lock
 T = TypeVar("T")
 Access = Callable[[str, str], tuple[Files, Lock]]
 Trust = Literal["nothing", "marks", "times"]
-"""Evidence that replaces reading a finished part: none, the store's mark (etag) of its content, or,
-for a file system without marks, also the time of the last write.
+"""Evidence that a finished part is unchanged and need not be read: none; the object store's ETag
+(``marks``); or, where there are no ETags, also the time of the last write (``times``).
 """
 
 
@@ -53,9 +53,9 @@ class OutputDir:
         lock: the directory's lock; None for a lock in this machine's file system.
         writer: name of one of several writers, for its runs, segments and staging folder; "" for a
             run that writes alone.
-        access: takes a lock's name in ``_batchinfer`` and its holder's task; returns the lock, and
-            the file system to use under the lock. None for ``files`` and locks in this machine's
-            file system.
+        access: takes a lock's name in ``_batchinfer`` and its holder's task; returns the file
+            system to use under the lock, and the lock. None for ``files`` and locks in this
+            machine's file system.
         place: path at which readers will find the output; None for ``root``.
     """
 
@@ -113,7 +113,9 @@ class OutputDir:
 
     @property
     def folders(self) -> tuple[PurePath, ...]:
-        """Folders of a generation, the records' folder last. These folders contain no folders."""
+        """Folders of a generation, with the folder of part records last. None of them has
+        subfolders.
+        """
         results = (self.data, self.stats, self.openai)
         rows = (self.segments, self.requests, self.keys)
         runs = (self.steps, self.runs, self.logs, self.in_flight)
@@ -121,7 +123,7 @@ class OutputDir:
 
     @property
     def single_files(self) -> tuple[PurePath, ...]:
-        """Other files of a generation except ``success``, the plan last."""
+        """Other files of a generation except ``success``, with the plan last."""
         results = (self.openai_record, self.suspects, self.kernels, self.summary, self.report)
         return (*results, self.manifest_copy, self.manifest)
 
@@ -147,7 +149,7 @@ class OutputDir:
 
         Args:
             name: the lock's file below ``state``.
-            task: the holder's task, for messages of other processes.
+            task: the holder's task, for error messages in other processes.
         """
         files, lock = self._access(name, task)
         return OutputDir(self.root, files, lock, self.writer, self._access)
@@ -177,7 +179,9 @@ class OutputDir:
         return run_id(1 + max(map(run_number, names), default=0), self.writer)
 
     def of_each(self, look: Callable[[Part], T], parts: Iterable[Part]) -> list[T]:
-        """Return the results of ``look`` for each part, in order; in a store, look in parallel."""
+        """Return ``look(part)`` for each part, in order; in an object store, the calls run in
+        parallel.
+        """
         if self.files.parallel_requests == 1:
             return [look(part) for part in parts]
         with ThreadPoolExecutor(self.files.parallel_requests) as pool:
@@ -220,7 +224,7 @@ class OutputDir:
         """Check that a file has the size in bytes that was written; return the file's stat.
 
         Raises:
-            DataError: the file has another size, or is missing.
+            DataError: the file has a different size, or is missing.
         """
         stat = self._existing(path)
         if stat.size != size:
@@ -237,7 +241,7 @@ class OutputDir:
         """Check that a file has the hash of the data that was written.
 
         Raises:
-            DataError: the file has another hash, or is missing.
+            DataError: the file has a different hash, or is missing.
         """
         try:
             actual = sha256_of(self.files, path)
@@ -287,15 +291,15 @@ class OutputDir:
         return pq.read_table(pa.BufferReader(data), use_threads=False)
 
     def write(self, final: PurePath, data: bytes) -> None:
-        """Write all of ``data`` or nothing to ``final``."""
+        """Write ``data`` to ``final``, completely or not at all."""
         write_file(self.files, final, data, self.staging)
 
     def write_json(self, final: PurePath, value: Any) -> None:
-        """Write all of ``value`` as JSON, or nothing, to ``final``."""
+        """Write ``value`` to ``final`` as JSON, completely or not at all."""
         self.write(final, json.dumps(value, indent=2, ensure_ascii=False).encode() + b"\n")
 
     def write_table(self, final: PurePath, table: pa.Table) -> None:
-        """Write all of ``table`` as a Parquet file, or nothing."""
+        """Write ``table`` to ``final`` as a Parquet file, completely or not at all."""
         self.write(final, parquet_bytes([table]))
 
     def empty(self, folder: PurePath) -> None:
@@ -326,7 +330,7 @@ class OutputDir:
 
 
 def _is_trusted(trust: Trust, mark: str | None, recorded: str | None) -> bool:
-    """Return True if the store's mark of a file's content shows that the file need not be read."""
+    """Return True if a file's ETag, or its absence, shows that the file need not be read."""
     if trust == "nothing" or mark != recorded:
         return False
     return mark is not None or trust == "times"

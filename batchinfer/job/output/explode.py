@@ -1,8 +1,9 @@
 """Converts between one output row per sample (``output.explode``) and one per input row.
 
 Each sample of a row gets its own row. The new row has one sample in ``outputs``, and the sample's
-text, reasoning, tool calls and token counts in their columns; it repeats all other values. A failed
-row, which has no samples, stays as it is. The metadata of a part say if the part is exploded.
+text, reasoning, tool calls and token counts in their columns; all other values are repeated. A
+failed row, which has no samples, stays as it is. The metadata of a part says whether the part is
+exploded.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import pyarrow.compute as pc
 
 METADATA = "batchinfer.explode"
 _PIECE_BYTES = 1 << 30
-"""Most bytes to repeat at a time, because an Arrow array holds up to 2 GiB of text."""
+"""Maximum number of bytes to repeat at a time, because an Arrow array holds up to 2 GiB of text."""
 
 
 def is_exploded(table: pa.Table) -> bool:
@@ -25,7 +26,7 @@ def is_exploded(table: pa.Table) -> bool:
 
 
 def first_of_rows(table: pa.Table) -> pa.Table:
-    """Return the first row of each input row of a part's table, exploded or not."""
+    """Return the first output row of each input row of a part's table, exploded or not."""
     if not is_exploded(table) or not table.num_rows:
         return table
     # Filter instead of ``take``, which would join all chunks.
@@ -83,7 +84,7 @@ def whole_rows(table: pa.Table) -> pa.Table:
 
 
 def _repeated(table: pa.Table, repeats: npt.NDArray[np.integer]) -> pa.Table:
-    """Return a table with each row repeated ``repeats`` times, int [rows]."""
+    """Return a table with each row repeated; ``repeats``, int [rows], holds the counts."""
     pieces, start = list[pa.RecordBatch](), 0
     for batch in table.to_batches():
         pieces += _pieces(batch, repeats[start : start + batch.num_rows])
@@ -106,7 +107,7 @@ def _pieces(batch: pa.RecordBatch, repeats: npt.NDArray[np.integer]) -> Iterator
 
 
 def _begins(row_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-    """Return True for the first row of each input row, bool [rows]."""
+    """Return a mask, bool [rows], of the first output row of each input row."""
     return np.concatenate([[True], row_ids[1:] != row_ids[:-1]])
 
 

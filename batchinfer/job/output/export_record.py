@@ -1,6 +1,7 @@
 """Records of exported files, which show whether the files exist and are complete.
 
-``_batchinfer/openai.json`` has the size and hash of each OpenAI file, and is written after them.
+``_batchinfer/openai.json`` has the size and hash of each OpenAI file, and is written after these
+files.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ def is_open_file(path: PurePath) -> bool:
 
 
 def exists(out: OutputDir, combined_output: PurePath | None) -> bool:
-    """Return True if OpenAI's files were written and still have their sizes.
+    """Return True if the OpenAI files were written and still have their recorded sizes.
 
     Args:
-        combined_output: a file with the lines of both, which must have their total size; None if
-            the job writes no such file.
+        combined_output: a file with the lines of both OpenAI files, which must have their total
+            size; None if the job writes no such file.
     """
     if combined_output is not None and is_open_file(combined_output):
         return False
@@ -42,7 +43,7 @@ def exists(out: OutputDir, combined_output: PurePath | None) -> bool:
 
 
 def problems(out: OutputDir) -> Iterator[str]:
-    """Yield the problems of OpenAI's files, if they were written, one per line."""
+    """Yield the problems of the OpenAI files, if they were written, one per line."""
     if out.files.stat(out.openai_record) is not None:
         yield from _openai_problems(out, read=True)
 

@@ -1,4 +1,4 @@
-"""The plan of an output directory, stored twice, so that a damaged file costs no finished work."""
+"""Stores the plan of an output directory twice, so that a damaged file costs no finished work."""
 
 from __future__ import annotations
 

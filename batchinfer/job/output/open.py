@@ -17,7 +17,8 @@ def output_at(path: str) -> OutputDir:
     """Return the output directory at a path, or at a URL in an object store.
 
     Raises:
-        UsageError: the path cannot hold an output, or the extra for object stores is not installed.
+        UsageError: the path cannot hold output, or the packages for object stores are not
+            installed.
         StorageError: the folders on the path cannot be read.
     """
     if is_url(path):

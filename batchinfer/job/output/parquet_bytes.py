@@ -15,7 +15,7 @@ _HAVE_LENGTHS = (pa.string(), pa.binary(), pa.large_string(), pa.large_binary())
 
 
 def parquet_bytes(row_groups: Sequence[pa.Table]) -> bytes:
-    """Return a Parquet file with a row group per table, with zstd and page checksums."""
+    """Return a Parquet file with one row group per table, zstd compression, and page checksums."""
     sink = pa.BufferOutputStream()
     with pq.ParquetWriter(
         sink, row_groups[0].schema, write_page_checksum=True, **_column_options(row_groups)
@@ -55,7 +55,7 @@ def _has_huge_value(column: pa.ChunkedArray) -> bool:
 
 
 def _paths(schema: pa.Schema) -> dict[str, str]:
-    """Return Parquet's column paths, including nested ones, each with the column of the table."""
+    """Map each Parquet column path, including nested paths, to its column of the table."""
     sink = pa.BufferOutputStream()
     pq.write_table(schema.empty_table(), sink)
     schema_of_file = pq.read_metadata(pa.BufferReader(sink.getvalue())).schema

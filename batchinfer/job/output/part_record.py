@@ -20,20 +20,20 @@ class PartRecord:
 
     rows: NonNegativeInt
     error_codes: dict[str, NonNegativeInt]
-    """Number of rows that failed, by error code."""
+    """Number of failed rows, keyed by error code."""
     control_text_row_ids: list[int]
     """Rows whose own text looks like one of the model's control tokens."""
     size: NonNegativeInt
     mtime_ns: NonNegativeInt
     sha256: str
     requests_sha256: str
-    """Hash of the file of the rows' statistics."""
+    """SHA-256 of the file with the rows' statistics."""
     etag: str | None = None
-    """The object store's mark of the part; None in a file system."""
+    """The part's ETag in the object store; None in a file system."""
     requests_etag: str | None = None
-    """The object store's mark of the file of the rows' statistics."""
+    """The ETag of the file with the rows' statistics; None in a file system."""
     keys_sha256: str | None = None
-    """Hash of the file of the rows' keys; None in records of older versions."""
+    """SHA-256 of the file with the rows' keys; None in records of older versions."""
     num_reused: NonNegativeInt = 0
 
     def to_json(self) -> bytes:

@@ -1,4 +1,4 @@
-"""Writes finished rows, which come in any order, to parts in input order."""
+"""Writes finished rows, which arrive in any order, to parts in input order."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from batchinfer.job.rows.row_key import KEY_COLUMN, KEYS_SCHEMA
 
 FLUSH_ROWS = 4096
 _MOST_HELD_BYTES = 64 << 20
-"""Most bytes of tables to hold in memory; larger tables go to a segment."""
+"""Maximum size of the tables to hold in memory; beyond it, their rows are written to a segment."""
 _MOST_KEPT_BYTES = 64 << 20
 """If a part's kept columns have more bytes, the input file is closed while the part is written,
-because one page of the file may be as large.
+because a single page of that file may be as large.
 """
 
 
@@ -43,7 +43,7 @@ class PartWriter:
     Args:
         out: the output directory.
         parts: the parts to make, in order.
-        segments: stores rows until their part is written.
+        segments: store rows until their part is written.
         finished: rows of these parts that are in segments already.
         table: the columns of parts.
         source: the dataset with the kept columns.
@@ -129,7 +129,7 @@ class PartWriter:
             self._num_written += 1
 
     def flush_if_due(self) -> None:
-        """Flush if the last flush was seconds ago, or if thousands of rows are in memory."""
+        """Flush if ``flush_every_s`` has passed, or if ``FLUSH_ROWS`` rows are in memory."""
         waited = self._clock() - self._flushed_at
         if waited >= self._out.files.flush_every_s or self._num_held >= FLUSH_ROWS:
             self.flush()
@@ -214,7 +214,7 @@ def _divided(tables: Sequence[pa.Table], part: Part) -> tuple[list[pa.Table], li
 
 
 def _num_reused(rows: pa.Table) -> int:
-    """Return the number of good rows that no run of this job has computed."""
+    """Return the number of successful rows that no run of this job has computed."""
     good = pc.equal(rows["status"], "ok")
     count: int = pc.sum(pc.and_(good, rows[REQUEST_COLUMN].is_null())).as_py() or 0
     return count

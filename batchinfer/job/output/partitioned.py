@@ -1,4 +1,4 @@
-"""Copies the finished output to folders by the values of columns (``output.partition_by``).
+"""Copies the finished output to folders named after column values (``output.partition_by``).
 
 ``_batchinfer/partitioned.json`` records the columns, and the size and hash of each file. The record
 is written after the files. Missing or damaged files are written again.
@@ -27,10 +27,12 @@ from batchinfer.job.row_ids import Part
 from batchinfer.job.storage.filesystem import storage_errors
 
 MOST_PARTITIONS = 1024
-"""Most partitions, because each takes a file in every part; pyarrow has the same limit."""
+"""Maximum number of partitions, because each part may write one file per partition; pyarrow's
+default limit is the same.
+"""
 _COUNTED = 100_000
 _MOST_BYTES = 255
-"""Longest name of a folder, in bytes."""
+"""Maximum length of a folder name in bytes."""
 _NULL = "__HIVE_DEFAULT_PARTITION__"
 _GENERATED = ("status",)
 
@@ -70,13 +72,15 @@ def _can_name_folders(kind: pa.DataType) -> bool:
 
 
 def check_partitions(columns: Sequence[str], kept: Mapping[str, str], source: Source) -> None:
-    """Check that the input makes few partitions, and that its values can be names of folders.
+    """Check that the input makes at most ``MOST_PARTITIONS`` partitions, and that its values can be
+    folder names.
 
     Args:
-        kept: the output column of each kept input column.
+        kept: maps each kept input column to its output column.
 
     Raises:
-        DataError: there are too many partitions, or a value is too long or is the word for null.
+        DataError: there are too many partitions, or a value is too long or is the text that stands
+            for null.
     """
     inputs = {name: column for column, name in kept.items() if name in columns}
     if not inputs:
@@ -116,7 +120,7 @@ def refuse_foreign(out: OutputDir, columns: Sequence[str]) -> None:
         columns: the columns to partition by.
 
     Raises:
-        LockedError: the folder holds foreign files.
+        LockedError: the folder holds files that batchinfer did not write.
     """
     is_ours = out.files.stat(out.partitioned_record) is not None
     if columns and not is_ours and out.files.entries(out.partitioned):
@@ -127,7 +131,9 @@ def refuse_foreign(out: OutputDir, columns: Sequence[str]) -> None:
 
 
 def exists(out: OutputDir, columns: Sequence[str]) -> bool:
-    """Return True if the output is partitioned by these columns and all files have their size."""
+    """Return True if the output is partitioned by these columns and all files have their recorded
+    size.
+    """
     record = read_record(out, out.partitioned_record)
     if not columns:
         return not record
@@ -135,7 +141,7 @@ def exists(out: OutputDir, columns: Sequence[str]) -> bool:
 
 
 def names_of_files(out: OutputDir) -> list[str]:
-    """Return the written files, relative to ``partitioned``; no files until all are written."""
+    """Return the files' paths relative to ``partitioned``; none until all files are written."""
     return list(read_record(out, out.partitioned_record).get("files") or {})
 
 
@@ -170,17 +176,18 @@ def begin(out: OutputDir, columns: Sequence[str]) -> None:
 def write_partitions(out: OutputDir, manifest: Manifest, columns: Sequence[str]) -> None:
     """Write ``partitioned/column=value/part-N.parquet`` of a job whose parts are all finished.
 
-    A file has the rows of one part with one value, in order, without the partition columns. The
-    same parts always give the same bytes.
+    A file has the rows of one part that have the values in its path, in order, without the
+    partition columns. The same parts always give the same bytes.
 
     Args:
-        columns: the columns to partition by, outermost folder first; delete the files if empty.
+        columns: the columns to partition by, outermost folder first; if there are none, the
+            partitioned files are deleted.
 
     Raises:
         DataError: a part cannot be read.
-        StorageError: the file system refuses.
+        StorageError: a file cannot be written or deleted.
     """
-    if columns:  # written first: from now on, this program owns all files in the folder
+    if columns:  # first record that this program owns all files in the folder
         begin(out, columns)
     with storage_errors(out.partitioned, "delete"):
         out.files.delete(out.partitioned)
@@ -204,7 +211,7 @@ def write_partitions(out: OutputDir, manifest: Manifest, columns: Sequence[str])
 def _tables(
     out: OutputDir, part: Part, columns: Sequence[str]
 ) -> Iterator[tuple[PurePath, pa.Table]]:
-    """Yield a table of each value's rows in a part, with the table's file."""
+    """Yield the file and the table of each partition that has rows in a part."""
     table = out.read_part(part)
     rows_of: dict[_Values, list[int]] = {}
     for row, values in enumerate(_values_of([table[name] for name in columns])):

@@ -1,4 +1,4 @@
-"""Decides what a run has to make in an output directory, and prepares the directory for it.
+"""Decides which parts a run has to make in an output directory, and prepares the directory.
 
 ``plan_resume`` changes nothing. ``prepare_directory`` makes the directory ready without deleting
 finished output. ``clear_output`` deletes output that the plan replaces, once the model is loaded.
@@ -43,7 +43,8 @@ class ResumePlan:
     todo: Sequence[Part]
     """The unfinished parts of ``parts``."""
     damaged: Mapping[str, str] = field(default_factory=dict)
-    """The problem of each part that was once finished and is written again, by the part's name."""
+    """What is wrong with each part that was finished once and is written again, keyed by part name.
+    """
     starts_over: bool = False
     """True if the present output is deleted first."""
     takes_over: Sequence[OutputDir] = ()
@@ -64,7 +65,7 @@ def plan_resume(
         out: the output directory; it may be missing.
         manifest: the plan of this run.
         if_exists: ``resume``, ``error`` or ``overwrite``.
-        trust: the evidence that replaces reading a finished part.
+        trust: see ``Trust``.
 
     Raises:
         LockedError: the directory holds finished rows of another job, or files of unknown origin.
@@ -77,7 +78,7 @@ def plan_resume(
 
 
 def agree_on_plan(out: OutputDir, manifest: Manifest, if_exists: str) -> ResumePlan:
-    """Return a plan like ``plan_resume`` but with all parts to make, without a look at the parts.
+    """Return a plan like ``plan_resume``, but with all parts to make, without checking the parts.
 
     Raises:
         LockedError, DataError: see ``plan_resume``.
@@ -97,7 +98,7 @@ def agree_on_plan(out: OutputDir, manifest: Manifest, if_exists: str) -> ResumeP
         starts_over = overwrites or (begun and not holds_plan(out, manifest))
         if not starts_over:
             refuse_unexpected_files(out, manifest)
-            if begun:  # other processes may use this time already
+            if begun:  # other processes may already use the stored time
                 manifest = replace(manifest, planned_at=stored_manifest(out).planned_at)
         return ResumePlan(manifest, manifest.parts(), manifest.parts(), starts_over=starts_over)
     stored = stored_manifest(out)
@@ -113,7 +114,7 @@ def only_unfinished(out: OutputDir, plan: ResumePlan, trust: Trust = "marks") ->
     """Return ``plan`` without the finished parts.
 
     Args:
-        trust: the evidence that replaces reading a finished part.
+        trust: see ``Trust``.
 
     Raises:
         LockedError: another version began the output, and this version cannot resume its rows.
@@ -122,7 +123,8 @@ def only_unfinished(out: OutputDir, plan: ResumePlan, trust: Trust = "marks") ->
     damaged = {part.name: problem for part, problem in unfinished.items() if problem}
     if len(damaged) < len(unfinished) and stored_manifest(out).layout != LAYOUT:
         raise LockedError(
-            f"{printable(str(out.root))} holds an unfinished job of another version of batchinfer",
+            f"{printable(str(out.root))} holds an unfinished job from another version of "
+            "batchinfer",
             hint="finish it with that version; or use --output for another place, and "
             "--reuse to copy its rows; or use --overwrite to start over",
         )
@@ -159,15 +161,16 @@ def clear_output(out: OutputDir, plan: ResumePlan) -> None:
 
 
 def refuse_half_an_update(out: OutputDir) -> None:
-    """Check that no swap of generations was cut off in ``out``.
+    """Check that no swap of generations was interrupted in ``out``.
 
     Raises:
-        LockedError: a swap was cut off.
+        LockedError: a swap was interrupted.
     """
     if _exists(out, out.swap):
         raise LockedError(
             f"{printable(str(out.root))} is being updated and holds both old and new files",
-            hint="if no run writes to it, run the job again without --shard to finish the update",
+            hint="if no run is writing to it, run the job again without --shard to finish the "
+            "update",
         )
 
 
@@ -179,7 +182,7 @@ def plan_of(out: OutputDir) -> Manifest:
     """
     if not is_begun(out):
         raise DataError(
-            f"{printable(str(out.root))} holds no output of batchinfer"
+            f"{printable(str(out.root))} holds no batchinfer output"
             f"{'' if out.files.stat(out.root) else near_path(out.root)}",
             hint="give the folder that output.path in the job file names",
         )
@@ -275,7 +278,11 @@ def _refuse_foreign(out: OutputDir, begun: bool) -> None:
         ours = (*results, *(out.stats / name for name in STATS_FILES))
         foreign = [*out.files.entries(out.data), *(path for path in ours if _exists(out, path))]
     if foreign:
-        origin = "was not written by batchinfer" if begun else f"exists without {out.manifest.name}"
+        origin = (
+            "was not written by batchinfer"
+            if begun
+            else f"is not from batchinfer: there is no {out.manifest.name}"
+        )
         raise LockedError(
             f"{printable(str(foreign[0]))} {origin}",
             hint="use --output for another directory, or move the file away",
@@ -306,7 +313,7 @@ def has_rows(out: OutputDir) -> bool:
 
 
 def _clear(out: OutputDir) -> None:
-    """Delete batchinfer's files: first the marks of completeness, last the manifest."""
+    """Delete batchinfer's files: first those that mark the output complete, the manifest last."""
     delete, entries = out.files.delete, out.files.entries
     if _exists(out, out.swap):  # checked first: it marks the generation in ``next`` as complete
         delete(out.swap)

@@ -34,7 +34,7 @@ class OutputTable:
     """The columns of ``data/part-*.parquet``: the kept input columns, then generated columns."""
 
     kept: Mapping[str, str]
-    """Output names of the kept input columns, by input name."""
+    """Output names of the kept input columns, keyed by input name."""
     kept_schema: pa.Schema
     generated_schema: pa.Schema
     explodes: bool = False
@@ -99,7 +99,7 @@ def _kept_names(source: Source, spec: JobSpec) -> dict[str, str]:
 
 
 def _check_can_be_written(schema: pa.Schema) -> None:
-    """Check that Parquet supports the types of all kept columns; Arrow IPC has further types."""
+    """Check that Parquet supports the types of all kept columns; Arrow IPC has more types."""
     for field in schema:
         try:
             pq.write_table(pa.schema([field]).empty_table(), pa.BufferOutputStream())

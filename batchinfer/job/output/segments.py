@@ -10,9 +10,10 @@ several writers share the output, the name also has the writer and the first and
 in the segment, so that writers of other parts need not open it. A writer deletes only segments
 without rows of other writers' parts.
 
-In a store, an object that a run sent just before it froze may arrive after another run has taken
-over. So each segment names its plan in its metadata, and different segments have different names.
-Then no plan uses a late segment of another plan, and a late deletion hits no other segment.
+In an object store, an object that a run sent just before it froze may arrive after another run has
+taken over. So each segment names its plan in its metadata, and different segments have different
+names. Then no plan uses a late segment of another plan, and a late deletion cannot delete a
+different segment.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ _PLAN = b"batchinfer.plan"
 
 
 def segment_schema(generated: pa.Schema) -> pa.Schema:
-    """Return the schema of segments: the generated columns, statistics, marks and keys."""
+    """Return the schema of segments: the generated columns, statistics, flags and keys."""
     added = [(REQUEST_COLUMN, REQUEST), (CONTROL_TEXT_COLUMN, pa.bool_()), (KEY_COLUMN, KEY_TYPE)]
     return pa.schema([*generated, *(pa.field(name, kind) for name, kind in added)])
 
@@ -121,7 +122,7 @@ class Segments:
         self._first_rows = [part.rows.start for part in self._planned]
         self._owned = range(len(self._planned)) if owned is None else owned
         self._groups: dict[PurePath, dict[int, int]] = {}
-        """The row group of each part by the part's index, for each segment, oldest first."""
+        """For each segment, oldest first: the row group of each part, keyed by the part's index."""
         self._shared: set[PurePath] = set()
         """Segments with rows of other writers' parts, which this writer must not delete."""
         self._next = 0
@@ -130,8 +131,8 @@ class Segments:
         """Find the segments of earlier runs, and delete those that no part needs.
 
         Returns:
-            The rows of unfinished parts that are in segments, and the problem of each damaged
-            segment by its name. Rows of damaged segments have to run again.
+            The rows of unfinished parts that are in segments, and what is wrong with each damaged
+            segment, keyed by its name. Rows of damaged segments have to run again.
 
         Raises:
             StorageError: a segment cannot be read, but may be intact.
@@ -186,7 +187,7 @@ class Segments:
         parts = [self._part_of(row_id) for row_id in table["row_id"].to_pylist()]
         slices, groups, start = [], {}, 0
         for number, (index, members) in enumerate(groupby(parts)):
-            assert self._makes_any(index, index), "a row of no unfinished part"
+            assert self._makes_any(index, index), "a row belongs to no unfinished part"
             length = len(list(members))
             slices.append(table.slice(start, length))
             groups[index] = number
@@ -203,10 +204,10 @@ class Segments:
     def rows_of(self, part: Part) -> pa.Table:
         """Return the rows of a part that are in segments, each once, sorted by row id.
 
-        An additional column names the writer that made the row.
+        An additional column names the writer that ran the row.
 
         Raises:
-            DataError: a segment was damaged or deleted meanwhile.
+            DataError: a segment was damaged or deleted in the meantime.
             StorageError: a segment cannot be read.
         """
         tables = [with_worker(self.schema.empty_table())]
@@ -241,7 +242,7 @@ class Segments:
             self._keep(path, {})
 
     def _keep(self, path: PurePath, groups: dict[int, int]) -> None:
-        """Note a segment's groups; delete a segment without groups if no other writer needs it."""
+        """Record a segment's row groups; delete an empty segment if no other writer needs it."""
         if groups:
             self._groups[path] = groups
             return
@@ -264,7 +265,7 @@ class Segments:
         return at < len(self._unfinished) and self._unfinished[at] <= last
 
     def _read_groups(self, path: PurePath) -> dict[int, tuple[int, RowIds]]:
-        """Check a segment; return the row group and row ids of each part, by the part's index."""
+        """Check a segment; return each part's row group and row ids, keyed by the part's index."""
         groups: dict[int, tuple[int, RowIds]] = {}
         data = read_segment(self._out.files, path)
         with pq.ParquetFile(pa.BufferReader(data)) as reader:
@@ -288,7 +289,7 @@ class Segments:
         except (OSError, pa.ArrowException) as error:
             raise DataError(
                 f"{path} cannot be read: {first_line(error)}",
-                hint="run the same command again, which computes its rows again",
+                hint="run the same command again to recompute the rows of this file",
             ) from error
 
 

@@ -1,4 +1,4 @@
-"""Tables of statistics, on engine steps and on the requests of rows."""
+"""Makes the tables of statistics about engine steps and about the requests of rows."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _FLOWS = (
     "swapped_in_blocks",
     "swapped_out_blocks",
 )
-"""Columns that add up over steps; the other columns hold states after a step."""
+"""Columns that are summed over steps; the other columns hold the state after a step."""
 _FLOATS = ("t_s", "step_ms", "kv_waste")
 _STEP_FIELDS = tuple(entry.name for entry in fields(StepStats))
 
 WORKER = "worker"
-"""Column with the writer's name, or "" for a run that wrote alone, if several runs wrote."""
+"""Column with the name of the writer that ran the row or step; "" for a run that wrote alone."""
 
 STEPS_SCHEMA = pa.schema(
     [
@@ -41,7 +41,9 @@ STEPS_SCHEMA = pa.schema(
     ]
 )
 DISTINCT_TOKENS = "distinct_tokens"
-"""Column with the number of a row's prompt tokens that no earlier row has in its prefix."""
+"""Column with the number of a row's prompt tokens that are not in a prefix shared with earlier
+rows.
+"""
 
 
 REQUESTS_SCHEMA = pa.schema(
@@ -63,12 +65,12 @@ StepRow = dict[str, Any]
 class StepSampler:
     """Makes rows of ``steps.parquet``, one for every ``every`` steps.
 
-    A row has the sums of the counts over its steps, and the states after the last step.
+    A row has the sums of the counts over its steps, and the state after the last of them.
     """
 
     def __init__(self, run_id: str, every: int) -> None:
         self.peak_used_blocks = 0
-        """Most blocks used in any step."""
+        """Maximum number of KV blocks in use after any step."""
         self._run_id = run_id
         self._every = every
         self._counts: StepRow = dict.fromkeys(_FLOWS, 0)
@@ -99,7 +101,7 @@ class StepSampler:
         }
 
     def rest(self, device_bytes: int) -> list[StepRow]:
-        """Return a list with a last row of the steps that are in no row yet, or an empty list."""
+        """Return a list with one row for the steps that are in no row yet; [] if there are none."""
         row = self.so_far(device_bytes)
         self._counts, self._latest, self._num_steps = dict.fromkeys(_FLOWS, 0), None, 0
         return [] if row is None else [row]

@@ -35,7 +35,7 @@ _FINGERPRINT = b"batchinfer.fingerprint"
 
 @dataclass(frozen=True)
 class Verification:
-    """Parts, rows and problems of an output directory."""
+    """Result of ``verify``: the parts, rows and problems of an output directory."""
 
     complete: bool
     """True if the job is finished and has ``_SUCCESS``."""
@@ -159,8 +159,9 @@ class _Check:
             self._check_schema(path, reader.schema_arrow)
             rows = first_of_rows(reader.read(["row_id", "status"], use_threads=False))
         failed = pc.sum(pc.equal(rows["status"], "error")).as_py() or 0
-        if failed != sum(record.error_codes.values()):
-            raise DataError(f"{path} has {failed:,} failed rows, but its record says otherwise")
+        recorded = sum(record.error_codes.values())
+        if failed != recorded:
+            raise DataError(f"{path} has {failed:,} failed rows, but its record says {recorded:,}")
 
     def _check_schema(self, path: PurePath, schema: pa.Schema) -> None:
         if (schema.metadata or {}).get(_FINGERPRINT, b"").decode() != self._plan.fingerprint:
@@ -170,7 +171,9 @@ class _Check:
             raise DataError(f"{path} has different columns from the parts before it")
 
     def _key_problems(self) -> Iterator[str]:
-        """Yield damaged key files; a missing key file only prevents reuse by other jobs."""
+        """Yield the problems of key files; a missing one is no problem, but prevents reuse by other
+        jobs.
+        """
         for part in self._plan.parts():
             path, record = self._out.row_keys(part), None
             with suppress(DataError):  # ``run`` reports a damaged record

@@ -394,7 +394,10 @@ def test_overwriting_and_resuming_shards_refuse_each_other(spec: JobSpec, tmp_pa
         update={"output": spec.output.model_copy(update={"if_exists": "overwrite"})}
     )
     run_shard(spec, 0)
-    with living(spec, 1), pytest.raises(LockedError, match="other writers, without if_exists"):
+    with (
+        living(spec, 1),
+        pytest.raises(LockedError, match="other writers, started without if_exists"),
+    ):
         run_shard(spec, 2, overwrite=True)
     with living(overwrites, 1), pytest.raises(LockedError, match="are about to start over"):
         run_shard(spec, 2)

@@ -242,7 +242,9 @@ def test_failed_overwrite_leaves_no_success_and_can_be_repeated(
 def test_foreign_files_are_refused_and_kept(out: OutputDir, if_exists: str, name: str) -> None:
     (out.root / name).parent.mkdir(parents=True)
     (out.root / name).write_text("precious")
-    with pytest.raises(LockedError, match=rf"{name} exists without manifest\.json"):
+    with pytest.raises(
+        LockedError, match=rf"{name} is not from batchinfer: there is no manifest\.json"
+    ):
         begin(out, if_exists=if_exists)
     assert (out.root / name).read_text() == "precious"
 

@@ -117,7 +117,7 @@ def test_verify_of_a_stopped_job(tmp_path: Path) -> None:
             lambda root: (root / RECORD).write_text(
                 (root / RECORD).read_text().replace('"empty_prompt": 1', '"empty_prompt": 2')
             ),
-            f"{PART} has 1 failed rows, but its record says otherwise",
+            f"{PART} has 1 failed rows, but its record says 2",
         ),
         (lambda root: (root / "data" / "x.csv").touch(), "data/x.csv is not a part of this job"),
         (
