@@ -44,7 +44,7 @@ _KEYS: Mapping[str, tuple[str, ...] | None] = {
         "tool_parser",
     ),
 }
-"""Keys that change the output, by section; None for all keys of the section."""
+"""Keys that change the output, grouped by section; None stands for all keys of a section."""
 _ROW_SECTIONS = ("input", "prompt", "sampling", "score")
 """Sections that determine the prompt and the parameters of each row."""
 _ROW_MODEL_KEYS = ("max_model_len", "adapters", "served_model_name")

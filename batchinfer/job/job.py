@@ -167,8 +167,8 @@ def load(job: Job, build: BuildEngine) -> LoadedJob | None:
             processes.load(context.tokenizer)
         if not BOUNDS_MEMORY:
             log.append(
-                "this system cannot limit the memory of a process, so a hostile row "
-                "may use all of it"
+                "this system cannot limit the memory of a process, so a malicious row "
+                "may use up the machine's memory"
             )
         grammars = GrammarCompiler(context.tokenizer, context.eos_token_ids, context.vocab_size)
         reader = _row_reader(job, context, grammars, processes)

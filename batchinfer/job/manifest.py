@@ -73,7 +73,7 @@ class Manifest:
         ]
 
     def to_json(self) -> bytes:
-        """Return the manifest in its stored form."""
+        """Return the manifest as JSON, as it is stored."""
         return json.dumps(asdict(self), indent=1, ensure_ascii=False).encode()
 
     def check_same_job(self, other: Manifest, output: str) -> None:

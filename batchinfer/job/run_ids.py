@@ -17,9 +17,7 @@ def run_id(number: int, writer: str = "") -> str:
 
 
 def run_number(name: str) -> int:
-    """Return the number of the run with whose id a file's name starts; 0 if it starts with no run
-    id.
-    """
+    """Return the number in the run id at the start of a file's name; 0 if there is no run id."""
     match = _RUN_ID.match(name)
     return int(match.group(1)) if match else 0
 

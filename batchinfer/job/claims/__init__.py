@@ -1,4 +1,4 @@
-"""Decides which process makes which parts: one run, shards, or workers that claim parts.
+"""Decides which process writes which parts: one run, shards, or workers that claim parts.
 
 ``claim`` is for a run that writes alone, ``shared`` for several writers. ``queue`` gives a run its
 parts, and ``worker_queue`` gives a worker the parts that it claims. ``generation`` and

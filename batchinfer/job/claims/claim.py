@@ -35,12 +35,12 @@ Reopen = Callable[[OutputDir, Manifest], None]
 
 @dataclass(frozen=True)
 class Ending:
-    """Work that remains once a run has made its parts."""
+    """Work that remains once a run has written its parts."""
 
     out: OutputDir
     """The output directory, with the lock that a run holds while it ends the job."""
     num_parts_left: int = 0
-    """Parts that other runs still have to make."""
+    """Parts that other runs still have to write."""
     is_finished: bool = False
     """True if another run has ended the job already."""
     is_stopped: bool = False
@@ -70,7 +70,7 @@ class Claim:
     def begun(
         self, manifest: Manifest, if_exists: str, reopen: Reopen | None = None
     ) -> Iterator[ResumePlan]:
-        """Lock the directory, decide which parts to make, and prepare the directory.
+        """Lock the directory, decide which parts to write, and prepare the directory.
 
         Args:
             manifest: the plan of this run.
@@ -101,7 +101,7 @@ class Claim:
             yield replace(reopened(self.out, plan, reopen), takes_over=takes_over)
 
     def queue(self, plan: ResumePlan, generated: pa.Schema) -> PartQueue:
-        """Return the parts to make, together with their rows that are already finished.
+        """Return the parts to write, together with their rows that are already finished.
 
         Args:
             generated: the output's generated columns.
@@ -140,19 +140,21 @@ class Claim:
             _replace(self.present, self.out)
 
     def command_for(self, part: Part) -> str:
-        """Return a phrase for the user that names the command to make a damaged part again."""
+        """Return a phrase for the user that names the command to write a damaged part again."""
         return "the same command"
 
 
 def _replace(present: OutputDir, generation: OutputDir) -> None:
-    """Put a generation in place, unless only the present output has ``_SUCCESS``."""
+    """Replace the present output with a generation, unless only the present output has
+    ``_SUCCESS``.
+    """
     files = present.files
     if files.stat(generation.success) is not None or files.stat(present.success) is None:
         put_in_place(present, generation)
         return
     print_line(
-        f"{printable(str(present.root))} stays as it is, because it has _SUCCESS; the new rows are "
-        f"in {printable(str(generation.root))}",
+        f"{printable(str(present.root))} stays as it is, because the update has no _SUCCESS; the "
+        f"new rows are in {printable(str(generation.root))}",
         to_stderr=True,
     )
 

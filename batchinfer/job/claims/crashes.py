@@ -108,7 +108,7 @@ class CrashHistory:
     def _after_groups(
         self, in_flight: Set[int], finished: Set[int], keeps_going: bool, kept_tokens: bool
     ) -> CrashHistory | None:
-        """Return the history after a death while suspects ran; None if no suspects ran."""
+        """Return the history after a death that occurred while suspects ran; None if none ran."""
         after, has_run = self, False
         for group in self.groups:
             ran = _sorted(in_flight & {*group})
@@ -239,7 +239,9 @@ def forget_given_up(out: OutputDir) -> None:
 
 
 def logged_rows(out: OutputDir, log: PurePath) -> RowIds:
-    """Return all rows that a run's log names, finished or not; no rows if there is no log."""
+    """Return the rows in flight according to a run's log, even if they finished; none without a
+    log.
+    """
     try:
         data = read_file(out.files, log)
     except OSError:

@@ -1,4 +1,4 @@
-"""Gives a run the parts that it makes, together with their rows that are already finished."""
+"""Gives a run the parts that it writes, together with their rows that are already finished."""
 
 from __future__ import annotations
 
@@ -39,7 +39,9 @@ class PartsToMake:
     crashes: CrashHistory = field(default_factory=CrashHistory)
     """The crash history of these rows."""
     other_writers: frozenset[str] | None = None
-    """Names of writers that make other parts now; None if this run claims no further parts."""
+    """Names of the writers that are working on other parts; None if this run claims no further
+    parts.
+    """
 
     @property
     def missing(self) -> list[range]:
@@ -137,8 +139,9 @@ def parts_of_writer(
 
     Args:
         history: the crash history of all rows.
-        is_owner: False if other writers make some of the parts; this function then deletes nothing.
-        other_writers: as ``PartsToMake.other_writers``.
+        is_owner: False if other writers work on some of the parts; this function then deletes
+            nothing.
+        other_writers: see ``PartsToMake.other_writers``.
     """
     owned = {part.index for part in parts} if is_owner else ()
     to_make = _parts_to_make(Segments(out, plan.manifest, parts, generated, owned), plan, parts)

@@ -1,4 +1,4 @@
-"""Shards of a job: each shard makes a range of consecutive parts."""
+"""Shards of a job: each shard writes a range of consecutive parts."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Shard:
         )
 
     def maker(self, index: int, num_parts: int) -> Shard:
-        """Return the shard of the job that makes the part with this index."""
+        """Return the shard of the job that writes the part with this index."""
         siblings = (Shard(at, self.count) for at in range(self.count))
         return next(shard for shard in siblings if index in shard.parts(num_parts))
 

@@ -1,6 +1,6 @@
 """Lets several processes write to one output directory.
 
-A process is a shard, a worker or a launcher. A shard makes a fixed share of the parts. A worker
+A process is a shard, a worker or a launcher. A shard writes a fixed share of the parts. A worker
 claims parts of the job or of a shard as it goes. A launcher starts workers and ends the job for
 them.
 """
@@ -61,11 +61,11 @@ class Role:
     """The role of a process in a job that several processes share."""
 
     shard: Shard | None = None
-    """The shard whose parts the process makes; None for the whole job."""
+    """The shard whose parts the process writes; None for the whole job."""
     is_worker: bool = False
     """True if the process claims parts as it goes."""
     is_launcher: bool = False
-    """True if the process starts workers and makes no part itself."""
+    """True if the process starts workers and writes no part itself."""
     has_launcher: bool = False
     """True if a launcher started the process; the launcher then ends the job."""
     num_workers: int = 1
@@ -73,11 +73,11 @@ class Role:
 
     @property
     def is_static(self) -> bool:
-        """True if the process makes all parts of its shard and claims no part."""
+        """True if the process writes all parts of its shard and claims no part."""
         return not (self.is_worker or self.is_launcher)
 
     def parts(self, parts: list[Part]) -> list[Part]:
-        """Return the parts that the process makes or may claim, out of all parts of the job."""
+        """Return the parts that the process writes or may claim, out of all parts of the job."""
         if self.shard is None:
             return parts
         return [parts[index] for index in self.shard.parts(len(parts))]

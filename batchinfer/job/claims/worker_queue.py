@@ -104,7 +104,7 @@ class ClaimedParts(PartQueue):
         return None
 
     def _deal(self, living: Sequence[Writer]) -> tuple[list[Part], bool]:
-        """Claim free parts under the lock; also return True if other writers still make parts.
+        """Claim free parts under the lock; also return True if other writers still work on parts.
 
         A claim is a share of the remaining parts, so that claims become smaller toward the end
         (guided self-scheduling; Polychronopoulos and Kuck, 1987).
@@ -154,7 +154,7 @@ def crash_history(
 def is_too_slow(
     part_rows: int, left_rows: int, rows_per_s: float, other_speeds: Sequence[float]
 ) -> bool:
-    """Return True if the other workers would finish the job before this worker made one part.
+    """Return True if the other workers would finish the job before this worker wrote one part.
 
     Args:
         part_rows: rows of the part.

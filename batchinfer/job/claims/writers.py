@@ -5,7 +5,7 @@ lock only briefly: to read the state, prepare, claim, publish or end the job. Ea
 holds a lock ``locks/NAME`` as long as it lives. Writers take and test these locks only under the
 directory's lock.
 
-``claims/NAME.json`` lists the parts that a writer makes. Another process deletes that file if it
+``claims/NAME.json`` lists the parts that a writer works on. Another process deletes that file if it
 finds the writer's lock free, or not refreshed for a long time. From then on the writer cannot
 publish, and its unfinished parts are free.
 """
@@ -33,11 +33,11 @@ from batchinfer.job.storage.filesystem import STRICT, read_file, storage_errors
 from batchinfer.job.storage.local_lock import HeldError, Lock
 
 PATIENCE_S = 600.0
-"""Seconds that a writer waits for the directory's lock while other writers hold it briefly."""
+"""Maximum seconds that a writer waits for the directory's lock while other writers hold it."""
 ALONE_PATIENCE_S = 1.0
-"""Seconds that a writer waits for a run that writes alone, which may be about to end."""
+"""Maximum seconds that a writer waits for a run that writes alone, which may be about to end."""
 LAUNCHER = "workers"
-"""Name of the writer that starts workers and makes no part."""
+"""Name of the writer that starts workers and does not work on parts itself."""
 _WRITER = re.compile(r"(?:s(?P<index>[0-9]+)of(?P<count>[0-9]+))?(?:w(?P<number>[0-9]+))?")
 
 
@@ -46,7 +46,7 @@ class Writer:
     """One of several processes that write to an output."""
 
     shard: Shard | None = None
-    """The shard whose parts the writer makes; None for parts of the whole job."""
+    """The shard whose parts the writer works on; None for parts of the whole job."""
     number: int | None = None
     """Number of the worker, from 1; None if the writer is not a worker."""
 
@@ -121,7 +121,7 @@ def own_lock(out: OutputDir, writer: Writer) -> OutputDir:
 
 
 def lives(out: OutputDir, writer: Writer) -> bool:
-    """Return True if a writer runs; drop its claims if it died or was silent for too long."""
+    """Return True if a writer is running; drop its claims if it died or was silent for too long."""
     if not own_lock(out, writer).lock.is_free():
         return True
     Claims(out, writer).drop()
@@ -135,7 +135,7 @@ def writers_seen(out: OutputDir) -> list[Writer]:
 
 
 def living_writers(out: OutputDir, own: Writer) -> list[Writer]:
-    """Return the writers that run now, including this process's writer ``own``."""
+    """Return the writers that are running, including this process's writer ``own``."""
     other_writers = [writer for writer in writers_seen(out) if writer != own]
     return [own, *(writer for writer in other_writers if lives(out, writer))]
 

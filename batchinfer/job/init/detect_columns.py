@@ -106,7 +106,7 @@ class _Data:
         return name
 
     def repeats(self, name: str) -> bool:
-        """Return True if most texts of a column occur more than once."""
+        """Return True if a column has fewer than half as many different texts as rows."""
         return len({row[name] for row in self.rows}) * 2 < len(self.rows)
 
     def prose(self) -> list[str]:
@@ -189,9 +189,9 @@ def _text(data: _Data) -> _Prompt | None:
 def _no_prompt(data: _Data) -> UsageError:
     choices = data.prose() + data.conversations
     what = (
-        "holds several columns that could be the prompt, and none has a common name for prompts"
+        "has several columns that could be the prompt, and none has a common name for prompts"
         if len(choices) > 1
-        else "holds no column that is clearly a text, a conversation or token ids"
+        else "has no column that clearly holds texts, conversations or token ids"
     )
     described = [f"{name} ({printable(str(kind), 60)})" for name, kind in data.types.items()]
     more = f" and {len(described) - 16} more" if len(described) > 16 else ""
@@ -200,8 +200,8 @@ def _no_prompt(data: _Data) -> UsageError:
         name := next((n for n, kind in data.types.items() if _is_sharegpt(kind)), None)
     ) is not None:
         lines.append(
-            f"{printable(name, 40)} has from and value (ShareGPT); rename them to role and "
-            "content, human to user and gpt to assistant"
+            f"{printable(name, 40)} has the fields from and value (ShareGPT); rename them to "
+            "role and content, and the roles human to user and gpt to assistant"
         )
     if choices:
         longest = max(choices, key=lambda name: sum(data.lengths(name)))

@@ -105,7 +105,7 @@ class Source:
         """Check that the dataset has ``columns``, which ``key`` of the job file names.
 
         Raises:
-            DataError: names the missing column and the existing ones.
+            DataError: a column is missing; the message names it and the existing columns.
         """
         for name in columns:
             if name not in self.schema.names:
@@ -281,7 +281,7 @@ def _open_files(
     """Open files as a dataset of all their rows.
 
     Args:
-        folders: columns and values from folder names, by path of the file.
+        folders: columns and values from folder names, keyed by the file's path.
         table_schema: schema of the dataset; None derives it from the files.
     """
     files: list[InputFile] = []

@@ -9,7 +9,7 @@ pyarrow ignores parts of it that do not match, so a list could become a struct w
 pyarrow needs two to three times the size of a value to read it: the decompressed page, possibly a
 dictionary, and the value. The page and the dictionary stay in memory until more pages are read or
 the reader is freed. The compressed page is freed at once if it is read through a buffer. If the row
-group is fetched as a whole, which takes fewer requests, the compressed pages stay in memory as
+group is fetched as a whole, which takes fewer requests, the compressed pages stay in memory just as
 long.
 """
 

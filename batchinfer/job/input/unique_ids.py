@@ -60,9 +60,9 @@ class BadIds:
 def find_bad_ids(source: Source, column: str) -> BadIds:
     """Find selected rows that have no id or repeat the id of an earlier selected row.
 
-    Null and NaN are not ids. The function sorts 64-bit hashes of the values, which differ between
-    processes, and then compares the few values with equal hashes, so that collisions do not affect
-    the result.
+    Null and NaN are not ids. The function sorts 64-bit hashes of the values, then compares the few
+    values with equal hashes. So the result is the same in every process, although Python's hashes
+    differ.
 
     Raises:
         DataError: the column holds lists or structs.

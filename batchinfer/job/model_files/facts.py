@@ -99,7 +99,7 @@ def _facts_of(
 
 
 def _weights(folder: Path, *, hashes: bool) -> dict[str, Any]:
-    """Return facts of a folder's weight files by name, with or without content hashes."""
+    """Return facts about a folder's weight files, keyed by name, with or without content hashes."""
     files = sorted(folder.glob("*.safetensors"))
     facts: dict[str, Any] = {path.name: _weight_facts(path) for path in files}
     if hashes:

@@ -65,7 +65,8 @@ class ParsedRequest:
     source: str
     """``messages``, ``tools`` (messages and tools), ``prompt``, ``token_ids`` or ``pair``."""
     value: Any
-    """The prompt of this source. Each line has one prompt: requests with several are split."""
+    """The prompt, in the form that ``source`` names. A request with several prompts has been split.
+    """
     sampling: Mapping[str, Any] = field(default_factory=dict)
     """Fields of ``SamplingParams`` that the line sets."""
     model: str | None = None

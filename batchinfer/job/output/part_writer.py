@@ -37,12 +37,12 @@ because a single page of that file may be as large.
 class PartWriter:
     """Writes each part, in order, once all its rows are finished; keeps other rows in segments.
 
-    The writer holds the rows of the last few seconds in memory. It holds no kept input columns, but
-    reads them again for each part.
+    The writer holds the rows of the last few seconds in memory. It does not hold the kept input
+    columns, but reads them again for each part.
 
     Args:
         out: the output directory.
-        parts: the parts to make, in order.
+        parts: the parts to write, in order.
         segments: store rows until their part is written.
         finished: rows of these parts that are in segments already.
         table: the columns of parts.
@@ -129,7 +129,9 @@ class PartWriter:
             self._num_written += 1
 
     def flush_if_due(self) -> None:
-        """Flush if ``flush_every_s`` has passed, or if ``FLUSH_ROWS`` rows are in memory."""
+        """Flush if the last flush was ``flush_every_s`` ago, or if ``FLUSH_ROWS`` rows are in
+        memory.
+        """
         waited = self._clock() - self._flushed_at
         if waited >= self._out.files.flush_every_s or self._num_held >= FLUSH_ROWS:
             self.flush()

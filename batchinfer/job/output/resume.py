@@ -1,4 +1,4 @@
-"""Decides which parts a run has to make in an output directory, and prepares the directory.
+"""Decides which parts a run has to write in an output directory, and prepares the directory.
 
 ``plan_resume`` changes nothing. ``prepare_directory`` makes the directory ready without deleting
 finished output. ``clear_output`` deletes output that the plan replaces, once the model is loaded.
@@ -34,7 +34,7 @@ PART_FILE = re.compile(r"part-\d{5,}\.parquet")
 
 @dataclass(frozen=True)
 class ResumePlan:
-    """The parts that a run has to make in an output directory, and the output it replaces."""
+    """The parts that a run has to write in an output directory, and the output it replaces."""
 
     manifest: Manifest
     """The job's plan; if the run resumes, with the time and fingerprint of the stored plan."""
@@ -48,7 +48,7 @@ class ResumePlan:
     starts_over: bool = False
     """True if the present output is deleted first."""
     takes_over: Sequence[OutputDir] = ()
-    """Outputs that an update replaces; their rows are copied if they are the same."""
+    """Outputs that an update replaces; rows that have not changed are copied from them."""
 
     @property
     def begins(self) -> bool:
@@ -59,7 +59,7 @@ class ResumePlan:
 def plan_resume(
     out: OutputDir, manifest: Manifest, if_exists: str, trust: Trust = "marks"
 ) -> ResumePlan:
-    """Return the plan of the parts that are left to make, and change nothing.
+    """Return the plan of the parts that are left to write, and change nothing.
 
     Args:
         out: the output directory; it may be missing.
@@ -78,7 +78,7 @@ def plan_resume(
 
 
 def agree_on_plan(out: OutputDir, manifest: Manifest, if_exists: str) -> ResumePlan:
-    """Return a plan like ``plan_resume``, but with all parts to make, without checking the parts.
+    """Return a plan like ``plan_resume``, but with all parts to write, without checking the parts.
 
     Raises:
         LockedError, DataError: see ``plan_resume``.
@@ -267,7 +267,7 @@ def _make_directories(out: OutputDir) -> None:
 
 
 def _refuse_foreign(out: OutputDir, begun: bool) -> None:
-    """Check that no file belongs to a person or another program, because it would be deleted.
+    """Check that no file comes from the user or another program, because a run may delete it.
 
     Raises:
         LockedError: there is a foreign file; the message names the first.

@@ -1,7 +1,7 @@
 """Segments: immutable files of finished rows whose parts are not finished yet.
 
 A segment holds the rows that finished within a few seconds, sorted by row id, with a row group per
-part, so that a part is made without reading other parts' rows. A segment is deleted once no
+part, so that a part is written without reading other parts' rows. A segment is deleted once no
 unfinished part needs it. If a row is in two segments (see ``claims/retry_errors.py``), the later
 segment counts.
 
@@ -103,7 +103,7 @@ class Segments:
     Args:
         parts: the unfinished parts of this writer, in order.
         generated: the output's generated columns.
-        owned: indices of the parts that no other writer makes; None for all parts.
+        owned: indices of the parts that no other writer works on; None for all parts.
     """
 
     def __init__(

@@ -105,7 +105,7 @@ def test_init_uses_the_named_columns(tmp_path: Path) -> None:
             ['name the prompt column, like --prompt-column "what they say"'],
         ),
         ({"custom_id": ["a"], "url": ["b"], "body": ["c"]}, ["batchinfer run-batch -i"]),
-        ({"n": [1], "x": [0.5]}, ["holds no column that", "n (int64), x (double)"]),
+        ({"n": [1], "x": [0.5]}, ["has no column that", "n (int64), x (double)"]),
         ({"ids": [[1, 2]]}, ["holds token ids", '--prompt-column "ids"']),
         ({"conversations": [[{"from": "human", "value": "Hi"}]]}, ["ShareGPT", "role and content"]),
     ],
