@@ -44,13 +44,13 @@ _KEYS: Mapping[str, tuple[str, ...] | None] = {
         "tool_parser",
     ),
 }
-"""Keys that change the output, grouped by section; None stands for all keys of a section."""
+"""Fields that change the output, grouped by section; None stands for all fields of a section."""
 _ROW_SECTIONS = ("input", "prompt", "sampling", "score")
 """Sections that determine the prompt and the parameters of each row."""
 _ROW_MODEL_KEYS = ("max_model_len", "adapters", "served_model_name")
-"""Keys of ``model`` that the key of each row covers, or that only name the model."""
+"""Fields of ``model`` that each row's key covers, or that only name the model."""
 _FILE_KEYS = ("format", "rows_per_part", "explode", "rename")
-"""Keys of ``output`` that change the files but not the answers."""
+"""Fields of ``output`` that change the files but not the answers."""
 _LATER: Mapping[tuple[str, str], Any] = {
     ("sampling", "key"): "position",
     ("sampling", "max_reasoning_tokens"): None,
@@ -62,8 +62,8 @@ _LATER: Mapping[tuple[str, str], Any] = {
     ("prompt", "adapter"): None,
     ("engine", "latent_cache"): False,
 }
-"""Keys that were added later, with their neutral values. The fingerprint leaves out neutral values,
-so that older jobs keep their fingerprints.
+"""Fields that were added later, with their neutral values. The fingerprint leaves out neutral
+values, so that older jobs keep their fingerprints.
 """
 _REQUEST_OUTPUTS = ("logprobs", "prompt_logprobs")
 """Outputs that a request of an OpenAI batch file may ask for."""

@@ -29,7 +29,7 @@ _UPDATE = (
 )
 """Hint for a job that was edited after its output was begun."""
 _OTHER_PLACE = (
-    "use --output (run-batch: -o) for another place, or --overwrite to delete the existing output"
+    "use --output (run-batch: -o) to write elsewhere, or --overwrite to delete the existing output"
 )
 """Hint for an output that belongs to an unrelated job."""
 
@@ -99,7 +99,7 @@ class Manifest:
             raise DataError(
                 f"the input has changed since the job was started: {problem}",
                 hint="use --update to recompute only the rows that changed, or restore the input, "
-                "or use --output (run-batch: -o) for another place, or --overwrite to start over",
+                "or use --output (run-batch: -o) to write elsewhere, or --overwrite to start over",
             )
 
     def _shares_nothing_with(self, other: Manifest) -> bool:

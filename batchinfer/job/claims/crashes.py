@@ -67,7 +67,7 @@ class CrashHistory:
     given_up: Group = ()
     """Rows that will not run again."""
     counted: tuple[str, ...] = ()
-    """Ids of the runs in the last death that was counted."""
+    """Ids of the runs in the death that was counted last."""
     fruitless: NonNegativeInt = 0
     """Number of consecutive deaths without a finished row, whether or not tokens were stored. The
     count does not fall while there are suspects; otherwise, stored tokens would delay the verdict
@@ -239,8 +239,8 @@ def forget_given_up(out: OutputDir) -> None:
 
 
 def logged_rows(out: OutputDir, log: PurePath) -> RowIds:
-    """Return the rows in flight according to a run's log, even if they finished; none without a
-    log.
+    """Return the rows that a run's log lists as in flight, even if they have finished since. If
+    there is no log, return no rows.
     """
     try:
         data = read_file(out.files, log)

@@ -27,7 +27,7 @@ from batchinfer.job.row_ids import (
 
 @dataclass(frozen=True)
 class PartsToMake:
-    """Parts that a run makes, and their finished rows."""
+    """The parts that a run has to write, and those of their rows that are finished."""
 
     parts: Sequence[Part]
     """The parts, in order."""
@@ -135,7 +135,7 @@ def parts_of_writer(
     is_owner: bool = True,
     other_writers: frozenset[str] | None = None,
 ) -> PartsToMake:
-    """Return the parts that one of several writers makes, with their finished rows.
+    """Return the parts that one of several writers works on, with their finished rows.
 
     Args:
         history: the crash history of all rows.

@@ -14,7 +14,7 @@ _SHARD = re.compile(r"([0-9]+)/([0-9]+)")
 
 @dataclass(frozen=True)
 class Shard:
-    """Shard ``index`` of ``count``, counted from 0."""
+    """Shard ``index`` of ``count`` shards; ``index`` counts from 0."""
 
     index: int
     count: int
@@ -24,7 +24,7 @@ class Shard:
 
     @property
     def writer(self) -> str:
-        """Name of the shard as the writer of an ``OutputDir``."""
+        """The shard's name as the writer of an ``OutputDir``."""
         return f"s{self.index:04d}of{self.count}"
 
     def parts(self, num_parts: int) -> range:

@@ -161,7 +161,7 @@ def _lines(
     yield from _prompt_lines(columns.prompt)
     if task.draws:
         yield "sampling:"
-        yield _key("max_tokens", 256, "most tokens per answer")
+        yield _key("max_tokens", 256, "maximum tokens per answer")
         yield _key("temperature", 0.0, "0 = always the most likely token; 0.7 to 1 gives variety")
         yield _key("# n", 8, "samples per row; needs a temperature above 0")
     yield "output:"

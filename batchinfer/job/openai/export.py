@@ -334,7 +334,7 @@ def _top_logprobs(
 
 
 def _tokens_before(tokens: Sequence[Mapping[str, Any]]) -> list[list[int]]:
-    """Return the ids before each token, as many as a character can span."""
+    """Return, for each token, the ids of the tokens before it: at most ``MAX_CHAR_TOKENS``."""
     ids = [token["token_id"] for token in tokens]
     return [_ids_before(ids, at) for at in range(len(ids))]
 

@@ -46,7 +46,7 @@ _INPUT_FIELDS = {"column prompt": "body.input", "column token_ids": "body.input"
 
 
 def embedding_requests(width: int) -> RequestKind:
-    """Return the ``RequestKind`` of embedding requests; ``dimensions`` may be at most ``width``."""
+    """Return the ``RequestKind`` of embedding requests with at most ``width`` ``dimensions``."""
     return RequestKind((EMBEDDINGS,), partial(_parse_embedding, width=width), _INPUT_FIELDS)
 
 

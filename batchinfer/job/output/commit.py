@@ -83,7 +83,8 @@ def stage(
     Args:
         table: the part's rows, in input order.
         requests: the statistics of the rows that ran.
-        control_text_row_ids: rows whose own text looks like one of the model's control tokens.
+        control_text_row_ids: rows whose own text contains the text of one of the model's control
+            tokens.
         keys: the keys of the rows that have a key, with ``KEYS_SCHEMA``.
         num_reused: number of rows copied from another output.
 

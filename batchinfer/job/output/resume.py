@@ -125,7 +125,7 @@ def only_unfinished(out: OutputDir, plan: ResumePlan, trust: Trust = "marks") ->
         raise LockedError(
             f"{printable(str(out.root))} holds an unfinished job from another version of "
             "batchinfer",
-            hint="finish it with that version; or use --output for another place, and "
+            hint="finish it with that version; or use --output to write elsewhere, and "
             "--reuse to copy its rows; or use --overwrite to start over",
         )
     return replace(plan, todo=list(unfinished), damaged=damaged)

@@ -44,7 +44,7 @@ _LIKE = {
     "model": "Qwen/Qwen3-0.6B",
     "input": "prompts.parquet",
     "sampling": "{max_tokens: 64}",
-    "sampling.max_tokens": "64 (most tokens per answer)",
+    "sampling.max_tokens": "64 (maximum tokens per answer)",
     "output": "{path: out/answers}",
 }
 """Example values of required keys."""
