@@ -24,8 +24,8 @@ from batchinfer.job.row_ids import Part
 from batchinfer.job.storage.filesystem import Files, LocalFiles, parse_json, read_file
 
 _UPDATE = (
-    "use --update to recompute only the rows that changed, --output (run-batch: -o) for another "
-    "place, or --overwrite to start over"
+    "use --update to recompute only the rows that changed, --output (run-batch: -o) to write "
+    "elsewhere, or --overwrite to start over"
 )
 """Hint for a job that was edited after its output was begun."""
 _OTHER_PLACE = (
