@@ -143,7 +143,7 @@ def test_a_missing_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(sys.modules, "deltalake", None)
     monkeypatch.delitem(sys.modules, "batchinfer.job.input.formats.delta", raising=False)
     with pytest.raises(
-        UsageError, match=r"extra delta is not installed\npip install '\.\[delta\]'"
+        UsageError, match=r"delta extra is not installed\npip install '\.\[delta\]'"
     ):
         open_source(path)
 

@@ -38,7 +38,7 @@ class ArrowFormat(Format):
 
     def __init__(self) -> None:
         self._lengths: dict[str, list[int]] = {}
-        """Number of rows in each record batch, by path of the file."""
+        """Number of rows in each record batch, keyed by the file's path."""
 
     def inspect(self, path: str) -> tuple[InputFile, pa.Schema]:
         digest = hashlib.sha256()
@@ -120,7 +120,7 @@ def _check_kind(file: pa.NativeFile, path: str) -> None:
 def _reader(
     file: pa.NativeFile, fields: Sequence[int] = ()
 ) -> pa.ipc.RecordBatchFileReader | pa.ipc.RecordBatchStreamReader:
-    """Open a file from its beginning; read all columns if ``fields`` is None."""
+    """Open a file from its beginning; read all columns if ``fields`` is empty."""
     file.seek(0)
     is_file = file.read(len(_MAGIC)) == _MAGIC
     file.seek(0)
@@ -150,7 +150,7 @@ def check_buffers(column: pa.Array) -> None:
 
 
 def _as_bytes(kind: pa.DataType) -> pa.DataType:
-    """Replace string types with bytes types that have the same buffers."""
+    """Replace string types with binary types that have the same buffers."""
     if isinstance(kind, pa.BaseExtensionType):
         return with_leaves(kind.storage_type, _as_bytes)
     if pa.types.is_dictionary(kind):

@@ -1,9 +1,9 @@
 """Reads CSV files (RFC 4180) with a header.
 
 A column is int64 or double only if all files write every value as Python writes that number, so
-that a template shows each value as the file has it. Every other column is text, for example a
-column with 007 or 1.10. Python's ``csv`` splits the records, because it gives the line of each
-record and can continue after an invalid one.
+that a template shows each value exactly as it is in the file. Every other column is text, for
+example a column with 007 or 1.10. Python's ``csv`` splits the records, because it gives the line of
+each record and can continue after an invalid one.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from batchinfer.job.input.formats.text_file import MARK, TextFormat, batched, is
 from batchinfer.job.input.union import Difference, SchemaMode, united
 
 MAX_CELL_BYTES = 64 << 20
-"""Size of the largest cell. A row with a larger cell is an error, because the parser needs four
-bytes of memory for each byte of a cell.
+"""Maximum size of a cell. A row with a larger cell is an error, because the parser needs four bytes
+of memory for each byte of a cell.
 """
 _BYTES = "latin-1"  # maps each byte to a character and back without loss
 _INTEGER = re.compile(r"0|-?[1-9][0-9]{0,17}")
@@ -45,7 +45,7 @@ _CAN_BE: Mapping[pa.DataType, Callable[[str], object]] = {
     pa.int64(): _INTEGER.fullmatch,
     pa.float64(): _is_float,
 }
-"""Functions that test if a cell is written as Python writes a value of the type."""
+"""For each type, a function that tests whether a cell is written as Python writes such a value."""
 
 
 def merged(kinds: Collection[pa.DataType]) -> pa.DataType:
@@ -59,7 +59,7 @@ class _ColumnTypes:
 
     def __init__(self) -> None:
         self._possible: dict[int, list[pa.DataType]] = {}
-        """Possible types by column, for columns with at least one non-empty cell."""
+        """Possible types of each column that has a non-empty cell, keyed by the column's index."""
 
     def add(self, records: Sequence[Record]) -> None:
         cells = [record for record in records if not isinstance(record, RowError)]
@@ -84,7 +84,7 @@ class CsvFormat(TextFormat[Record]):
 
     def __init__(self) -> None:
         self._names: dict[str, list[str]] = {}
-        """Column names by path of the file."""
+        """Column names, keyed by the file's path."""
 
     def inspect(self, path: str) -> tuple[InputFile, pa.Schema]:
         types = _ColumnTypes()
@@ -156,7 +156,7 @@ def _value(cell: str, kind: pa.DataType) -> Any:
 
 
 def _checked(record: Record, line: int, width: int, path: str) -> Record:
-    """Replace a record by an error if its number of cells differs from the header's."""
+    """Replace a record with an error if its number of cells differs from the header's."""
     if isinstance(record, RowError) or len(record) == width:
         return record
     where = f"{path}, line {line} has {len(record)} cells"
@@ -186,7 +186,7 @@ def _records(chunks: Iterable[bytes], path: str) -> Iterator[tuple[int, Record]]
 
 
 class _CountedQuotes(Iterator[str]):
-    """Iterates over lines, and tracks if the current record has an open quote."""
+    """Iterates over lines, and tracks whether the current record has an open quote."""
 
     def __init__(self, lines: Iterator[str]) -> None:
         self._lines = lines
@@ -273,6 +273,7 @@ def _header(record: tuple[int, Record] | None, path: str) -> list[str]:
         shown = printable(names[0], 60)
         raise DataError(
             f"{path}: the header has no comma: {shown}",
-            hint="separate the cells by commas; if they are separated by tabs, name the file .tsv",
+            hint="separate the cells with commas; if they are separated by tabs, give the file the "
+            "suffix .tsv",
         )
     return names

@@ -1,4 +1,4 @@
-"""Lists the files of a Delta Lake table at a version. Needs ``deltalake``."""
+"""Lists the files of a Delta Lake table at one version. Needs ``deltalake``."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def read_delta(path: str, version: int | None) -> Snapshot:
     if "deletionVectors" in features and _has_deletion_vectors(table):
         refuse_deleted_rows(path, _PURGE)
     entries = sorted(zip(uris, actions, strict=True), key=_age)
-    assert all(uri.endswith(unquote(action["path"])) for uri, action in entries), "in one order"
+    assert all(uri.endswith(unquote(action["path"])) for uri, action in entries), "same order"
     files = {
         uri: {column: _text(action["partition"][column]) for column in columns}
         for uri, action in entries
@@ -60,7 +60,7 @@ def _age(file: tuple[str, Mapping[str, Any]]) -> tuple[int, str]:
 def _has_deletion_vectors(table: DeltaTable) -> bool:
     try:
         return bool(pa.table(table.deletion_vectors()).num_rows)
-    except _ERRORS:  # the file has a deletion vector that cannot be read
+    except _ERRORS:  # a file has a deletion vector that cannot be read
         return True
 
 

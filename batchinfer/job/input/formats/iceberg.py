@@ -1,4 +1,4 @@
-"""Lists the files of an Apache Iceberg table at a snapshot. Needs ``pyiceberg``."""
+"""Lists the files of an Apache Iceberg table at one snapshot. Needs ``pyiceberg``."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ class Snapshot:
     schema: pa.Schema
     """The table's columns; partition columns come last."""
     partitions: Mapping[str, Mapping[str, str | None]]
-    """Values of partition columns from the table's log, by path, in the order of files."""
+    """Values of the partition columns from the table's log, keyed by file path, in file order."""
 
 
 def refuse(path: str, kind: str, error: BaseException) -> NoReturn:

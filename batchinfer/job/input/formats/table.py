@@ -11,11 +11,11 @@ from batchinfer.job.input.formats.snapshot import Snapshot
 from batchinfer.job.storage.reader import store_of
 
 TABLES = ("delta", "iceberg")
-"""Values of ``input.format`` that are tables."""
+"""Values of ``input.format`` that stand for tables."""
 
 
 def table_format(paths: Sequence[str], format_name: str) -> str | None:
-    """Return the kind of table at ``paths``, or None if they are files.
+    """Return the kind of table at ``paths``, or None if ``paths`` name plain files.
 
     Args:
         paths: ``input.path``.
@@ -71,7 +71,7 @@ def open_table(path: str, kind: str, version: int | None) -> Snapshot:
             snapshot = read_iceberg(path, version)
     except ImportError:
         raise UsageError(
-            f"input.path: {printable(path)} is a table ({kind}), and batchinfer's extra {kind} is "
+            f"input.path: {printable(path)} is a table ({kind}), but batchinfer's {kind} extra is "
             "not installed",
             hint=f"{install_command(kind)}; or set input.format: parquet to read all "
             "files in the folder, including those of other versions",

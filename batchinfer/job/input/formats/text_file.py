@@ -28,7 +28,7 @@ MARK = b"\xef\xbb\xbf"
 """The byte-order mark of UTF-8, which some editors write at the beginning of a file."""
 _CHUNK = 1 << 20
 _MOST_BYTES = 64 << 20
-"""Size of records at which a batch ends."""
+"""Total size of the records at which a batch ends."""
 _COMPRESSED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bz2"}
 """First bytes of compressed files; text files do not begin with them."""
 _MARKS = {
@@ -43,10 +43,12 @@ _ZEROS: dict[tuple[bool, ...], str] = {
     (False, True, False, True): "UTF-16LE",
     (True, False, True, False): "UTF-16BE",
 }
-"""Encodings by which of the first four bytes are zero, if a file begins with ASCII (RFC 4627)."""
+"""Encodings, keyed by which of the first four bytes of a file are zero. This works for files whose
+text begins with ASCII (RFC 4627).
+"""
 _CHECKED_LINES = 100
 _GOOD_PER_BAD = 10
-"""Number of ASCII lines per invalid line at which a file still counts as UTF-8."""
+"""Minimum number of ASCII lines per invalid line for a file to count as UTF-8."""
 
 Record = TypeVar("Record")
 
@@ -87,11 +89,11 @@ class TextFormat(Format, Generic[Record]):
                     num_rows, num_good = num_rows + len(rows), num_good + len(rows) - len(bad)
                     problem = problem or next(iter(bad), None)
         if problem is not None and not num_good:
-            raise DataError(f"{path} holds no {self.title}: {problem.message}", hint=REWRITE)
+            raise DataError(f"{path} is not valid {self.title}: {problem.message}", hint=REWRITE)
         return InputFile.of(path, stat, num_rows, *[digest.hexdigest()] * 2)
 
     def wanted(self, request: ReadRequest) -> Iterator[tuple[int, list[Record]]]:
-        """Read the records of wanted rows, in runs of rows, each with the id of its first row.
+        """Yield runs of consecutive wanted records, each with the id of its first row.
 
         Raises:
             DataError: the file cannot be read, or has changed since the job was planned.
@@ -130,7 +132,7 @@ def opened(path: str) -> Iterator[Iterator[bytes]]:
 
 @contextmanager
 def read_errors(path: str) -> Iterator[None]:
-    """Turn errors of reading a file into a DataError that names it."""
+    """Turn errors from reading a file into a DataError that names it."""
     try:
         yield
     except READ_ERRORS as error:
@@ -190,7 +192,7 @@ def _check_encoding(start: bytes, path: str) -> None:
     """Check that a file's beginning is UTF-8, except for a few invalid lines.
 
     Raises:
-        DataError: the file has another encoding, which the message names.
+        DataError: the file has a different encoding, which the message names.
     """
     zeros = tuple(byte == 0 for byte in start[:4])
     encoding = next((name for mark, name in _MARKS.items() if start.startswith(mark)), None)
