@@ -83,7 +83,7 @@ def fingerprint_facts(spec: JobSpec, model_facts: Mapping[str, Any]) -> dict[str
     """
     everything = resolved(spec)
     facts: dict[str, Any] = {"batchinfer_major_version": MAJOR_VERSION}
-    # Only jobs of a newer task include its section, so that fingerprints of other jobs stay valid.
+    # A newer task's section is included only for that task, so that older fingerprints stay valid.
     task_section = {spec.task_spec.section: None} if spec.task_spec.section else {}
     for section, keys in {**_KEYS, **task_section}.items():
         value = everything[section]
@@ -141,8 +141,9 @@ def adapter_digests(facts: Mapping[str, Any]) -> dict[str, bytes]:
 def differences(
     before: Mapping[str, Any], after: Mapping[str, Any]
 ) -> dict[str, tuple[object, object]]:
-    """Return the keys, such as ``sampling.top_p``, that differ between two ``fingerprint_facts``,
-    sorted, each with both values; None for a missing value.
+    """Return the keys, such as ``sampling.top_p``, in which two ``fingerprint_facts`` differ.
+
+    The keys are sorted. Each has both values, of which a missing value is None.
     """
     return dict(sorted(_differing("", before, after)))
 

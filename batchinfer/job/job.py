@@ -270,7 +270,7 @@ def _params_check(spec: JobSpec, processes: TextProcesses) -> Callable[[Sampling
     """Return a function that checks a row's parameters against ``accept``, ``output.reasoning`` and
     the tokenizer.
 
-    The tokenizer runs in text processes, because a text that kills it must not end the job.
+    The tokenizer runs in text processes, because a text that crashes it must not end the job.
     """
     texts = processes.prompts(RawTexts)
 

@@ -80,7 +80,7 @@ class Manifest:
         """Check that ``other`` plans the same work.
 
         Raises:
-            LockedError: the job differs; the message names the keys.
+            LockedError: the job differs; the message names the keys that differ.
             DataError: an input file differs; the message names the file.
         """
         changes = ""
@@ -136,7 +136,7 @@ class Manifest:
         return same_files(self.inputs, other.inputs)
 
     def _way_back(self, other: Manifest) -> str:
-        """Return the start of the hint for a model whose repository has a new commit."""
+        """Return the first part of the hint if the model's repository has a new commit, else ""."""
         commit = model_commit(self.job)
         if commit is None or model_commit(other.job) in (None, commit):
             return ""
