@@ -190,8 +190,8 @@ def _unused_head(model: PreTrainedModel) -> set[str]:
     saved = model.config.architectures or [""]
     if saved[0] not in headless_names(model.config):
         return set()
-    head = model.get_output_embeddings()
-    return {name for name, part in model.named_parameters() if part is head.weight}
+    head = getattr(model.get_output_embeddings(), "weight", None)  # encoders have none
+    return {name for name, part in model.named_parameters() if part is head}
 
 
 def _misplaced(model: PreTrainedModel, unused: Collection[str]) -> list[str]:
