@@ -25,6 +25,7 @@ from batchinfer.worker.attention.latent import check_latents, keep_latents
 from batchinfer.worker.attention.temperature import temper_queries
 from batchinfer.worker.family_check import check_against_eager, check_attention
 from batchinfer.worker.fusion.fuse import fuse
+from batchinfer.worker.fusion.native_delta_layers import fuse_native_delta_layers
 from batchinfer.worker.fusion.native_layers import fuse_native_layers, join_native_layers
 from batchinfer.worker.linear.fp8_linear import quantize_fp8
 from batchinfer.worker.linear.kernel_choice import (
@@ -213,6 +214,7 @@ def load_model(
     weight_bytes = model_bytes(model)
     if device.type == "cpu":
         fuse_native_layers(model, layout)
+        fuse_native_delta_layers(model, layout)
         join_native_layers(model, layout)
     if description.lora:
         add_adapters(model, layout, description.lora, kernel.kernel)

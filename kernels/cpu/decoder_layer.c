@@ -8,7 +8,7 @@
 #include <stdlib.h>
 
 #include "arguments.h"
-#include "gemm_rows.h"
+#include "decoder_layer.h"
 
 typedef struct {
     attention_plan **plans; /* plan of each layer; adjacent layers of equal shape share a plan */
@@ -68,8 +68,6 @@ static int make_workspace(workspace *w, const layer_args *layers, int64_t count)
     return bytes && !w->rows;
 }
 
-#define WAIT _Pragma("omp barrier")
-
 #define DECODER_LAYERS(type)                                                             \
     static int run_##type(const layer_args *a, const attention_plan *plan, void *rows) { \
         gemm_rows x = gemm_rows_in(rows, &a->qkv);                                 \
@@ -83,13 +81,8 @@ static int make_workspace(workspace *w, const layer_args *layers, int64_t count)
             WAIT                                                                         \
         }                                                                                \
         gemm_team_##type(&a->o, &x);                                                     \
-        WAIT x = gemm_rows_in(rows, &a->gate_up);                                     \
-        rms_norm_team_##type(&a->mlp_norm, &x);                                          \
-        WAIT gemm_team_##type(&a->gate_up, &x);                                          \
-        WAIT x = gemm_rows_in(rows, &a->down);                                        \
-        silu_mul_team_##type(&a->silu, &x);                                              \
-        WAIT gemm_team_##type(&a->down, &x);                                             \
-        WAIT return failed;                                                              \
+        RUN_MLP(type, a, x, rows)                                                        \
+        return failed;                                                                   \
     }                                                                                    \
     int decoder_layers_##type(                                                           \
         layer_args *layers, const step_args *const *steps, int64_t count) {              \

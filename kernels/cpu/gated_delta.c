@@ -10,23 +10,7 @@
    There are four passes over the step, each split among the threads, with float32 results: the
    convolution; unit queries and keys, and gates; the recurrence; the gated norm. */
 
-#include "recurrent_state.h"
-
-typedef struct {
-    paged_states states;
-    convolution conv; /* of queries, keys and values; its output is a workspace */
-    const void *gate, *decay, *beta;       /* [T, Hv * Dv], [T, Hv * decay_width], [T, Hv] */
-    void *out;                             /* [T, Hv * Dv], contiguous */
-    const float *decay_rate, *dt_bias;     /* [Hv], [Hv * decay_width] */
-    const float *norm;                     /* [Dv] */
-    float *kept, *strength, *read; /* workspace: [T, Hv * decay_width], [T, Hv], [T, Hv * Dv] */
-    float *decayed_keys;           /* workspace: [T, Hv * Dk] if each row has its own decay */
-    int64_t gate_stride, decay_stride, beta_stride; /* in elements */
-    int64_t num_tokens, num_key_heads, num_heads, key_width, value_width;
-    int64_t decay_width; /* number of decays per head: 1, or Dk */
-    int32_t num_threads, with_silu; /* 1: silu(gate) multiplies the output; 0: sigmoid(gate) does */
-    float norm_eps, max_beta;
-} gated_delta_args;
+#include "gated_delta.h"
 
 #define MAX_VECTORS 8 /* largest number of vectors of a piece's row that one call computes */
 

@@ -6,6 +6,7 @@ Reference: ``batchinfer.kernels.gated_delta``, with the same arguments.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 
 import torch
 
@@ -15,14 +16,17 @@ from batchinfer.kernels.gated_delta import GatedDeltaWeights
 from batchinfer.kernels.recurrent_state import PagedStates
 
 
-class _Args(ctypes.Structure):
+class GatedDeltaArgs(ctypes.Structure):
+    """The struct ``gated_delta_args`` in gated_delta.h."""
+
     _fields_ = (
         ("states", StateArgs),
         ("conv", ConvolutionArgs),
         *((name, POINTER) for name in ("gate", "decay", "beta", "out")),
         *((name, POINTER) for name in ("decay_rate", "dt_bias", "norm")),
         *((name, POINTER) for name in ("kept", "strength", "read", "decayed_keys")),
-        *((name, INT64) for name in ("gate_stride", "decay_stride", "beta_stride", "num_tokens")),
+        *((name, INT64) for name in ("gate_stride", "decay_stride", "beta_stride")),
+        *((name, INT64) for name in ("out_stride", "num_tokens")),
         *((name, INT64) for name in ("num_key_heads", "num_heads", "key_width", "value_width")),
         ("decay_width", INT64),
         *((name, INT32) for name in ("num_threads", "with_silu")),
@@ -45,22 +49,53 @@ def gated_delta(
     Tensors are float32 or bfloat16; sums are float32. A row's bits depend only on its own tokens,
     not on how they are cut into steps.
     """
-    num_tokens, num_heads = beta.shape
-    by_row = weights.decay_width > 1
-    key_widths = [num_heads * weights.key_width] if by_row else []
-    mixed, kept, strength, read, *decayed_keys = workspace(
-        num_tokens, qkv.shape[1], decay.shape[1], num_heads, out.shape[1], *key_widths
+    buffers = workspace(len(beta), *workspace_widths(qkv.shape[1], weights))
+    arguments = gated_delta_args(
+        *(qkv, gate, decay, beta), weights=weights, states=states, out=out, buffers=buffers
     )
-    arguments = _Args(
+    getattr(load(), f"gated_delta_{SUFFIX[out.dtype]}")(ctypes.byref(arguments))
+
+
+def workspace_widths(num_channels: int, weights: GatedDeltaWeights) -> list[int]:
+    """Return the widths of the float32 buffers that a layer needs for each token.
+
+    Args:
+        num_channels: channels of the convolution.
+    """
+    num_heads = len(weights.decay_rate)
+    widths = [num_channels, num_heads * weights.decay_width, num_heads]
+    widths.append(num_heads * len(weights.norm))
+    return widths + [num_heads * weights.key_width] * (weights.decay_width > 1)
+
+
+def gated_delta_args(
+    qkv: torch.Tensor,
+    gate: torch.Tensor,
+    decay: torch.Tensor,
+    beta: torch.Tensor,
+    *,
+    weights: GatedDeltaWeights,
+    states: PagedStates,
+    out: torch.Tensor,  # [T, Hv * Dv], last dimension contiguous
+    buffers: Sequence[torch.Tensor],
+) -> GatedDeltaArgs:
+    """Convert the arguments of ``gated_delta`` to those of the C function, which do not keep the
+    tensors alive.
+
+    Args:
+        buffers: a float32 buffer [T, width] for each of ``workspace_widths``.
+    """
+    num_tokens, num_heads = beta.shape
+    mixed, kept, strength, read, *decayed_keys = buffers
+    return GatedDeltaArgs(
         StateArgs.of(states),
         ConvolutionArgs.of(qkv, weights.conv, None, mixed),
         *(tensor.data_ptr() for tensor in (gate, decay, beta, out)),
         *(tensor.data_ptr() for tensor in (weights.decay_rate, weights.dt_bias, weights.norm)),
         *(tensor.data_ptr() for tensor in (kept, strength, read)),
-        decayed_keys[0].data_ptr() if by_row else None,
-        *(tensor.stride(0) for tensor in (gate, decay, beta)),
+        decayed_keys[0].data_ptr() if decayed_keys else None,
+        *(tensor.stride(0) for tensor in (gate, decay, beta, out)),
         *(num_tokens, weights.num_key_heads, num_heads, weights.key_width, len(weights.norm)),
         *(weights.decay_width, torch.get_num_threads(), weights.with_silu),
         *(weights.norm_eps, weights.max_beta),
     )
-    getattr(load(), f"gated_delta_{SUFFIX[out.dtype]}")(ctypes.byref(arguments))

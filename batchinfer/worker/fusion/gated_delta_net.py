@@ -37,11 +37,13 @@ class FusedGatedDeltaNet(nn.Module):
         for name in (family.output, *family.second_projections):
             self._keep(name, layer.get_submodule(name))
         self._family = family
-        self._weights = weights_of(layer, family)
-        self._widths = (
+        self.weights = weights_of(layer, family)
+        self.widths = (
             sum(linear.out_features for linear in linears[: len(family.qkv)]),
             *(linear.out_features for linear in linears[len(family.qkv) :]),
         )
+        """Number of outputs of ``in_proj`` for each of ``LayerInputs``."""
+        self.projects_twice = bool(family.second_projections)
 
     @staticmethod
     def fits(layer: nn.Module) -> bool:
@@ -53,10 +55,10 @@ class FusedGatedDeltaNet(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor, **_: Any) -> torch.Tensor:
         """Run the layer on [1, T, H], and return [1, T, H]."""
-        inputs = LayerInputs(*self.in_proj(hidden_states[0]).split(self._widths, dim=1))
+        inputs = LayerInputs(*self.in_proj(hidden_states[0]).split(self.widths, dim=1))
         inputs = self._family.projected_again(self, inputs)
         output: torch.Tensor = getattr(self, self.output)(
-            run_layer(inputs, self._weights, self.layer)
+            run_layer(inputs, self.weights, self.layer)
         )
         return output[None]
 

@@ -36,7 +36,28 @@ Rotary = tuple[torch.Tensor, torch.Tensor]
 """Cosines and sines, [1, T, rotary width]."""
 
 
-class NativeDecoderLayers(nn.Module):
+class NativeLayers(nn.Module):
+    """Layers that run in one call to C.
+
+    Args:
+        layers: ``FusedDecoderLayer``s, which compute the same results in Python.
+        workspace: buffers that all layers of a model share.
+    """
+
+    def __init__(self, layers: Sequence[Any], workspace: Workspace) -> None:
+        super().__init__()
+        keep_plain_attributes(self, layers[0])
+        self.layers = nn.ModuleList(layers)
+        self.workspace = workspace
+
+    def run_in_python(self, hidden_states: torch.Tensor, **options: Any) -> torch.Tensor:
+        """Run the layers on [1, T, hidden] in place, and return the same tensor."""
+        for layer in self.layers:
+            hidden_states = layer(hidden_states, **options)
+        return hidden_states
+
+
+class NativeDecoderLayers(NativeLayers):
     """Runs consecutive layers in one call to C. The many calls that the Python layers need take a
     tenth of a decode step.
 
@@ -50,10 +71,7 @@ class NativeDecoderLayers(nn.Module):
     """
 
     def __init__(self, layers: Sequence[Any], workspace: Workspace) -> None:
-        super().__init__()
-        keep_plain_attributes(self, layers[0])
-        self.layers = nn.ModuleList(layers)
-        self.workspace = workspace
+        super().__init__(layers, workspace)
         self._groups: dict[int, int] = {}  # number of one layer of each group, keyed by group
         self._arguments, self._steps = array_of_layers([]), array_of_steps([])
         self._made_for: tuple[object, ...] = ()
@@ -70,10 +88,9 @@ class NativeDecoderLayers(nn.Module):
         if context.adapters is not None or not (
             isinstance(backend, NativeAttention) and backend.joins_layers
         ):
-            options["position_embeddings"] = position_embeddings
-            for layer in self.layers:
-                hidden_states = layer(hidden_states, **options)
-            return hidden_states
+            return self.run_in_python(
+                hidden_states, position_embeddings=position_embeddings, **options
+            )
         workspace.begin_step(context, position_embeddings)
         made_for = context.cache, backend.kernel, workspace.generation
         if made_for != self._made_for:
@@ -106,18 +123,16 @@ class NativeDecoderLayers(nn.Module):
         strides of a one-row tensor may be arbitrary.)"""
         cache, backend = context.cache, context.backend
         assert isinstance(backend, NativeAttention)
-        attention, mlp = layer.self_attn, layer.mlp
+        attention = layer.self_attn
         width, workspace = cache.shape(attention.layer).key_width, self.workspace
         hidden = hidden.as_strided(hidden.shape, (hidden.shape[1], 1))
         normed = workspace.take_padded("normed", hidden.shape[1])
         qkv = workspace.take("qkv", attention.qkv_proj.out_features)
         attended = workspace.take_padded("attended", attention.o_proj.linear.in_features)
-        gate_up = workspace.take("gate_up", mlp.gate_up_proj.out_features)
-        gated = workspace.take_padded("gated", mlp.down_proj.linear.in_features)
         query = qkv[:, : attended.shape[1]].view(len(qkv), -1, width)
         return LayerArgs(
-            _norm(layer.input_layernorm, hidden, normed),
-            _linear_args(attention.qkv_proj, normed, qkv),
+            norm_args(layer.input_layernorm, hidden, normed),
+            linear_args(attention.qkv_proj, normed, qkv),
             row_ops.rotary_write_args(
                 *(qkv, *workspace.rotary, cache.key(attention.layer), cache.value(attention.layer)),
                 context.slot_mapping(attention.layer),
@@ -127,11 +142,8 @@ class NativeDecoderLayers(nn.Module):
                 *(attention.layer, query, attention.variant),
                 out=attended.view(len(qkv), -1, width),
             ),
-            _linear_args(attention.o_proj.linear, attended, hidden, adds=True),
-            _norm(layer.post_attention_layernorm, hidden, normed),
-            _linear_args(mlp.gate_up_proj, normed, gate_up),
-            row_ops.silu_mul_args(gate_up, out=gated),
-            _linear_args(mlp.down_proj.linear, gated, hidden, adds=True),
+            linear_args(attention.o_proj.linear, attended, hidden, adds=True),
+            *mlp_args(layer, hidden, normed, workspace),
         )
 
 
@@ -250,7 +262,7 @@ def layers_of(modules: nn.ModuleList) -> nn.ModuleList:
     return nn.ModuleList(
         layer
         for module in modules
-        for layer in (module.layers if isinstance(module, NativeDecoderLayers) else [module])
+        for layer in (module.layers if isinstance(module, NativeLayers) else [module])
     )
 
 
@@ -270,24 +282,54 @@ def _fits(layer: Any, dtype: torch.dtype) -> bool:
         return False
     if layer.mixer != "self_attn":
         return False
-    attention, mlp = layer.self_attn, layer.mlp
-    if not (type(attention) is FusedAttention and type(mlp) is FusedGatedMLP):
-        return False
-    if attention.variant.sinks is not None:
+    attention = layer.self_attn
+    if type(attention) is not FusedAttention or attention.variant.sinks is not None:
         return False  # the C function takes float32 sinks only
-    norms = layer.input_layernorm, layer.post_attention_layernorm
-    o_proj, down_proj = attention.o_proj.linear, mlp.down_proj.linear
-    linears = attention.qkv_proj, o_proj, mlp.gate_up_proj, down_proj
+    return parts_fit(layer, (attention.qkv_proj, attention.o_proj.linear), dtype)
+
+
+def parts_fit(layer: Any, linears: Sequence[Any], dtype: torch.dtype) -> bool:
+    """Return True if C functions can run a layer's norms, MLP, and the other ``linears``."""
+    norms, mlp = (layer.input_layernorm, layer.post_attention_layernorm), layer.mlp
+    if type(mlp) is not FusedGatedMLP:
+        return False
+    linears = *linears, mlp.gate_up_proj, mlp.down_proj.linear
     return all(type(norm) is FusedRMSNorm and norm.weight.dtype == dtype for norm in norms) and all(
         type(linear) is PackedLinear and linear.native is not None for linear in linears
     )
 
 
-def _norm(norm: FusedRMSNorm, x: torch.Tensor, out: torch.Tensor) -> row_ops.RMSNormArgs:
+def mlp_args(
+    layer: Any, hidden: torch.Tensor, normed: torch.Tensor, workspace: Workspace
+) -> tuple[Any, ...]:
+    """Return the arguments of the norm, two GEMMs and activation of a layer's MLP.
+
+    Args:
+        hidden: the hidden state [T, hidden], to which the MLP is added.
+        normed: buffer [T, hidden] for the normed hidden state.
+    """
+    gate_up_proj, down_proj = layer.mlp.gate_up_proj, layer.mlp.down_proj.linear
+    gate_up = workspace.take("gate_up", gate_up_proj.out_features)
+    gated = workspace.take_padded("gated", down_proj.in_features)
+    return (
+        norm_args(layer.post_attention_layernorm, hidden, normed),
+        linear_args(gate_up_proj, normed, gate_up),
+        row_ops.silu_mul_args(gate_up, out=gated),
+        linear_args(down_proj, gated, hidden, adds=True),
+    )
+
+
+def norm_args(norm: FusedRMSNorm, x: torch.Tensor, out: torch.Tensor) -> row_ops.RMSNormArgs:
+    """Return the arguments of a norm of x [T, hidden]."""
     return row_ops.rms_norm_args(x, norm.weight, eps=norm.eps, offset=norm.offset, out=out)
 
 
-def _linear_args(
+def linear_args(
     linear: Any, x: torch.Tensor, out: torch.Tensor, *, adds: bool = False
 ) -> gemm.GemmArgs:
+    """Return the arguments of a ``PackedLinear``'s multiplication of x [T, in_features].
+
+    Args:
+        adds: True to add the product to ``out`` instead of overwriting it.
+    """
     return gemm.gemm_args(x, linear.native.weight, linear.bias, out=out, adds=adds)

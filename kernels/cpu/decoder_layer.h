@@ -1,0 +1,22 @@
+/* Parts that decoder layers of all kinds share, for a team of threads. */
+
+#ifndef BATCHINFER_DECODER_LAYER_H
+#define BATCHINFER_DECODER_LAYER_H
+
+#include "arguments.h"
+#include "gemm_rows.h"
+
+#define WAIT _Pragma("omp barrier")
+
+/* Adds the MLP of the normed hidden state to the hidden state, after a GEMM that writes the hidden
+   state. `x` and `rows` are the converted rows and their memory. Ends with a barrier. */
+#define RUN_MLP(type, a, x, rows)               \
+    WAIT x = gemm_rows_in(rows, &a->gate_up);   \
+    rms_norm_team_##type(&a->mlp_norm, &x);     \
+    WAIT gemm_team_##type(&a->gate_up, &x);     \
+    WAIT x = gemm_rows_in(rows, &a->down);      \
+    silu_mul_team_##type(&a->silu, &x);         \
+    WAIT gemm_team_##type(&a->down, &x);        \
+    WAIT
+
+#endif
