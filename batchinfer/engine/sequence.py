@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from batchinfer.engine.beam_search import BeamSearch
-from batchinfer.engine.kv.prefix_index import Block, RecurrentState, common_tokens, token_key
+from batchinfer.engine.kv.prefix_index import (
+    Block,
+    RecurrentState,
+    StateSnapshot,
+    common_tokens,
+    token_key,
+)
 from batchinfer.engine.prompt_logprobs import PromptScores
 from batchinfer.engine.request import Request, RequestStats, SampleOutput, TokenIds, TokenLogprobs
 from batchinfer.engine.step import Float32
@@ -123,7 +129,7 @@ class Sequence:
         "recurrent_state",
         "released_blocks",
         "row",
-        "saved_state_at",
+        "saved_state",
         "state",
         "stop_checker",
     )
@@ -146,9 +152,8 @@ class Sequence:
         self.computed_once = 0
         """Leading tokens that were computed or cached before. Computing them again counts as
         recomputation."""
-        self.saved_state_at = -1
-        """Number of tokens before a snapshot that was taken for this waiting sequence; -1 without
-        one."""
+        self.saved_state: StateSnapshot | None = None
+        """Snapshot that was taken for this waiting sequence."""
         self.index_parent: Block | None = None
         """Indexed block that will be the parent of this sequence's next full block."""
         self.num_indexed = 0

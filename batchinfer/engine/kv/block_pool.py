@@ -338,7 +338,9 @@ class BlockPool:
         """Have the next step copy slots to the host. Returns their host slots; empty if the host
         has too few."""
         host_slots = list[int]()
-        while len(host_slots) < len(slots) <= self.host.num_slots:
+        if len(slots) > self.host.num_obtainable:  # do not evict blocks in vain
+            return host_slots
+        while len(host_slots) < len(slots):
             host_slot = self._take_host_slot()
             if host_slot is None:
                 break

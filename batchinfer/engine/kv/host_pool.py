@@ -43,6 +43,11 @@ class HostPool:
         """Number of free slots."""
         return self.num_slots - self.num_used
 
+    @property
+    def num_obtainable(self) -> int:
+        """Number of slots that are free or belong to blocks that can lose them."""
+        return self.num_free + len(self._alone) + len(self._copies)
+
     def take_slot(self) -> int | None:
         """Return a free slot, or None.
 

@@ -133,7 +133,7 @@ class StateSlots:
         key: bytes,
         followers: int,
         in_windows: tuple[int, ...] = (),
-    ) -> None:
+    ) -> StateSnapshot:
         """Keep a snapshot of a sequence's state for later rows.
 
         Args:
@@ -147,7 +147,7 @@ class StateSlots:
         kept = block.parent.snapshots_below or {}
         if key in kept:
             kept[key].followers += followers
-            return
+            return kept[key]
         snapshot = StateSnapshot(state, block, key, followers, in_windows)
         block.parent.snapshots_below = kept | {key: snapshot}
         block.snapshots = (*block.snapshots, snapshot)
@@ -155,6 +155,13 @@ class StateSlots:
         self.snapshots[snapshot] = None
         self.acquire(state)
         state.snapshot = snapshot
+        return snapshot
+
+    def forgo(self, snapshot: StateSnapshot) -> None:
+        """Count one follower less of a snapshot that may have been dropped."""
+        snapshot.followers -= 1
+        if snapshot.followers <= 0 and snapshot in self.snapshots:
+            self.drop(snapshot)
 
     def start_from(
         self, snapshot: StateSnapshot, copies: BlockCopies, more_followers: int = 0

@@ -153,7 +153,7 @@ class Admission:
         if sequence.state.search is None:  # samples that cannot start at once need a snapshot
             num_snapshots += num_pending_forks(sequence) > 0
         if fitting.snapshot is not None:  # the last follower takes it over
-            more = more_followers(sequence, fitting.num_tokens)
+            more = more_followers(sequence, fitting)
             num_snapshots -= self._pool.states.is_last_use(fitting.snapshot, more)
         fits = forecast.admit_group(sequence, fitting.num_shared, num_snapshots)
         return fitting if fits or alone else None
@@ -167,7 +167,7 @@ class Admission:
             fresh = -(-end // self._table.block_size) - len(hit.blocks)
             slots = fresh * self._pool.slots_per_block
             slots += self._pool.states.slots_to_start_from(
-                hit.snapshot, more_followers(sequence, hit.num_tokens)
+                hit.snapshot, more_followers(sequence, hit)
             )
             if slots + hit.num_idle <= self._pool.num_available:
                 return hit

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from batchinfer.engine.kv.block_pool import BlockPool
 from batchinfer.engine.kv.prefix_hit import AcquiredPrefix, PrefixHit, acquire_prefix
-from batchinfer.engine.kv.prefix_index import Block, RecurrentState
+from batchinfer.engine.kv.prefix_index import Block, RecurrentState, StateSnapshot
 from batchinfer.engine.scheduler.sequence_table import Int, Rows, SequenceTable
 from batchinfer.engine.sequence import Sequence
 
@@ -49,13 +49,22 @@ class KVManager:
 
     def _first_state(self, sequence: Sequence, hit: PrefixHit) -> RecurrentState:
         """Return the recurrent state with which a sequence starts."""
-        states, more = self._pool.states, more_followers(sequence, hit.num_tokens)
-        sequence.saved_state_at = -1
+        states, more = self._pool.states, more_followers(sequence, hit)
+        if sequence.saved_state is hit.snapshot:
+            sequence.saved_state = None
+        self.forgo_saved_state(sequence)
         if hit.snapshot is None:
             return states.allocate()
         states.release(hit.snapshot.state)
         sequence.state.stats.swapped_blocks += len(hit.snapshot.state.host_slots)
         return states.start_from(hit.snapshot, self._pool.block_copies, more)
+
+    def forgo_saved_state(self, sequence: Sequence) -> None:
+        """Forget the snapshot that was taken for a sequence, and drop it if nothing else needs
+        it."""
+        saved, sequence.saved_state = sequence.saved_state, None
+        if saved is not None:
+            self._pool.states.forgo(saved)
 
     def free(self, sequence: Sequence) -> None:
         """Free a running sequence's row, and release its blocks and recurrent state."""
@@ -170,7 +179,7 @@ class KVManager:
                 self.keep_state(sequence, at, followers)
             table.find_next_branch(row)
 
-    def keep_state(self, sequence: Sequence, at: int, followers: int) -> bool:
+    def keep_state(self, sequence: Sequence, at: int, followers: int) -> StateSnapshot | None:
         """Take a snapshot of a running sequence's recurrent state, for rows that start from it.
 
         The sequence's blocks must be indexed. The pool must have space for a copy of the state
@@ -183,24 +192,23 @@ class KVManager:
             followers: number of rows that will start from the snapshot.
 
         Returns:
-            True if there is a snapshot that counts these rows.
+            The snapshot, which counts these rows, or None.
         """
         pool, size, state = self._pool, self._pool.block_size, sequence.recurrent_state
         available = pool.num_available - pool.states.num_cached
         available += pool.states.num_less_wanted(followers)
         has_space = max(available, pool.host.num_free) >= pool.states.slots_per_state
         if state is None or not has_space:
-            return False
+            return None
         parent = sequence.index_parent
         if parent is None or sequence.num_indexed != at // size:
-            return False
+            return None
         key = sequence.key((at - 1) // size * size, at)
         block = pool.index.child(parent, key) if at % size else parent
         if block is None or not block.indexed:
-            return False
-        pool.states.keep(state, block, key, followers, self._blocks_in_windows(at))
+            return None
         self._table.state_shared[sequence.row] = True
-        return True
+        return pool.states.keep(state, block, key, followers, self._blocks_in_windows(at))
 
     def save_state(self, sequence: Sequence, entries: list[Block]) -> None:
         """Take a snapshot of the recurrent state of a sequence that is about to be swapped.
@@ -213,8 +221,9 @@ class KVManager:
         if sequence.recurrent_state is None or len(entries) != -(-at // size) or not entries:
             return
         key, in_windows = sequence.key((at - 1) // size * size, at), self._blocks_in_windows(at)
-        self._pool.states.keep(sequence.recurrent_state, entries[-1], key, 1, in_windows)
-        sequence.saved_state_at = at
+        sequence.saved_state = self._pool.states.keep(
+            sequence.recurrent_state, entries[-1], key, 1, in_windows
+        )
 
     def _blocks_in_windows(self, num_tokens: int) -> tuple[int, ...]:
         """Return the number of blocks of a sequence that each window includes."""
@@ -280,15 +289,15 @@ class KVManager:
             pool.insert_block(parent, sequence.blocks[stop // size], key)
 
 
-def more_followers(sequence: Sequence, at: int) -> int:
-    """Return the followers to add to a snapshot after ``at`` tokens when a sequence starts from it.
+def more_followers(sequence: Sequence, hit: PrefixHit) -> int:
+    """Return the followers to add to the snapshot of a hit when a sequence starts from it.
 
     A sequence adds nothing to the snapshot that was taken for it. Otherwise, a sequence that had
     computed these tokens and was preempted adds only itself, because the snapshot no longer counts
     it. A new sequence adds the later rows that diverge from it at this point.
     """
-    if sequence.saved_state_at == at:
+    if sequence.saved_state is hit.snapshot:
         return 0
-    if sequence.computed_once >= at:
+    if sequence.computed_once >= hit.num_tokens:
         return 1
-    return dict(sequence.request.branch_points).get(at, 0)
+    return dict(sequence.request.branch_points).get(hit.num_tokens, 0)

@@ -66,7 +66,9 @@ class PreemptionPolicy:
         freed = [block for block, count in held.items() if block.ref_count == count]
         copies = sum((block.slot >= 0) + (block.slot >= 0 > block.host_slot) for block in freed)
         copies += 2 * slots_per_state
-        return copies * self.block_copy_s < len(freed) * block_size * self.token_s
+        # Without its state, a sequence also recomputes the tokens that it shares.
+        num_recomputed = sum(map(len, tables)) if slots_per_state else len(freed)
+        return copies * self.block_copy_s < num_recomputed * block_size * self.token_s
 
 
 class ReuseHints:

@@ -137,8 +137,7 @@ class Scheduler:
         child.computed_once = computed
         num_shared = computed // table.block_size  # a partly filled block will be copied
         if not table.has_room() or not forecast.admit(child, num_shared):
-            if self._kv_manager.keep_state(parent, computed, followers=1):
-                child.saved_state_at = computed
+            child.saved_state = self._kv_manager.keep_state(parent, computed, followers=1)
             match = self.pool.match(child.key(0, computed), child.request.adapter)
             tail = [] if match.tail is None else [match.tail]
             self.reuse_hints.add(child, [*match.blocks, *tail])
@@ -155,6 +154,7 @@ class Scheduler:
     def drop(self, sequence: Sequence) -> None:
         """Drop an unfinished sequence and remove its blocks from the index."""
         self.reuse_hints.remove(sequence)
+        self._kv_manager.forgo_saved_state(sequence)
         for block in (*sequence.blocks, *sequence.released_blocks):
             if block.indexed:
                 self.pool.evict_subtree(block)
@@ -207,7 +207,9 @@ class Scheduler:
         prefix, so their later states are of no use.
         """
         per_state = self.pool.states.slots_per_state
-        if per_state and (len(running) > 1 or self.pool.host.num_slots < per_state):
+        uses_cache = not running[0].state.skip_prefix_cache
+        can_swap_state = uses_cache and self.pool.host.num_slots >= per_state
+        if per_state and (len(running) > 1 or not can_swap_state):
             return False
         tables = [member.blocks for member in running]
         return self.preemption_policy.should_swap(tables, self.pool.block_size, per_state)

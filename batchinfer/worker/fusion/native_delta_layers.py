@@ -91,7 +91,7 @@ class NativeDeltaLayer(NativeLayers):
         normed = workspace.take_padded("normed", hidden.shape[1])
         projected = workspace.take("projected", mixer.in_proj.out_features)
         mixed = workspace.take_padded("mixed", last.in_features)
-        inputs = projected.split(mixer.widths, dim=1)
+        inputs = projected.split_with_sizes(mixer.widths, dim=1)
         widths = gated_delta.workspace_widths(mixer.widths[0], mixer.weights)
         arguments = DeltaLayerArgs(
             norm_args(layer.input_layernorm, hidden, normed),

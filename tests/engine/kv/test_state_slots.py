@@ -89,3 +89,62 @@ def test_two_snapshots_in_a_block_are_dropped_with_it() -> None:
     pool.release([block], pool.window_slots.num_evicted(3))
     pool.allocate()
     assert not pool.states.snapshots
+
+
+def test_host_slots_that_a_step_reads_are_not_overwritten_by_the_same_step() -> None:
+    pool = BlockPool(
+        12, SIZE, enable_prefix_caching=True, num_host_blocks=3, slots_per_state=PER_STATE
+    )
+    first, _ = keep_idle(pool, 1, followers=1), keep_idle(pool, 2, followers=2)
+    next_step(pool)
+    assert pool.states.give_up_snapshot()
+    assert first.state.on_host
+    next_step(pool)
+    own = pool.states.start_from(first, pool.block_copies)  # the last follower
+    pool.states.give_up_snapshot()
+    copies = pool.take_copies()
+    assert [slot for _, slot in copies.ins] == own.slots
+    assert not {slot for slot, _ in copies.ins} & {slot for _, slot in copies.outs}
+
+
+def test_no_wanted_block_leaves_the_host_for_a_state_that_does_not_fit() -> None:
+    pool = BlockPool(
+        9, SIZE, enable_prefix_caching=True, num_host_blocks=2, slots_per_state=PER_STATE
+    )
+    wanted = keep_idle(pool, 1, followers=9).block
+    pool._evict(wanted)
+    assert wanted.host_slot >= 0
+    keep_idle(pool, 2, followers=1)
+    next_step(pool)
+    assert pool.states.give_up_snapshot()
+    assert wanted.host_slot >= 0
+    check_pool(pool, [])
+
+
+def test_a_snapshot_that_its_sequence_forgoes_is_dropped() -> None:
+    pool, snapshot = pool_with_snapshot(2 + 2 * PER_STATE, followers=2)
+    pool.states.forgo(snapshot)
+    assert list(pool.states.snapshots) == [snapshot]
+    pool.states.forgo(snapshot)
+    assert not pool.states.snapshots
+    check_pool(pool, [])
+
+
+def keep_idle(pool: BlockPool, token: int, followers: int) -> StateSnapshot:
+    """Index a block of equal tokens, and keep a state after it that no sequence uses."""
+    block, key, root = pool.allocate(), token_key([token] * SIZE), pool.entry_below([])
+    assert root is not None
+    pool.insert_block(root, block, key)
+    pool.mark_filled(block)
+    state = pool.states.allocate()
+    snapshot = pool.states.keep(state, block, key, followers)
+    pool.states.release(state)
+    pool.release([block])
+    return snapshot
+
+
+def next_step(pool: BlockPool) -> None:
+    """Submit the step being built."""
+    pool.take_copies()
+    pool.commit_fills()
+    pool.confirm()

@@ -11,6 +11,7 @@ import torch
 
 from batchinfer.config import ModelConfig
 from batchinfer.worker.fusion.gated_delta_net import FusedGatedDeltaNet
+from batchinfer.worker.fusion.native_layers import layers_of
 from batchinfer.worker.loader import LoadedModel, load_model
 from batchinfer.worker.recurrent.gated_delta_net import FAMILIES
 from batchinfer.worker.verify import Probe
@@ -128,7 +129,7 @@ def test_adapters_apply_to_projections_of_recurrent_layers(family: str, tmp_path
 
 
 def test_projections_of_recurrent_layers_are_merged(checkpoint) -> None:
-    layers = checkpoint("qwen3_5_text").model.model.layers
+    layers = layers_of(checkpoint("qwen3_5_text").model.model.layers)
     mixers = [layer.linear_attn for layer in layers if hasattr(layer, "linear_attn")]
     assert [type(mixer) for mixer in mixers] == [FusedGatedDeltaNet] * 3
 
