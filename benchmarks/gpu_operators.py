@@ -112,7 +112,7 @@ def attention(
         measure(name, partial(_prefill, device, ceilings, heads, count, length))
     for tree in ((1, 2, 512, 0),) if dry_run else _TREES:
         rows, samples, prefix, prompt = tree
-        name = f"shared {rows} x {samples} below {prefix} + {prompt}"
+        name = f"{rows} prompts of {prompt} after {prefix} shared tokens, {samples} samples"
         measure(name, partial(_shared, device, heads, *tree))
 
 

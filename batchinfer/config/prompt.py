@@ -23,7 +23,8 @@ class PromptConfig(Record):
     template: str | None = None
     """A Jinja2 template that uses the row's columns. It runs in a sandbox."""
     messages: tuple[Mapping[str, str], ...] | None = None
-    """A conversation: messages with a role and a content, which is a template like ``template``."""
+    """A conversation: messages with a ``role`` and a ``content``. Each content is a template, like
+    ``template``."""
     token_ids_column: str | None = None
     """A column of token ids: list<int>."""
     adapter: str | None = None

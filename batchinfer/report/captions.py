@@ -263,8 +263,8 @@ def _waits(data: ReportData, within_s: float, *, around: bool = False) -> str:
     """Name the longest phases of loading, or of the time ``around`` the rows.
 
     Args:
-        within_s: time that contains the phases. A longer phase ended before this time, and is
-            omitted.
+        within_s: seconds of the period that contains the phases. A longer phase must have ended
+            before the period began, so it is omitted.
     """
     names = [name for name in data.phases if (name in _AROUND_ROWS) == around]
     longest = sorted(names, key=lambda name: -data.phases[name])[:_MOST_WAITS]

@@ -83,7 +83,7 @@ _Tree: TypeAlias = "dict[str, _Tree]"
 
 
 def _any_of(texts: Collection[str]) -> str:
-    """Return a pattern for any of ``texts``, the longest first, as a tree of common prefixes.
+    """Return a pattern that matches the longest of ``texts``, written as a trie.
 
     A plain alternation of a few thousand reserved tokens would try each token at every ``<``.
     """

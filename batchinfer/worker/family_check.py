@@ -88,7 +88,8 @@ def _check_calls(layers: list[int], expected: list[int]) -> None:
             )
     if len(layers) != len(expected):
         raise UnsupportedAttentionError(
-            f"{len(layers)} of its {len(expected)} layers ask for paged attention"
+            f"its {len(expected)} layers with attention must each call paged attention once, but "
+            f"{len(layers)} calls were made"
         )
 
 

@@ -70,7 +70,7 @@ INLINE vec load(const float *from) { return *(const unaligned_vec *)from; }
 INLINE void store(float *to, vec x) { *(unaligned_vec *)to = x; }
 
 /* Returns a b + c, rounded once if the processor has an instruction for this. Compilers do not
-   reorder it. */
+   reassociate a chain of such instructions. */
 INLINE vec fma_vec(vec a, vec b, vec c) {
 #if defined(__AVX512F__)
     return (vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);

@@ -57,7 +57,7 @@ def test_layers_with_their_own_attention_are_refused() -> None:
     with pytest.raises(ModelError, match=r"'llama' cannot be run: .*in order \(layer 2\)"):
         check_attention(model, layout)
     model.model.layers[2].self_attn.forward = lambda hidden_states, **_: (hidden_states, None)
-    with pytest.raises(ModelError, match="1 of its 3 layers"):
+    with pytest.raises(ModelError, match=r"its 3 layers .* but 1 calls were made"):
         check_attention(model, layout)
 
 

@@ -26,8 +26,8 @@ from batchinfer.engine.step import Float32, Int32, Step, StepResult
 END_TOKEN = 2**31 - 1
 """Last token of samples that end before ``max_tokens``. No model has this token."""
 _FILLER = 2**30  # token ids of prompts are lower
-# Simulated log-probabilities of beams: the range between beams, the distance from one candidate to
-# the next, and a value that ends every beam.
+# Simulated log-probabilities of beam candidates: the largest random penalty of a beam, the gap
+# between consecutive candidates, and the penalty of tokens that must not be drawn.
 _BEAM_LUCK = 1.0
 _NEXT_BEST = 0.25
 _NEVER = 1e6

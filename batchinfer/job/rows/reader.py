@@ -87,7 +87,8 @@ class RowReader(Protocol):
     """The input columns that ``start`` needs."""
 
     def start(self, row_ids: Sequence[int], rows: Sequence[Row]) -> Callable[[], list[PromptRow]]:
-        """Start to make the prompts of rows; return a function that waits for the rows."""
+        """Start making the prompts of ``rows``; return a function that waits for them and returns
+        them."""
         ...
 
 

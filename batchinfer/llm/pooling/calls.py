@@ -76,7 +76,8 @@ class PoolingCalls:
         Args:
             prompts: see ``generate``; texts are used raw.
             pooling_params: one object for all prompts, or a list with one per prompt.
-                ``dimensions`` cuts embeddings; ``normalize=False`` leaves their length unchanged.
+                ``dimensions`` truncates embeddings to their first numbers; with
+                ``normalize=False``, they are not scaled to unit norm.
             others: see ``generate``.
 
         Returns:

@@ -21,7 +21,7 @@ MAX_GRAPH_TOKENS = 8192
 """Largest number of tokens in a step with a graph. A larger step runs longer than the host takes to
 launch its kernels."""
 
-# Pairs of (first number of sequences, distance between sizes).
+# Pairs (start, step): from `start` sequences on, sizes are `step` apart.
 _DECODE_STEPS = ((64, 32), (256, 64))
 _SMALL_TOKENS = (16, 32, 64, 128)
 _SIZES_PER_OCTAVE = 4

@@ -284,7 +284,7 @@ def _targets(folder: Path, config: LoraConfig, linears: Linears) -> tuple[Target
     for tensor, dtype in dtypes.items():
         match = _FACTOR.fullmatch(tensor)
         if match is None or dtype not in _DTYPES:
-            kind = f"is {dtype}" if match is not None else "is not a factor of a linear layer"
+            kind = f"is {dtype}" if match is not None else "is not a LoRA weight of a linear layer"
             raise NotSupportedError(
                 f"{_FILES[1]} has {tensor}, which {kind} and is not supported"
                 + (

@@ -112,7 +112,7 @@ def read_language_model(folder: Path | None, config: PreTrainedConfig, **options
 
 
 def language_model(wrapper: PreTrainedModel) -> nn.Module:
-    """Return the language model in a wrapper, without its head."""
+    """Return a wrapper's language model, without the output head."""
     inner: PreTrainedModel = wrapper.get_decoder()
     return inner if inner.get_output_embeddings() is None else body_of(inner)
 

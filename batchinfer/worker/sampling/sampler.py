@@ -69,8 +69,9 @@ class Sampler:
 
         A sample is marked nonfinite if its unedited row contains NaN or +inf, or only -inf. If its
         bans and allowed ids exclude all tokens, it is also marked as having no token left. Its
-        token and log-probability are then 0. Other samples are not affected. A sample with a given
-        token gets that token, with its log-probability. Equally likely tokens are ordered by id.
+        token and log-probability are then 0. Other samples are not affected. If a
+        sample's token is given, the result is that token and its log-probability. Equally likely
+        tokens are ordered by id.
 
         Args:
             logits: [R, V] floating point, on any device; unchanged, except for rows that users'

@@ -246,8 +246,8 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"target_modules": "all-linear"}, {}, "names model.layers.0.mlp.down_proj, whose factors"),
         ({}, {"q_proj": "z_proj"}, r"has no linear layer model.layers.0.self_attn.z_proj"),
         ({}, {"q_proj": "k_proj"}, r"k_proj.lora_B.weight is 32 x 4, but it should be 16 x 4"),
-        ({}, {"lora_B": "lora_C"}, "lora_C.weight, which is not a factor of a linear layer"),
-        ({}, {"base_model.model.": ""}, "is not a factor of a linear layer"),
+        ({}, {"lora_B": "lora_C"}, "lora_C.weight, which is not a LoRA weight of a linear layer"),
+        ({}, {"base_model.model.": ""}, "is not a LoRA weight of a linear layer"),
     ],
 )
 def test_an_adapter_that_cannot_be_run_is_refused_before_weights_load(
