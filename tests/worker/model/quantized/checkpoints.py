@@ -60,7 +60,7 @@ def write_quantized(
 
 
 def _is_quantized(name: str, weight: torch.Tensor) -> bool:
-    if weight.dim() == 3:
-        return True
-    left_out = ("norm.weight", "gate.weight", "router.weight", "bias", "sinks")
-    return "layers." in name and weight.dim() == 2 and not name.endswith(left_out)
+    left_out = ("norm.weight", "gate.weight", "router.weight", "bias", "sinks", "A_log")
+    if name.endswith((*left_out, "conv1d.weight", "conv.conv.weight")):
+        return False
+    return weight.dim() == 3 or ("layers." in name and weight.dim() == 2)

@@ -38,8 +38,10 @@ def load(folder: Path, dtype: str = "float32") -> LoadedModel:
 
 
 def logits_of(loaded: LoadedModel) -> torch.Tensor:
-    cache = KVCache(loaded.layout(16), 8, CPU, getattr(torch, loaded.dtype))
-    maker = StepMaker(8, 16)
+    layout = loaded.layout(16)
+    num_slots, per_state = 8 + layout.slots_per_state, layout.slots_per_state
+    cache = KVCache(layout, num_slots, CPU, getattr(torch, loaded.dtype))
+    maker = StepMaker(num_slots, 16, slots_per_state=per_state)
     step = maker.step([(maker.sequence(IDS), len(IDS))], every_logit=True)
     return forward(loaded.model, cache, make_backend(cache), step).float()
 
@@ -52,6 +54,7 @@ def logits_of_transformers(folder: Path, **options: Any) -> torch.Tensor:
 
 MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
 ALL_SEE_ALL = {"layer_types": ["full_attention", "full_attention"]}
+HYBRID = {"layer_types": ["linear_attention", "full_attention"]}
 FP8 = {"quant_method": "fp8", "weight_block_size": [32, 32]}
 FP8_BLOCKS = partial(float8, block=(32, 32), end="weight_scale_inv")
 
@@ -65,6 +68,9 @@ FP8_BLOCKS = partial(float8, block=(32, 32), end="weight_scale_inv")
         ("qwen3_moe", "bfloat16", "packed int4", {"moe_intermediate_size": 32}),
         ("deepseek_v3", "float32", "fp8 blocks", {}),
         ("qwen3_vl", "float32", "fp8 blocks", {}),
+        ("qwen3_5_text", "float32", "fp8 blocks", HYBRID),
+        ("qwen3_5_moe_text", "float32", "fp8 blocks", HYBRID),
+        ("lfm2", "bfloat16", "fp8 blocks", {"layer_types": ["conv", "full_attention"]}),
     ],
 )
 def test_logits_equal_those_of_the_dequantized_weights(
