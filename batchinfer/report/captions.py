@@ -19,7 +19,7 @@ _AROUND_ROWS = {
 }
 """Phases before the first row and after the last row, except loading."""
 _NOTICEABLE = 0.01
-"""Smallest share to mention."""
+"""Captions mention sharing only if it saves more than this share of the memory."""
 
 
 @dataclass(frozen=True)
@@ -236,7 +236,7 @@ def _number_and_unit(text: str) -> tuple[str, str]:
 
 
 def time_slices(data: ReportData) -> list[Slice]:
-    """Return the engine's time by activity, in seconds."""
+    """Return the time of all runs by activity, in seconds."""
     totals, span = data.timeline.totals, data.timeline.span_s
     prompt, answer = totals.prompt_ms / 1e3, totals.answer_ms / 1e3
     between = max(span - prompt - answer, 0.0)
@@ -260,7 +260,7 @@ def time_slices(data: ReportData) -> list[Slice]:
 
 
 def _waits(data: ReportData, within_s: float, *, around: bool = False) -> str:
-    """Name the longest phases of loading, or of the time ``around`` the rows.
+    """Name the longest phases of loading, or, if ``around``, of the time before and after the rows.
 
     Args:
         within_s: seconds of the period that contains the phases. A longer phase must have ended

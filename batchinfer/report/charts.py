@@ -14,11 +14,11 @@ from batchinfer.report.timeline import Timeline
 from batchinfer.report.units import amount
 
 _ON_ONE_SCALE = 1.5
-"""Largest ratio of the pool's size to the highest value at which the chart shows the pool."""
+"""A chart shows the pool's size if it is at most this many times the chart's highest value."""
 
 
 def all_series(data: ReportData) -> Mapping[str, Series]:
-    """Return the series of each chart over time, by its name on the page."""
+    """Return the series of each chart over time, keyed by the chart's name on the page."""
     timeline = data.timeline
     pool = {
         "memory": memory(timeline),
@@ -34,7 +34,8 @@ def all_series(data: ReportData) -> Mapping[str, Series]:
 
 
 def memory(timeline: Timeline) -> Series:
-    """Return the memory of running rows: in use, without sharing, and with reserved space."""
+    """Return the memory of running rows: in use, without sharing, and with contiguous
+    allocation."""
     mean = timeline.mean
     reserved = mean("contiguous_blocks")
     layers = [
@@ -51,7 +52,7 @@ def held_by_rows(timeline: Timeline) -> Series:
     """Return blocks that running rows hold, by number of holders, and blocks saved by sharing."""
     used, waste = timeline.mean("kv_blocks_used"), timeline.mean("waste_blocks")
     saved = np.maximum(timeline.mean("kv_logical_blocks") - used, 0)
-    # Shared blocks are nearly always full; empty slots of other blocks count as waste.
+    # Shared blocks are nearly always full, so count all empty slots as part of unshared blocks.
     shared = np.minimum(timeline.mean("kv_blocks_shared"), used - waste)
     layers = [
         Layer("used", "held by one row", used - shared - waste),

@@ -65,7 +65,8 @@ def from_output(out: OutputDir, now: float) -> ReportData:
     """
     plan = plan_of(out)
     status = read_status(out, now)
-    # List segments before parts, so that rows that move from a segment to a part are not missed.
+    # List segments before parts, so that rows that a running job moves from a segment to a part are
+    # not missed.
     segments = out.files.entries(out.segments)
     records = list(_records(out, plan))
     done = FinishedRows([part.rows for part, _ in records])
@@ -239,7 +240,7 @@ def _first_rows(out: OutputDir, path: PurePath, task: Task, count: int) -> list[
             schema = pq.read_schema(file)
     except UNREADABLE:
         return []
-    # The prompt shows what a row is about; it may be in an input column or a generated column.
+    # Show the generated column ``prompt`` like an input, because it says what a row is about.
     inputs = _columns_to_show(schema, task.spec.columns(("prompt_logprobs",)))
     columns = [*inputs, "row_id", *task.summarized, "num_prompt_tokens", "error"]
     with suppress(*UNREADABLE):

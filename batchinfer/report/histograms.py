@@ -24,7 +24,7 @@ TIMES = ("queue_ms", "prefill_ms", "decode_ms", "latency_ms")
 COLUMNS = (*SUMS, *TIMES)
 """Columns of ``requests`` that ``Lengths`` reads."""
 _MOST_BARS, _LEAST_BARS = 32, 8
-"""Maximum and minimum number of bars; if there are fewer, empty bars are added on both sides."""
+"""Maximum and minimum number of bars; up to the minimum, empty bars are added on both sides."""
 _MOST_LENGTH = 1 << 22
 _STEPS_PER_DECADE = 200
 """Number of slots of time per factor of ten, so that times are accurate to about a percent."""
@@ -56,7 +56,7 @@ class Lengths:
         self._times = {name: np.zeros(slots, np.int64) for name in TIMES}
 
     def add(self, requests: Mapping[str, Float]) -> None:
-        """Add rows: ``COLUMNS`` by name, each [rows]."""
+        """Add rows; ``requests`` maps the names in ``COLUMNS`` to arrays [rows]."""
         self.rows += len(requests["prompt_tokens"])
         for name in SUMS:
             self.sums[name] += int(requests[name].sum())

@@ -23,7 +23,8 @@ from batchinfer.report.timeline import Float, Timeline
 
 _BATCH_ROWS = 16384
 UNREADABLE = (OSError, pa.ArrowException, KeyError, ValueError)
-"""Errors of a file that is damaged, or that a running job has just merged into another file."""
+"""Errors from reading a file that is damaged, or that a running job has just merged into another
+file."""
 
 
 def batches(
@@ -74,7 +75,7 @@ def read_timeline(
 
 
 def _offsets(runs: Sequence[Run], ends: Mapping[str, float]) -> dict[str, float]:
-    """Return the start of each run's clock, in seconds since the first one, leaving out idle times.
+    """Return the start of each run's clock in seconds on a timeline without times when no run ran.
 
     Args:
         ends: end of each run's last step on the run's clock.

@@ -102,7 +102,7 @@ class Timeline:
             began_s: end of the previous step, on the run's clock.
             offset_s: start of the run's clock, on this timeline's clock.
             block_size: tokens in a block.
-            block_bytes: bytes in a block; counts of blocks become bytes.
+            block_bytes: bytes in a block, by which counts of blocks are multiplied.
         """
         if not len(steps["t_s"]):
             return

@@ -47,7 +47,7 @@ def report_at_end(out: OutputDir, log: Callable[[str], None]) -> bool:
     """
     try:
         write_report(out, time.time())
-    except Exception as error:  # the job has all its answers, so no error may fail it
+    except Exception as error:  # the job has all its answers and must not fail now
         log(f"no report: {first_line(error)}")
         return False
     return True

@@ -140,7 +140,7 @@ class Claim:
             _replace(self.present, self.out)
 
     def command_for(self, part: Part) -> str:
-        """Return a phrase for the user that names the command to write a damaged part again."""
+        """Return a phrase for the user that names the command that rewrites a damaged part."""
         return "the same command"
 
 

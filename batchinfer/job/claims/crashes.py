@@ -67,7 +67,7 @@ class CrashHistory:
     given_up: Group = ()
     """Rows that will not run again."""
     counted: tuple[str, ...] = ()
-    """Ids of the runs in the death that was counted last."""
+    """Ids of the runs that died together in the death counted last."""
     fruitless: NonNegativeInt = 0
     """Number of consecutive deaths without a finished row, whether or not tokens were stored. The
     count does not fall while there are suspects; otherwise, stored tokens would delay the verdict
@@ -108,7 +108,8 @@ class CrashHistory:
     def _after_groups(
         self, in_flight: Set[int], finished: Set[int], keeps_going: bool, kept_tokens: bool
     ) -> CrashHistory | None:
-        """Return the history after a death that occurred while suspects ran; None if none ran."""
+        """Return the history after a death that occurred while suspects ran; None if no suspect
+        ran."""
         after, has_run = self, False
         for group in self.groups:
             ran = _sorted(in_flight & {*group})
@@ -199,7 +200,7 @@ def count_deaths(
 
     Args:
         logs: the logs of dead runs.
-        unfinished: returns the unfinished rows among some rows.
+        unfinished: returns the unfinished rows among the given rows.
 
     Raises:
         StorageError: a log cannot be read or deleted, or the history cannot be written.

@@ -1,4 +1,4 @@
-"""Generations of an output: an update writes the next one to a folder inside the present one."""
+"""Generations of an output: an update writes the next generation to a folder inside the output."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def drop_generations(out: OutputDir) -> None:
 
 
 def other_generations(out: OutputDir, own: OutputDir) -> list[OutputDir]:
-    """Return generations of other plans that have rows; delete generations without rows.
+    """Return the generations other than ``own`` that have rows; delete those without rows.
 
     Call it under the lock of ``out``.
     """

@@ -27,7 +27,7 @@ from batchinfer.job.row_ids import (
 
 @dataclass(frozen=True)
 class PartsToMake:
-    """The parts that a run has to write, and those of their rows that are finished."""
+    """The parts that a run has to write, and their rows that are already finished."""
 
     parts: Sequence[Part]
     """The parts, in order."""
@@ -64,17 +64,18 @@ class PartsToMake:
 
 
 class PartQueue:
-    """Gives a run its parts. This class gives all of them at once; subclasses may claim them.
+    """Gives a run its parts. This class gives all of them at once; subclasses may claim parts one
+    by one.
 
     Args:
         parts: the parts of the run, or, for a worker, all parts that it may claim.
-        publish: moves a staged part to its final place; raises StorageError, or LockedError like
-            ``check``.
+        publish: moves a staged part to its final place; raises StorageError, or LockedError for
+            the same reason as ``check``.
         check: raises LockedError if other processes have taken over this process's parts.
     """
 
     is_shared = False
-    """True if other processes take parts from the queue too."""
+    """True if other processes may claim parts of the same output."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
-"""``--retry-errors``: runs again only the rows that ended in an error.
+"""Implements ``--retry-errors``, which reruns only the rows that ended in an error.
 
-It reopens each finished part with failed rows: it moves the good rows back to a segment, then
-deletes the part's record. From then on the part is an unfinished part like any other.
+For this, the module reopens each finished part with failed rows: it moves the good rows back to a
+segment, then deletes the part's record. From then on the part is an unfinished part like any other.
 """
 
 from __future__ import annotations

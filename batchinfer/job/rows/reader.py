@@ -22,7 +22,7 @@ from batchinfer.text.tools.row_tools import RowTools, RowToolsReader
 InFlight = Callable[[Sequence[int]], AbstractContextManager[None]]
 
 _BATCHES_AHEAD = 1
-"""Number of batches whose prompts are begun while the batch before them is unfinished."""
+"""Number of batches whose prompts are started before the preceding batch's prompts are finished."""
 _Prompts = Iterator[list[PromptRow]]
 
 
@@ -76,7 +76,8 @@ class Prompts(Protocol):
         ...
 
     def start(self, rows: Sequence[Mapping[str, object]]) -> Callable[[], list[Prompt | RowError]]:
-        """Start to make prompts; return a function that waits for each row's prompt or error."""
+        """Start making the prompts of ``rows``; return a function that waits for them and returns
+        each row's prompt or error."""
         ...
 
 

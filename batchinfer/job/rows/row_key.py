@@ -105,8 +105,9 @@ class RowKeys:
         self._adapters[BASE_MODEL] = b""
         self._writes_prompt = "prompt" in common["output"]["include"]
         self._begun: dict[tuple[int, int], tuple[SamplingParams | None, blake2b]] = {}
-        """Hashes of everything before a row's own data, by ``id()`` of the parameters and by
-        adapter. The value includes the parameters, so that no other object can get their id.
+        """Hash states before a row's own data is added, by ``id()`` of the parameters and by
+        adapter. Each value keeps its parameters alive, so that no other object can get the same
+        ``id()``.
         """
 
     def with_keys(self, batches: Iterator[list[PromptRow]]) -> Iterator[list[PromptRow]]:

@@ -1,1 +1,1 @@
-"""The job file: reads and checks it, and describes it to editors."""
+"""Reads and checks the job file, and describes its keys to editors."""

@@ -1,4 +1,4 @@
-"""Checks a job's keys against each other and against the disk, before data or a model is read."""
+"""Checks a job's keys against each other and against files, before data or a model is read."""
 
 from __future__ import annotations
 
@@ -65,7 +65,8 @@ def check_conflicts(spec: JobSpec, document: JobDocument) -> None:
 
 @contextmanager
 def _errors_at(key: KeyPath, document: JobDocument, *, names_key: bool = False) -> Generator[None]:
-    """Add the line of ``key`` to errors raised inside, and the key unless the errors name it."""
+    """Add the line of ``key`` to errors raised in the block, and ``key`` itself unless
+    ``names_key`` says that the errors already name it."""
     try:
         yield
     except (UsageError, ValueError) as error:

@@ -12,7 +12,7 @@ from batchinfer.job.spec.yaml import KeyPath, YamlText, dotted, parse_yaml, plai
 
 _MISSING = object()
 _NAMED_BY = {"model": "name", "input": "path"}
-"""Sections for which a job file may give only the value of the section's one required key."""
+"""Required key of each section with a shorthand: ``model: NAME`` means ``model: {name: NAME}``."""
 _JINJA = ("{{", "{%", "{#")
 
 
@@ -70,9 +70,10 @@ class JobDocument:
         self._origins[path] = origin
 
     def override(self, assignment: str, option: str = "") -> None:
-        """Apply ``a.b=value`` from ``--set``, or from an ``option`` that means the same.
+        """Apply ``a.b=value`` from ``--set``, or from the command-line ``option`` that stands for
+        it.
 
-        The value is YAML, with lists and mappings in brackets. A value without quotes or brackets
+        The value is YAML; lists and mappings need brackets. A value without quotes or brackets
         is one scalar: ``a: b``, ``# c`` and ``{{ d }}`` are strings.
 
         Raises:
@@ -92,7 +93,7 @@ class JobDocument:
         self._expand_shorthands()
 
     def underlay(self, section: str, keys: Mapping[str, Any], text: YamlText, source: str) -> None:
-        """Add ``keys`` of another file to ``section`` if the section does not have them."""
+        """Add to ``section`` those ``keys`` of another file that the section does not set."""
         present = self.get((section,)) or {}
         self.data[section] = {**keys, **present}
         for path, line in text.lines.items():
@@ -100,7 +101,7 @@ class JobDocument:
                 self._origins[(section, *path)] = f"{source}, line {line}"
 
     def origin(self, path: KeyPath) -> str:
-        """Return the file and line, or the option, of ``path`` or its nearest parent."""
+        """Return where ``path`` or its nearest parent is set: a file and line, or an option."""
         for length in range(len(path), 0, -1):
             if path[:length] in self._origins:
                 return self._origins[path[:length]]

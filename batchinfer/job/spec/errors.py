@@ -39,7 +39,8 @@ _EXPECTED: Mapping[str, str] = {
     "less_than_equal": "{le} or less",
     "greater_than": "more than {gt:g}",
 }
-"""Descriptions of valid values, by pydantic's error type. Braces name fields of its context."""
+"""Descriptions of valid values, by pydantic's error type. Braces name fields of the error's
+context."""
 _LIKE = {
     "model": "Qwen/Qwen3-0.6B",
     "input": "prompts.parquet",
@@ -89,7 +90,7 @@ def _problems(details: Sequence[ErrorDetails], document: JobDocument) -> list[_P
     """Combine the errors of each key, because pydantic reports one error per branch of a union.
 
     If keys inside a value have errors, the errors of the value itself are dropped. A misspelled
-    required key is not reported as missing too.
+    required key is not also reported as missing.
     """
     by_key: dict[KeyPath, list[ErrorDetails]] = {}
     for detail in details:

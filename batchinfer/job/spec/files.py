@@ -75,7 +75,7 @@ def read_preset(preset: str, base_dir: Path) -> tuple[YamlText, str]:
         preset: the name of a shipped preset, or a file relative to ``base_dir``.
 
     Raises:
-        UsageError: the preset does not exist, or is not keys and values.
+        UsageError: the preset does not exist, or does not consist of keys and values.
     """
     source = f"engine preset {printable(preset, 80)}"
     if preset in shipped_presets():

@@ -108,7 +108,7 @@ def load_job(
 
     Args:
         overrides: assignments ``section.key=value`` with values in YAML, which override the file.
-        options: assignments by the command-line option that stands for them.
+        options: such assignments, keyed by the command-line option that stands for each.
         variables: values for ``vars``.
         output: overrides ``output.path``; relative to the current directory.
         limit: overrides ``input.limit``.

@@ -74,7 +74,7 @@ def plain_prompts(
     most_tokens: int | None = None,
     **others: Any,
 ) -> Builder:
-    """Return a prompt builder that applies a chat template only to ``messages``, not to texts.
+    """Return a prompt builder that applies a chat template only to conversations, not to texts.
 
     Args:
         prefix: text to put before each text.
