@@ -191,7 +191,7 @@ class Responses:
     """Model name in the responses to requests that name no model."""
     token_text: TokenText
     normalizes: bool = True
-    """True if embeddings have length 1."""
+    """True if embeddings are scaled to unit norm."""
 
     def line(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Return the output or error line of a request.
@@ -297,8 +297,8 @@ class _Echo:
 
     text: str = ""
     tokens: Sequence[str] = ()
-    """Texts of the prompt's tokens. This field and those below are set only if log-probabilities
-    were requested.
+    """Texts of the prompt's tokens. This field and the fields below are set only if
+    log-probabilities were requested.
     """
     logprobs: Sequence[float | None] = ()
     """Log-probability of each token; None for the first, which follows no other token."""
@@ -334,7 +334,7 @@ def _top_logprobs(
 
 
 def _tokens_before(tokens: Sequence[Mapping[str, Any]]) -> list[list[int]]:
-    """Return, for each token, the ids of the tokens before it: at most ``MAX_CHAR_TOKENS``."""
+    """Return, for each token, the ids of up to ``MAX_CHAR_TOKENS`` tokens before it."""
     ids = [token["token_id"] for token in tokens]
     return [_ids_before(ids, at) for at in range(len(ids))]
 

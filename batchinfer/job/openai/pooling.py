@@ -46,7 +46,8 @@ _INPUT_FIELDS = {"column prompt": "body.input", "column token_ids": "body.input"
 
 
 def embedding_requests(width: int) -> RequestKind:
-    """Return the ``RequestKind`` of embedding requests with at most ``width`` ``dimensions``."""
+    """Return the ``RequestKind`` of embedding requests, whose ``dimensions`` may be at most
+    ``width``."""
     return RequestKind((EMBEDDINGS,), partial(_parse_embedding, width=width), _INPUT_FIELDS)
 
 
@@ -138,7 +139,7 @@ def pooling_body(
     Args:
         key: suffix of the response's id.
         created: seconds since 1970.
-        normalizes: True to scale truncated embeddings to length 1.
+        normalizes: True to scale truncated embeddings to unit norm.
     """
     url = rows[0]["url"]
     if url in RERANK_URLS:
@@ -175,7 +176,7 @@ def _embeddings(rows: Rows, *, normalizes: bool) -> list[dict[str, Any]]:
 
 def _truncated(values: Sequence[float], dimensions: int | None, normalizes: bool) -> Any:
     """Return the first ``dimensions`` numbers of an embedding as float32; ``normalizes`` scales
-    them to length 1 if any were cut off.
+    them to unit norm if any were cut off.
     """
     vector = np.asarray(values, dtype=np.float32)
     if dimensions is None or dimensions >= len(vector):

@@ -36,8 +36,8 @@ def check_part(file: pa.NativeFile, part: Part) -> None:
 
     Args:
         file: the part's Parquet file.
-        part: the file must hold the part's row ids in order, each once, or several times in a row
-            if exploded.
+        part: the file must hold the part's row ids in order, each once; if exploded, an id may
+            repeat consecutively.
 
     Raises:
         ValueError: the file is damaged or has the wrong rows; the message says what is wrong.

@@ -39,8 +39,9 @@ from batchinfer.job.storage.local_lock import LocalLock, Lock
 T = TypeVar("T")
 Access = Callable[[str, str], tuple[Files, Lock]]
 Trust = Literal["nothing", "marks", "times"]
-"""Evidence that a finished part is unchanged and need not be read: none; the object store's ETag
-(``marks``); or, where there are no ETags, also the time of the last write (``times``).
+"""Evidence on which a finished part counts as unchanged without being read. ``nothing``: none, so
+the part is read. ``marks``: its ETag in the object store. ``times``: its ETag or, where there are
+no ETags, the time of the last write.
 """
 
 
@@ -95,7 +96,7 @@ class OutputDir:
         self.swap = self.state / "swap.json"
         """File that exists during a swap, while the directory holds files of two generations."""
         self.claims = self.state / "claims"
-        """Folder with the parts that each writer has claimed (``batchinfer.job.claims``)."""
+        """Folder of files that list each writer's claimed parts (``batchinfer.job.claims``)."""
         self.shards = self.state / "shards.json"
         self.suspects = self.state / "suspects.json"
         self.kernels = self.state / "kernels.json"
@@ -123,7 +124,7 @@ class OutputDir:
 
     @property
     def single_files(self) -> tuple[PurePath, ...]:
-        """Other files of a generation except ``success``, with the plan last."""
+        """Files of a generation outside ``folders``, except ``success``; the plan is last."""
         results = (self.openai_record, self.suspects, self.kernels, self.summary, self.report)
         return (*results, self.manifest_copy, self.manifest)
 

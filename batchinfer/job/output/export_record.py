@@ -29,8 +29,8 @@ def exists(out: OutputDir, combined_output: PurePath | None) -> bool:
     """Return True if the OpenAI files were written and still have their recorded sizes.
 
     Args:
-        combined_output: a file with the lines of both OpenAI files, which must have their total
-            size; None if the job writes no such file.
+        combined_output: a file with the lines of both OpenAI files, whose size must be the sum of
+            their sizes; None if the job writes no such file.
     """
     if combined_output is not None and is_open_file(combined_output):
         return False

@@ -78,7 +78,7 @@ def plan_resume(
 
 
 def agree_on_plan(out: OutputDir, manifest: Manifest, if_exists: str) -> ResumePlan:
-    """Return a plan like ``plan_resume``, but with all parts to write, without checking the parts.
+    """Return a plan like ``plan_resume``, but do not check parts: all of them are in ``todo``.
 
     Raises:
         LockedError, DataError: see ``plan_resume``.
@@ -111,7 +111,7 @@ def agree_on_plan(out: OutputDir, manifest: Manifest, if_exists: str) -> ResumeP
 
 
 def only_unfinished(out: OutputDir, plan: ResumePlan, trust: Trust = "marks") -> ResumePlan:
-    """Return ``plan`` without the finished parts.
+    """Return ``plan`` with only the unfinished parts in ``todo``.
 
     Args:
         trust: see ``Trust``.

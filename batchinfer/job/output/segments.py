@@ -204,7 +204,7 @@ class Segments:
     def rows_of(self, part: Part) -> pa.Table:
         """Return the rows of a part that are in segments, each once, sorted by row id.
 
-        An additional column names the writer that ran the row.
+        An additional column names the writer that ran each row.
 
         Raises:
             DataError: a segment was damaged or deleted in the meantime.

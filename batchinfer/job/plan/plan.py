@@ -116,7 +116,7 @@ def plan_job(
     plan = Outcome(job, context, census, simulation, complete, reuse).data()
     workers = workers or (1 if spec.scale.workers == "auto" else spec.scale.workers)
     cost = None if price_per_hour is None else plan["time_s"] / 3600 * price_per_hour
-    # A worker makes whole parts. Several parts per worker divide the time evenly.
+    # A worker makes whole parts. With several parts each, workers end at about the same time.
     most_rows = max(1, plan["rows"] // (_PARTS_EACH * workers))
     has_few_parts = workers > 1 and spec.output.rows_per_part > most_rows
     return {

@@ -31,7 +31,7 @@ class ExpectedLengths:
 
     max_model_len: int
     eos_token_ids: frozenset[int]
-    """The model's end tokens; if a row may stop at one, its output length is not known."""
+    """The model's end tokens; the output length of a row that may stop there is not known."""
     expected: int | None
     """Expected output tokens per sample; None to assume ``max_tokens``."""
     task: LoadedTask | None = None
@@ -164,7 +164,8 @@ class Simulation:
                 self.refused_drawn_tokens += self.lengths.drawn_tokens(tokens, params)
 
     def _copies(self, completion: Completion) -> Iterator[Completion]:
-        """Yield a copy of ``completion`` for each duplicate of its row, which has one request."""
+        """Yield a copy of ``completion`` for each duplicate of its row; each row has one
+        request."""
         request = completion.request
         for row in self._deduplicator.release(request.row_id):
             if completion.error_code is None:

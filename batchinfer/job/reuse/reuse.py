@@ -259,7 +259,7 @@ class RowReuse:
         return pa.table(columns, schema=_FOUND), rest
 
     def _check(self, file: int) -> bool:
-        """Return True if a file is intact; if it is damaged, warn, and its rows are computed."""
+        """Return True if a file is intact; if it is damaged, warn that its rows are computed."""
         if file not in self._is_whole:
             try:
                 self._files[file].check()
@@ -358,7 +358,8 @@ def keyed_files(out: OutputDir, plan: Manifest) -> Iterator[Keyed]:
     Raises:
         StorageError: a file cannot be read.
     """
-    # List segments before parts, so that rows that move from a segment to a part are not missed.
+    # List segments before parts, so that rows that a run moves from a segment to a part are not
+    # missed.
     segments = list(out.files.entries(out.segments))
     for found in out.of_each(partial(_part, out), plan.parts()):
         if found is not None:

@@ -31,7 +31,8 @@ class Task:
     result_types: Callable[[JobSpec], Mapping[str, pa.DataType]]
     """Types of the output columns that the task adds."""
     prompt_builder: Callable[[JobSpec], BuilderFactory]
-    """Returns a factory of a job's prompt builders; it takes the arguments of ``PromptBuilder``."""
+    """Returns a factory of a job's prompt builders; the factory takes the arguments of
+    ``PromptBuilder``."""
     load: Callable[[JobSpec, EngineContext, GrammarCompiler], LoadedTask]
     """Loads the task for a job and its model. The compiler caches grammars for all rows."""
     summarize: Callable[[Mapping[str, Any]], tuple[str | None, str]]
@@ -54,7 +55,7 @@ class LoadedTask(ABC):
     """Makes a row's requests, and turns their completions into the row's output."""
 
     result_bytes: int = 0
-    """Number of bytes that the vectors and scores of a row take; they do not compress."""
+    """Size of a row's vectors and scores in the output, in bytes; they do not compress."""
 
     @abstractmethod
     def requests(self, row: PromptRow) -> Sequence[Request]:

@@ -5,7 +5,8 @@ before much of the next window has run. Long prompts end a window earlier, at ``
 because the token ids of a window are held in memory. In prefix order, rows with equal beginnings
 run side by side, adapter by adapter. In input order, rows keep the order of the input. In both
 orders, each row gets the length of the longest prefix that it shares with a later row of the
-window. If the engine cannot share prefixes with this model, the longest rows run first.
+window. In prefix order, if the engine cannot share prefixes for this model, the longest rows run
+first.
 
 A window is planned once all its rows are read. If the engine runs out of rows before that, it gets
 a head start. With input order, the head start is all rows read so far. With prefix order, it is the
@@ -14,8 +15,8 @@ first, which are still in the KV cache.
 
 Shared prefixes are found by sorting token ids. The longest common prefix (LCP) of two sorted rows
 is the minimum of the LCPs of the neighbors between them (Manber & Myers 1990, on suffix arrays).
-Among the rows that have not run, a row therefore shares most with the nearest row before or after
-it. A linked list holds the rows that have not run.
+Among the rows that have not run, a row therefore shares most with a neighbor in sorted order. A
+linked list holds the rows that have not run.
 """
 
 from __future__ import annotations
@@ -129,7 +130,7 @@ class _Window:
         return self._hand_over(len(self._rows) - len(self._handed_over))
 
     def _hand_over(self, count: int) -> Iterator[list[PromptRow]]:
-        """Yield the next ``count`` rows, if there are any, planned among all rows so far."""
+        """Yield the next ``count`` rows, if any, planned together with all rows read so far."""
         if count:
             to_run = self._longest(count) if self._by_length else self._sharing(count)
             self._handed_over += to_run

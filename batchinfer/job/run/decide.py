@@ -49,7 +49,7 @@ class RunOptions:
 
 @dataclass(frozen=True)
 class RunPlan:
-    """What a run has to do. Valid only in the context of ``decide``."""
+    """What a run has to do. Valid only inside the ``with`` block of ``decide``."""
 
     job: OutputJob
     """The job with the directory to write to, and with the plan that all runs of the job share."""
@@ -58,7 +58,8 @@ class RunPlan:
     outputs: Sequence[OutputDir]
     """Outputs whose rows are copied if the job would compute the same rows."""
     kernels: Mapping[str, str]
-    """Kernels of earlier runs, which this run uses too if it can; empty if it may choose."""
+    """Kernels of earlier runs, which this run uses too if it can; empty if this run chooses its
+    kernels."""
     options: RunOptions
 
 
@@ -163,7 +164,8 @@ def decide(
 def _open_output_job(
     spec: JobSpec, out: OutputDir, options: RunOptions, combined_output: PurePath | None
 ) -> OutputJob:
-    """Open the job's data: a table at the version that the output began with, or at the latest."""
+    """Open the job's data: a table at the version that the output began with, or at its latest
+    version."""
     partitioned.refuse_foreign(out, spec.output.partition_by)
     planned: Manifest | None = None
     with suppress(DataError):
@@ -251,9 +253,9 @@ def at_version(
     """Return the job with the version of its table that a run without ``--update`` reads.
 
     If an update is unfinished, the run reads the version of the update. Otherwise it reads the
-    version that the output began with, until the job has ended. With ``--retry-errors`` it keeps
-    this version after the end too, unless the latest version has the same number of rows. It then
-    reads the latest version, because somebody may have corrected failed rows.
+    version that the output began with, until the job has ended. With ``--retry-errors`` it reads
+    this version even after the end. But if the latest version has the same number of rows, it reads
+    the latest version, because somebody may have corrected the failed rows.
 
     Args:
         planned: the plan of the output in ``out``; None if there is no plan.
@@ -308,7 +310,7 @@ def _at(spec: JobSpec, version: int) -> JobSpec:
 
 
 def _finds_again(pinned: JobSpec, planned: Manifest) -> bool:
-    """Return True if a table is the planned table, moved to another path."""
+    """Return True if the table of ``pinned`` is the planned table, moved to another path."""
     with suppress(JobError):
         source = identified(open_input(pinned), planned)
         return have_common_files(planned.inputs, source.files)

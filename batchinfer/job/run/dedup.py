@@ -15,8 +15,8 @@ from batchinfer.engine.request import Completion, RequestStats
 from batchinfer.requests.requests import PromptRow
 
 MAX_WAITING = 4096
-"""Maximum number of rows that wait for equal rows. They take memory, and millions may be equal.
-Further equal rows run, which is cheap, because their prompt is cached.
+"""Maximum number of rows that wait for equal rows. Waiting rows take memory, and millions of rows
+may be equal. Further equal rows run, which is cheap, because their prompt is cached.
 """
 
 
@@ -25,7 +25,7 @@ class RequestDeduplicator:
 
     def __init__(self) -> None:
         self._by_key: dict[bytes, list[PromptRow]] = {}
-        """Each leader with its followers in the order in which they came, by row key."""
+        """Lists of a leader and its followers, in the order of their arrival, by row key."""
         self._by_leader: dict[int, list[PromptRow]] = {}
         """The same lists by the leader's row id."""
         self._num_waiting = 0

@@ -54,7 +54,7 @@ class EngineLoop:
     progress: Progress
     stop: Event
     max_waiting: int
-    """Number of rows to queue in the engine at most, so that the engine can look ahead."""
+    """Maximum number of rows in the engine's queue, which lets the engine look ahead."""
     admit: Callable[[list[int]], None]
     """Called with the ids of rows that are about to be given to the engine."""
 

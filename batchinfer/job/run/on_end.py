@@ -152,8 +152,8 @@ def _post(url: str, message: bytes) -> str | None:
 
 
 def _split_credentials(url: str) -> tuple[str, str | None]:
-    """Return a URL without its user and password, and these two in base64, or None if there are
-    none. This is necessary because urllib does not accept them in a URL.
+    """Return a URL without its user name and password, and these two in base64; None instead of the
+    base64 text if the URL has neither. urllib does not accept credentials in a URL.
     """
     parts = urlsplit(url)
     user, at, host = parts.netloc.rpartition("@")

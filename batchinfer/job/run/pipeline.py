@@ -261,7 +261,7 @@ class RowPipeline:
     ) -> bool:
         spec, context = self.job.spec, self.loaded.context
         ending, starved, cut_short = Event(), Event(), Event()
-        # With a shared queue, take fewer rows in advance: no other worker can run them then.
+        # With a shared queue, take fewer rows in advance: other workers cannot run rows taken here.
         waiting = max(1, spec.engine.max_num_seqs // 2)
         loop = EngineLoop(
             context.engine,
@@ -358,7 +358,7 @@ class RowPipeline:
         for claim, ranges in claims:
             read = self.job.source.batches(loaded.reader.columns, claim.parts, ranges)
             rows = read_prompts(read, loaded.reader, self.in_flight.making, keeps_text=keeps_text)
-            rows = takewhile(lambda _: not is_over(), rows)  # do not read on until a window is full
+            rows = takewhile(lambda _: not is_over(), rows)  # do not fill the window
             rows = row_keys(self.job, loaded.context).with_keys(rows)
             if self.reuse is not None:
                 rows = self.reuse.without_found(rows, found)

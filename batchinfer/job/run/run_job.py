@@ -198,7 +198,7 @@ def _missing_rows(job: OutputJob, missing: Sequence[range]) -> Counter[int]:
 
 
 def _as_workers_see(plan: RunPlan, job: OutputJob) -> OutputJob:
-    """Return the job with the output that each worker opens by itself.
+    """Return the job with the settings with which each worker opens the output.
 
     In an update, workers open the next generation, which reuses rows of the outputs that it
     replaces.
@@ -257,7 +257,7 @@ def _default_builder() -> BuildEngine:
 
 
 def with_id_errors(job: OutputJob, *, reads_stored: bool) -> OutputJob:
-    """Return the job with the rows whose ids are missing or repeated; these rows end as errors.
+    """Return the job with the rows whose ids are missing or repeated; these rows fail.
 
     Args:
         reads_stored: True to use the stored rows if they belong to this job's input.
