@@ -44,7 +44,7 @@ class Display:
         Args:
             event: name of the event, for machines.
             text: the event in words, for people; must have passed through ``printable``.
-            is_result: True if the text belongs to stdout when people read stdout.
+            is_result: True if the text is a result, to be written to stdout if people read stdout.
             fields: facts for machines, as JSON data.
         """
         if level == "error" or not self._quiet:

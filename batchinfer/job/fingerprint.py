@@ -143,7 +143,7 @@ def differences(
 ) -> dict[str, tuple[object, object]]:
     """Return the keys, such as ``sampling.top_p``, in which two ``fingerprint_facts`` differ.
 
-    The keys are sorted. Each has both values, of which a missing value is None.
+    The keys are sorted. Each key maps to both values; None stands for a missing value.
     """
     return dict(sorted(_differing("", before, after)))
 

@@ -63,7 +63,7 @@ class LocalWorker:
             stdout=subprocess.PIPE,
             stderr=self._stderr,
             env={**os.environ, "PYTHONPATH": path, **(environment or {})},
-            start_new_session=True,  # only the launcher must receive Ctrl-C
+            start_new_session=True,  # Ctrl-C must reach only the launcher
         )
         if cores:
             os.sched_setaffinity(self._process.pid, cores)

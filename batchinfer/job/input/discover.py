@@ -1,8 +1,8 @@
 """Finds the files of ``input.path``, their format, and columns from folder names.
 
 Hive-style folder names, as in ``lang=en/year=2026/x.parquet``, become columns. Only folders below
-``input.path`` count; in a glob, only folders from the first wildcard on. If a file stores a column
-of the same name, the column is read from the file.
+``input.path`` count; in a glob, only folders from the first wildcard onward. If a file stores a
+column of the same name, the column is read from the file.
 """
 
 from __future__ import annotations

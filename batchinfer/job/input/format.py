@@ -108,8 +108,9 @@ class ReadRequest:
 class Format(ABC):
     """A file format.
 
-    If a file cannot be read, the methods that read it raise a DataError that names it. They yield
-    pairs: the id of the first row, and at most ``BATCH_ROWS`` consecutive rows.
+    If a file cannot be read, the methods that read it raise a DataError that names it. Methods that
+    return iterators yield pairs: the id of the first row, and at most ``BATCH_ROWS`` consecutive
+    rows.
     """
 
     holds_requests = False

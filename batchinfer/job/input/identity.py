@@ -1,6 +1,6 @@
 """Compares a dataset with the planned one by the content of their files, in order.
 
-The location, names and times of files do not matter, except for columns from folder names.
+Locations, names and times of files do not matter, except for folder names that become columns.
 """
 
 from __future__ import annotations

@@ -74,8 +74,8 @@ def united(
 ) -> tuple[pa.Schema, dict[str, Difference]]:
     """Merge schemas. Columns are in the order in which they first appear.
 
-    The second result holds the columns that cannot be merged; in the schema each has its first
-    type.
+    The second result holds the columns that cannot be merged; in the schema, each has
+    the type from the first file that contains it.
 
     Args:
         schemas: schema of each file, by path. For speed, pass the same object for equal consecutive

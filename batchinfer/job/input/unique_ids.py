@@ -62,7 +62,7 @@ def find_bad_ids(source: Source, column: str) -> BadIds:
 
     Null and NaN are not ids. The function sorts 64-bit hashes of the values, then compares the few
     values with equal hashes. So the result is the same in every process, although Python's hashes
-    differ.
+    of strings differ between processes.
 
     Raises:
         DataError: the column holds lists or structs.
@@ -118,7 +118,7 @@ def _is_id(value: object) -> bool:
 
 
 def _duplicates(source: Source, column: str, repeated: npt.NDArray[np.int64]) -> dict[int, int]:
-    """Map each row with a duplicate id to the id's first row; ``repeated`` holds their hashes."""
+    """Map each row with a duplicate id to the id's first row; ``repeated`` has the ids' hashes."""
     firsts: dict[int, int] = {}
     first_rows: dict[Hashable, int] = {}
     for first_row, values, hashes in _ids(source, column):

@@ -1,8 +1,9 @@
-"""Progress that a run writes every few seconds, for ``batchinfer status`` on any machine.
+"""Writes a run's progress every few seconds, and reads it for ``batchinfer status``.
 
-``_batchinfer/live/NAME.json`` is small. Nothing depends on it, so a run replaces the whole file
-without fsync and ignores failed writes. The run deletes the file at its end. A run that died leaves
-its file behind; the run's lock or the file's age then shows that the run has died.
+``_batchinfer/live/NAME.json`` holds the progress, also for readers on other machines. Nothing else
+depends on this small file, so a run replaces it as a whole without fsync and ignores failed writes.
+The run deletes the file at its end. A run that died leaves its file behind; the run's lock or the
+file's age then shows that the run has died.
 """
 
 from __future__ import annotations

@@ -157,7 +157,7 @@ class Recorder:
         """Record the engine, and the ``load_s`` seconds that loading took before this run.
 
         Args:
-            phases: phases of loading, if they are over.
+            phases: phases of loading, used if no phases are active now.
         """
         self._phases = self._phases or phases
         self._began -= load_s

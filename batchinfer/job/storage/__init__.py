@@ -1,1 +1,2 @@
-"""Accesses files on this machine, in object stores and on the Hugging Face Hub, and has locks."""
+"""Accesses files on this machine, in object stores and on the Hugging Face Hub, and locks
+outputs."""

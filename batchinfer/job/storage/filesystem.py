@@ -1,6 +1,6 @@
 """Writes files so that readers see each file whole or not at all, even after a crash.
 
-``Files`` lists the operations that an output directory needs of a file system. Tests use an
+``Files`` lists the operations that an output directory needs from a file system. Tests use an
 implementation that loses unsynced data.
 """
 
@@ -132,7 +132,8 @@ class Files(Protocol):
         ...
 
     def entries(self, directory: PurePath) -> Sequence[PurePath]:
-        """Return the files and folders in a folder by name; empty if the folder is missing."""
+        """Return the files and folders in a folder, sorted by name; empty if the folder is
+        missing."""
         ...
 
     def stat(self, path: PurePath) -> FileStat | None:

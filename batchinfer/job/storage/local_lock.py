@@ -47,7 +47,7 @@ class Lock(Protocol):
     """The right to write to an output directory, held by one run at a time."""
 
     def held(self) -> AbstractContextManager[None]:
-        """Hold the lock, in a folder that exists.
+        """Hold the lock; its folder must exist.
 
         Raises:
             HeldError: another run holds the lock; the message names its process.

@@ -120,7 +120,7 @@ def _from_fields(named: dict[str, Any]) -> Sample:
 
 @dataclass(slots=True)
 class KeptOutput:
-    """The kept output of a request: a chain of increments, each of which continues the previous."""
+    """The kept output of a request: a chain of increments, each continuing the one before."""
 
     key: bytes
     chain: tuple[str, int]

@@ -1,6 +1,6 @@
 """Reads CSV files (RFC 4180) with a header.
 
-A column is int64 or double only if all files write every value as Python writes that number, so
+A column is int64 or double only if all files write every value as Python would write it, so
 that a template shows each value exactly as it is in the file. Every other column is text, for
 example a column with 007 or 1.10. Python's ``csv`` splits the records, because it gives the line of
 each record and can continue after an invalid one.

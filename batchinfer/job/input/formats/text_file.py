@@ -28,7 +28,7 @@ MARK = b"\xef\xbb\xbf"
 """The byte-order mark of UTF-8, which some editors write at the beginning of a file."""
 _CHUNK = 1 << 20
 _MOST_BYTES = 64 << 20
-"""Total size of the records at which a batch ends."""
+"""A batch ends once its records have this total size in bytes."""
 _COMPRESSED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bz2"}
 """First bytes of compressed files; text files do not begin with them."""
 _MARKS = {
@@ -48,7 +48,9 @@ text begins with ASCII (RFC 4627).
 """
 _CHECKED_LINES = 100
 _GOOD_PER_BAD = 10
-"""Minimum number of ASCII lines per invalid line for a file to count as UTF-8."""
+"""A file none of whose non-ASCII lines is valid UTF-8 is refused if it has fewer lines per such
+line.
+"""
 
 Record = TypeVar("Record")
 
