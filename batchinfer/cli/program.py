@@ -104,7 +104,7 @@ def _outcome(app: Callable[..., object]) -> tuple[int | str | None, str]:
 
 
 def _is_full_stdout(error: Exception) -> bool:
-    """Return True if stdout's disk is full; errors about other files have a file name."""
+    """Return True if the disk of stdout is full. Errors about other files have a file name."""
     if not isinstance(error, OSError) or error.filename is not None:
         return False
     return error.errno in (errno.ENOSPC, errno.EDQUOT)

@@ -13,7 +13,8 @@ from batchinfer.near_names import nearest, unseen_difference
 MAX_LINE = 300
 """Maximum number of characters in a line of a message."""
 _MOST_NAMES = 2000
-"""Maximum number of a folder's names to search for a similar name; a folder may hold millions."""
+"""Maximum number of names in a folder to compare with a missing name; a folder may hold
+millions."""
 
 
 def printable(text: str, limit: int = MAX_LINE) -> str:
@@ -57,7 +58,7 @@ def did_you_mean(name: str, known: Sequence[str], what: str = "known") -> str:
 
 
 def near_name(name: str, known: Sequence[str]) -> str:
-    """Return the end of a sentence about an unknown name: a similar known name; "" without one."""
+    """Return the end of a sentence about an unknown name: a similar known name, or ""."""
     near = nearest(name, known)
     return f"; did you mean {printable(near, 60)}{unseen_difference(name, near)}?" if near else ""
 

@@ -51,7 +51,7 @@ def render_table(
 
     Args:
         title: a string that has passed through ``printable``.
-        lines: other plain lines with the same content.
+        lines: plain lines to return instead of ``facts`` if stdout is not a terminal.
     """
     if not draws_tables(sys.stdout):
         return "\n".join(plain(facts) if lines is None else lines)

@@ -97,7 +97,7 @@ def fingerprint_facts(spec: JobSpec, model_facts: Mapping[str, Any]) -> dict[str
     held = dict(model_facts)
     engine = facts["engine"]
     engine["kv_cache_dtype"] = _SAME.get(engine["kv_cache_dtype"], engine["kv_cache_dtype"])
-    # Hashes of the adapters' content instead of their paths.
+    # Use hashes of the adapters' content instead of their paths.
     facts["model"]["adapters"] = held.pop("adapters", {})
     facts["model_facts"] = held
     return facts

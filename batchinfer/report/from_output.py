@@ -1,6 +1,6 @@
 """Reads the data of a report from an output directory; the job may still run.
 
-It reads only a few rows: some of the first rows as examples, and some failed rows.
+Of the rows themselves, it reads only some of the first rows as examples, and some failed rows.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ _MOST_BARS, _LEAST_BARS = 32, 8
 """Maximum and minimum number of bars; up to the minimum, empty bars are added on both sides."""
 _MOST_LENGTH = 1 << 22
 _STEPS_PER_DECADE = 200
-"""Number of slots of time per factor of ten, so that times are accurate to about a percent."""
+"""Number of time slots per factor of ten, so that times are accurate to about a percent."""
 _DECADES = (-3, 9)
 
 

@@ -65,7 +65,7 @@ class ReportData:
     """``running``, ``stopped``, ``failed``, ``finished``, ``finished with too many errors``, or,
     for calls from Python, ``so far``."""
     when: str
-    """Time of the state, and the progress of an update."""
+    """Time at which the data was current, and the progress of an update."""
     model: str
     device: str
     rows_total: int
@@ -87,13 +87,13 @@ class ReportData:
     draws: bool = True
     """True if rows draw tokens; otherwise the model only reads their prompts."""
     phases: Mapping[str, float] = field(default_factory=dict)
-    """Seconds of each named wait, summed over all runs."""
+    """Seconds of each phase, such as loading the model, summed over all runs."""
     out_of_memory: int = 0
     rows_reused: int = 0
     """Number of rows copied from other outputs; ``rows_done`` includes them."""
     max_error_rate: float = 0.0
     share: float | None = None
-    """Finished share of a running job's work; running rows count by their tokens."""
+    """Finished share of a running job's work; running rows count in part, by their tokens."""
     eta_s: float | None = None
     eta_is_most: bool = False
     phase: str = ""

@@ -3,8 +3,8 @@
 A chart contains only numbers and batchinfer's own words; text from data stays on the page around
 the chart.
 
-Every shape, or its edge, has a contrast of at least 3 with the card behind it (WCAG 2.2, success
-criterion 1.4.11). A line in the card's color separates areas that touch.
+Every shape, or its edge, has a contrast ratio of at least 3 to the card behind it (WCAG 2.2,
+success criterion 1.4.11). A line in the card's color separates areas that touch.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ CHART = {
     "line": ("#dfe3e8", "#2b333d"),
     "card": ("#ffffff", "#191f26"),
 }
-"""Light and dark colors, each with one meaning. Edges make pale areas visible."""
+"""Colors of the light and the dark theme; each has one meaning. Edges make pale areas visible."""
 Shape = tuple[int, int]
 """Width and height in SVG units; the page scales a chart to its column."""
 WIDE: Shape = (1090, 300)

@@ -77,7 +77,8 @@ class Claim:
             if_exists: ``resume``, ``error`` or ``overwrite``.
 
         Raises:
-            LockedError: another run writes to the directory, or it holds another job's output.
+            LockedError: another run writes to the directory, or the directory holds another job's
+                output.
             DataError: the input has changed.
             StorageError: the directory cannot be written to.
         """

@@ -17,8 +17,8 @@ def next_generation(
 ) -> OutputDir | None:
     """Return the directory of the next generation; None if this run does not make one.
 
-    A run makes a generation if ``out`` holds rows of another job or input, and if an earlier run
-    began the generation or the user asks for it: with ``update``, or with ``retry_errors`` if no
+    A run makes a generation if ``out`` holds rows of another job or input, and if one of these
+    holds: an earlier run began the generation; ``update`` is set; or ``retry_errors`` is set and no
     row would be lost.
 
     Raises:

@@ -85,7 +85,8 @@ class Role:
 
 @dataclass(frozen=True)
 class FreshStart:
-    """The content of ``_batchinfer/shards.json``: the team of writers that starts an output over.
+    """The content of ``_batchinfer/shards.json``: the team of writers that is starting the output
+    over.
 
     With ``output.if_exists: overwrite`` the first writer deletes the output, and the later writers
     must keep the rows of their team. With ``error`` the first writer must find no output, but later

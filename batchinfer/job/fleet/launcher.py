@@ -29,7 +29,7 @@ MOST_FAILED_STARTS = 2
 """Number of failed starts in a row after which a worker is not started again."""
 _POLL_S = 0.05
 _NODE_ERRORS = {DeviceError.__name__, StorageError.__name__}
-"""Names of errors that may come from a worker's node, so that workers on other nodes can continue.
+"""Names of errors that may be due to a worker's node, so workers on other nodes can go on.
 """
 
 

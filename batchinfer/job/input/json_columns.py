@@ -29,12 +29,12 @@ def json_text(name: str) -> pa.Field:
 
 
 def is_json_text(field: pa.Field) -> bool:
-    """Return True if a column holds values of several types as JSON text."""
+    """Return True if a column is kept as JSON text."""
     return bool(field.metadata == _MARK)
 
 
 class ColumnTypes:
-    """Types that can hold all values of each column of JSON objects."""
+    """For each column of JSON objects, a type that can hold all of its values."""
 
     def __init__(self) -> None:
         self._types: dict[str, pa.DataType] = {}

@@ -1,10 +1,10 @@
 """Row keys: 128-bit hashes of everything that affects a row's answer.
 
 The facts that all rows of a job share (model, task, output columns: ``fingerprint.answer_facts``)
-are hashed once. A row adds the token ids of its prompt, its parameters, its token limit, the
-content of its adapter, and, only if it samples, the seed and stream of its random numbers. The key
-does not depend on other input columns. It depends on the row's position only if the position
-selects the stream.
+are hashed once. To these, each row adds the token ids of its prompt, its parameters, its token
+limit, the content of its adapter, and, only if it samples, the seed and stream of its random
+numbers. The key does not depend on other input columns. It depends on the row's position only if
+the position selects the stream.
 
 The hash is BLAKE2b (RFC 7693) with 16 bytes. Among 10**12 different rows, the probability that any
 two have the same key is about 10**-15.

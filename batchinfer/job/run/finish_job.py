@@ -111,7 +111,7 @@ def _nothing_selected(job: OutputJob) -> list[str]:
 
 
 def _record(job: OutputJob, claim: Claim, part: Part) -> PartRecord:
-    """Return the record of a part, and check that its file has not changed since.
+    """Return the record of a part, and check that the part's file still matches the record.
 
     Raises:
         DataError: the part was damaged, or its record is missing.

@@ -46,7 +46,7 @@ _OF_STEP = {
 def serve_metrics(
     where: str | None, watched: WatchedRun, display: Display
 ) -> AbstractContextManager[None]:
-    """Serve metrics of a run, or write them to a file, while the context is entered.
+    """Serve metrics of a run, or write them to a file, while the context is active.
 
     Args:
         where: a port of this machine, ``host:port``, or a file; None for no metrics.

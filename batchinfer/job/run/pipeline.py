@@ -206,7 +206,8 @@ class RowPipeline:
     def run(self) -> bool:
         """Make all parts of the queue; return False if the run was stopped first.
 
-        Rows suspected of having killed earlier runs run in groups, with nothing else in the engine.
+        Suspects, which may have killed earlier runs, go to the engine in groups and without other
+        rows.
         """
         while not self.stop.is_set():
             if self._waiting is None:

@@ -1,7 +1,7 @@
 """``batchinfer run-batch``: runs a job that answers an OpenAI batch file.
 
 The output directory of the job is next to the output file, or in the current folder if the output
-is a pipe. The folder ``openai/`` in it holds answers and errors in separate files.
+is a pipe. The folder ``openai/`` inside this directory holds answers and errors in separate files.
 """
 
 from __future__ import annotations

@@ -257,7 +257,7 @@ def _default_builder() -> BuildEngine:
 
 
 def with_id_errors(job: OutputJob, *, reads_stored: bool) -> OutputJob:
-    """Return the job with the rows whose ids are missing or repeated; these rows fail.
+    """Return the job with a list of the rows whose ids are missing or repeated, which will fail.
 
     Args:
         reads_stored: True to use the stored rows if they belong to this job's input.

@@ -48,8 +48,8 @@ text begins with ASCII (RFC 4627).
 """
 _CHECKED_LINES = 100
 _GOOD_PER_BAD = 10
-"""A file none of whose non-ASCII lines is valid UTF-8 is refused if it has fewer lines per such
-line.
+"""If none of a file's non-ASCII lines is valid UTF-8, the file is refused unless it has at least
+this many lines per such line.
 """
 
 Record = TypeVar("Record")
