@@ -19,7 +19,7 @@ _AROUND_ROWS = {
 }
 """Phases before the first row and after the last row, except loading."""
 _NOTICEABLE = 0.01
-"""Captions mention sharing only if it saves more than this share of the memory."""
+"""The sentence on memory mentions sharing only if it saves more than this share of the memory."""
 
 
 @dataclass(frozen=True)
@@ -263,8 +263,8 @@ def _waits(data: ReportData, within_s: float, *, around: bool = False) -> str:
     """Name the longest phases of loading, or, if ``around``, of the time before and after the rows.
 
     Args:
-        within_s: seconds of the period that contains the phases. A longer phase must have ended
-            before the period began, so it is omitted.
+        within_s: seconds of the period that contains the phases. A phase longer than that cannot
+            lie in the period, so it is omitted.
     """
     names = [name for name in data.phases if (name in _AROUND_ROWS) == around]
     longest = sorted(names, key=lambda name: -data.phases[name])[:_MOST_WAITS]

@@ -75,7 +75,8 @@ def read_timeline(
 
 
 def _offsets(runs: Sequence[Run], ends: Mapping[str, float]) -> dict[str, float]:
-    """Return the start of each run's clock in seconds on a timeline without times when no run ran.
+    """Return the start of each run's clock in seconds, on a timeline that skips times without a
+    run.
 
     Args:
         ends: end of each run's last step on the run's clock.

@@ -8,16 +8,16 @@ the death of the process but not a crash of the machine. The log reaches an obje
 later, which is too late if a row kills the process at once. So after a death, the next run stores
 each row's id before the row runs.
 
-A thousand innocent rows may be in flight when a process is killed. So a death is ignored if its run
-has made progress: it finished rows, or stored tokens of unfinished rows
+A thousand innocent rows may be in flight when a process is killed. So a death creates no suspects
+if the run has made progress, that is, if it finished rows or stored tokens of unfinished rows
 (``batchinfer.job.tokens``). Rows with long answers store tokens even while another row in the
-engine kills each run, so tokens alone count as progress for at most ``MOST_FRUITLESS`` deaths. Rows
-that were in flight at two deaths without such progress are suspects. Suspects run with nothing else
-in the engine: n suspects first run in about sqrt(n) groups of about sqrt(n) rows. If the process
-dies, each row of the group runs alone. A row is given up when the process has died twice while the
-row ran alone and stored no tokens. A row that runs alone stores its tokens every second
-(``TokensInFlight``), so kills from outside do not condemn the row if each run lives for a second
-after the first token.
+engine kills each run, so tokens alone count as progress for at most ``MOST_FRUITLESS`` deaths.
+After a death without progress, suspects are the rows that were in flight both then and at an
+earlier death. Suspects run with nothing else in the engine: n suspects first run in about sqrt(n)
+groups of about sqrt(n) rows. If the process dies, each row of the group runs alone. A row is given
+up when the process has died twice while the row ran alone and stored no tokens. A row that runs
+alone stores its tokens every second (``TokensInFlight``), so kills from outside do not condemn the
+row if each run lives for a second after the first token.
 
 ``_batchinfer/suspects.json`` holds the history for all writers, which change it under the lock.
 """
@@ -59,7 +59,7 @@ class CrashHistory:
     __pydantic_config__: ClassVar = STRICT
 
     seen_once: Group = ()
-    """Rows that were in flight at one death, but not at a second death without progress."""
+    """Rows that were in flight at a death, but are not suspects yet."""
     groups: tuple[Group, ...] = ()
     """Suspects: each group runs with nothing else in the engine, before other rows."""
     died_alone: Group = ()

@@ -64,8 +64,8 @@ class PartsToMake:
 
 
 class PartQueue:
-    """Gives a run its parts. This class gives all of them at once; subclasses may claim parts one
-    by one.
+    """Gives a run its parts. This class gives all of them at once; subclasses may claim parts as
+    they go.
 
     Args:
         parts: the parts of the run, or, for a worker, all parts that it may claim.

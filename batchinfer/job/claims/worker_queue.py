@@ -17,7 +17,7 @@ from batchinfer.job.output.resume import ResumePlan, unrecorded
 from batchinfer.job.row_ids import Part, RowIds
 
 _CLAIMS_LEFT = 6
-"""A claim takes the free parts divided by (this value times the number of workers), at least one.
+"""A claim takes at most 1 / (_CLAIMS_LEFT * number of workers) of the free parts, but at least one.
 """
 _SLOWER = 1.15
 """A worker claims no part if it needs this many times longer for one part than the other workers

@@ -41,7 +41,7 @@ def end_run(plan: RunPlan, job: OutputJob, reporter: RunReporter, stop: Event) -
 
 
 def _finish(job: OutputJob, claim: Claim, reporter: RunReporter) -> ExitCode:
-    """Write the exports and statistics of the job; write ``_SUCCESS`` if few enough rows failed."""
+    """Write the exports and statistics; write ``_SUCCESS`` unless too many rows failed."""
     refuse_unexpected_files(job.out, job.manifest)
     records = job.out.of_each(partial(_record, job, claim), job.manifest.parts())
     if job.spec.output.format == "openai-batch":
