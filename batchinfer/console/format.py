@@ -14,7 +14,8 @@ MAX_LINE = 300
 """Maximum number of characters in a line of a message."""
 _MOST_NAMES = 2000
 """Maximum number of names in a folder to compare with a missing name; a folder may hold
-millions."""
+millions.
+"""
 
 
 def printable(text: str, limit: int = MAX_LINE) -> str:

@@ -243,7 +243,7 @@ class Meter:
         return f"{'at most' if self.expects_most else 'about'} {duration(self.eta_s)} left"
 
     def facts(self) -> dict[str, Any]:
-        """Return the progress for machines, by name, in rows, tokens and seconds."""
+        """Return the progress for machines: named values in rows, tokens and seconds."""
         return {
             "rows_total": self.before + self.total,
             "rows_finished": self.before + self.rows_finished,

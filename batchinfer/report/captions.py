@@ -217,7 +217,7 @@ def figures(data: ReportData, price: Price | None) -> Iterator[Figure]:
 
 
 def _speed(data: ReportData) -> Iterator[Figure]:
-    """Yield output tokens per second, or rows and input tokens if the job draws none."""
+    """Yield output tokens per second, or rows and input tokens if the job draws no tokens."""
     seconds = data.engine_s
     if data.draws:
         drawn = f"{short(data.output_tokens)} tokens in {duration(seconds)}"

@@ -35,7 +35,8 @@ def all_series(data: ReportData) -> Mapping[str, Series]:
 
 def memory(timeline: Timeline) -> Series:
     """Return the memory of running rows: in use, without sharing, and with contiguous
-    allocation."""
+    allocation.
+    """
     mean = timeline.mean
     reserved = mean("contiguous_blocks")
     layers = [

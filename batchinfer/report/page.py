@@ -40,7 +40,8 @@ PAGE = {
     "rest": ("#96566c", "#cf8fa3"),
 }
 """Colors of the page in the light and dark theme; ``CHART`` has the colors of charts. Text has a
-contrast ratio of at least 4.5 to its background (WCAG 2.2, success criterion 1.4.3)."""
+contrast ratio of at least 4.5 to its background (WCAG 2.2, success criterion 1.4.3).
+"""
 _MOST_RUNS, _MOST_CODES, _MOST_LANES = 20, 12, 40
 
 

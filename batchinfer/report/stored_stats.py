@@ -24,7 +24,8 @@ from batchinfer.report.timeline import Float, Timeline
 _BATCH_ROWS = 16384
 UNREADABLE = (OSError, pa.ArrowException, KeyError, ValueError)
 """Errors from reading a file that is damaged, or that a running job has just merged into another
-file."""
+file.
+"""
 
 
 def batches(
@@ -141,7 +142,7 @@ def _by_run(
 
 
 def _columns(batch: pa.RecordBatch, names: Sequence[str]) -> dict[str, Float]:
-    """Return columns by name; zeros for a column that an older version did not write."""
+    """Return columns, keyed by name; zeros for a column that an older version did not write."""
     return {
         name: batch.column(name).to_numpy(zero_copy_only=False).astype(np.float64)
         if name in batch.schema.names

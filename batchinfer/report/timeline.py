@@ -79,9 +79,9 @@ class Timeline:
         self.peak = Peak()
         self.peak_utilization = 0.0
         self.began_s: dict[str, float] = {}
-        """Start of each run's clock on this timeline, in seconds, by the run's id."""
+        """Start of each run's clock on this timeline, in seconds, keyed by run id."""
         self.busy_s: dict[str, Float] = defaultdict(lambda: np.zeros(POINTS))
-        """Seconds of each slice of time in which a run's steps computed, by the run's id."""
+        """Seconds of each slice of time in which a run's steps computed, keyed by run id."""
         self.edges_s: Float = np.linspace(0.0, max(span_s, 1e-9), POINTS + 1)
         """Bounds of the slices of time, [POINTS + 1]."""
         self._sums = {name: np.zeros(POINTS) for name in (*STATES, *FLOWS, "waste_blocks")}
@@ -98,7 +98,7 @@ class Timeline:
         """Add steps of one run, in order.
 
         Args:
-            steps: ``COLUMNS`` by name, each [steps].
+            steps: maps the names in ``COLUMNS`` to arrays [steps].
             began_s: end of the previous step, on the run's clock.
             offset_s: start of the run's clock, on this timeline's clock.
             block_size: tokens in a block.

@@ -109,7 +109,8 @@ class CrashHistory:
         self, in_flight: Set[int], finished: Set[int], keeps_going: bool, kept_tokens: bool
     ) -> CrashHistory | None:
         """Return the history after a death that occurred while suspects ran; None if no suspect
-        ran."""
+        ran.
+        """
         after, has_run = self, False
         for group in self.groups:
             ran = _sorted(in_flight & {*group})

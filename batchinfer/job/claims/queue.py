@@ -90,7 +90,7 @@ class PartQueue:
         self.publish = publish
         self.check = check
         self.on_made_elsewhere: Callable[[Sequence[Part]], None] = lambda parts: None
-        """Called with parts that other processes have made since the last call."""
+        """Called with the parts that other processes have written since the last call."""
 
     def next(self, is_over: Callable[[], bool]) -> PartsToMake | None:
         """Return the next parts; None if all parts are taken or ``is_over`` returns True.

@@ -270,7 +270,8 @@ class SharedClaim(Claim):
     def _agree(self, manifest: Manifest, if_exists: str, *, siblings: bool) -> ResumePlan:
         """Return the plan of all parts, which another writer of the team may have stored already.
 
-        Call it under the lock."""
+        Call it under the lock.
+        """
         start = _stored_start(self.shared, self.writer.team)
         if if_exists == "resume":
             return self._resumed(manifest, start, siblings)

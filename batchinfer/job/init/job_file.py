@@ -24,7 +24,8 @@ DEFAULT_MODEL = "Qwen/Qwen3-0.6B"
 _COMMENT_AT = 34
 _WITH_OUTPUT_HEAD = "LMHeadModel"
 """End of the name of GPT-2's class, which has an output head. Most other classes whose names end in
-Model have no output head."""
+Model have no output head.
+"""
 _PLAIN = re.compile(r"[A-Za-z][A-Za-z0-9_./-]*")
 
 

@@ -27,7 +27,7 @@ READ_ERRORS = (pa.ArrowException, OSError, UnicodeDecodeError)
 """
 
 Row = Mapping[str, Any] | RowError
-"""A row's values by column, or the error that explains why the row cannot be read."""
+"""A row's values, keyed by column, or the error that explains why the row cannot be read."""
 Rows = tuple[int, list[Row]]
 """The row id of the first row, and consecutive rows."""
 _Piece = TypeVar("_Piece", pa.RecordBatch, list[Any])
@@ -130,7 +130,7 @@ class Format(ABC):
         """Merge the schemas of files; also return the columns whose types cannot be merged.
 
         Args:
-            schemas: schema of each file, by path.
+            schemas: schema of each file, keyed by path.
             mode: ``input.schema``.
         """
         return united(schemas, mode, widened if mode == "union" else same)

@@ -78,8 +78,8 @@ def united(
     the type from the first file that contains it.
 
     Args:
-        schemas: schema of each file, by path. For speed, pass the same object for equal consecutive
-            schemas.
+        schemas: schema of each file, keyed by path. For speed, pass the same object for equal
+            consecutive schemas.
         mode: with ``union``, a column may be missing in some files.
 
     Raises:

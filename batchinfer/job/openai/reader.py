@@ -63,7 +63,7 @@ class OpenAIReader:
             ``TEMPLATE_VARIABLES``.
         params: makes sampling parameters; None if the task does not sample tokens.
         served_names: names that a request's ``model`` may have.
-        adapters: numbers of the adapters, keyed by names that ``model`` may have instead.
+        adapters: maps each adapter's name, which ``model`` may have instead, to its number.
         tool_choices: forces the tool calls that a request requires; None if the job does not parse
             tool calls.
         accepts_any_model: True to answer requests for other models too, with a few warnings.

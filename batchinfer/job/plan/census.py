@@ -71,7 +71,7 @@ class Census:
     truncated: int = 0
     control_text: int = 0
     errors: Counter[str] = field(default_factory=Counter)
-    """Number of rows that cannot run, by error code."""
+    """Number of rows that cannot run, keyed by error code."""
     by_length: Counter[int] = field(default_factory=Counter)
     """Number of rows by prompt length: key k counts prompts of 2**(k-1) to 2**k - 1 tokens."""
 

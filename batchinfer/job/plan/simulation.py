@@ -107,7 +107,7 @@ class Simulation:
         self.deduplicated_drawn_tokens = 0
         self._deduplicator = RequestDeduplicator()
         self.refused: Counter[str] = Counter()
-        """Number of rows that the engine refused, by error code."""
+        """Number of rows that the engine refused, keyed by error code."""
         self._refused_rows: set[int] = set()
         self.refused_prompt_tokens = 0
         self.refused_output_tokens = 0
@@ -165,7 +165,8 @@ class Simulation:
 
     def _copies(self, completion: Completion) -> Iterator[Completion]:
         """Yield a copy of ``completion`` for each duplicate of its row; each row has one
-        request."""
+        request.
+        """
         request = completion.request
         for row in self._deduplicator.release(request.row_id):
             if completion.error_code is None:

@@ -1,1 +1,1 @@
-"""Finds the rows that other outputs already hold, by their keys, and copies them."""
+"""Looks up the keys of rows to find rows that other outputs already hold, and copies these rows."""

@@ -170,7 +170,7 @@ class RowReuse:
         self._files: list[FinishedFile] = [file for file, _ in keyed]
         self._index = KeyIndex(keys for _, keys in keyed)
         self._is_whole: dict[int, bool] = {}
-        """Results of ``_check``, by file number."""
+        """Results of ``_check``, keyed by file number."""
         self._latest: tuple[int, pa.Table] | None = None
         self._generated = generated
         self._warn = warn
@@ -259,7 +259,7 @@ class RowReuse:
         return pa.table(columns, schema=_FOUND), rest
 
     def _check(self, file: int) -> bool:
-        """Return True if a file is intact; if it is damaged, warn that its rows are computed."""
+        """Return True if a file is intact; if it is damaged, warn that its rows run again."""
         if file not in self._is_whole:
             try:
                 self._files[file].check()

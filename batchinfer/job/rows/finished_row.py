@@ -42,7 +42,7 @@ class FinishedRow:
     """Generated columns and statistics of a row."""
 
     values: dict[str, Any]
-    """Generated columns by name."""
+    """Values of the generated columns, keyed by column name."""
     stats: RequestStats | None
     """Statistics of the row's requests; None if the engine did not run the row."""
     has_control_text: bool

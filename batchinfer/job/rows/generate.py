@@ -44,7 +44,7 @@ _OPTIONAL_OUTPUT = {
     "reasoning": _REASONING,
     "tool_calls": _CALLS,
 }
-"""Optional fields of samples, by the entry of ``JobSpec.written`` that adds them."""
+"""Optional fields of samples, keyed by the entry of ``JobSpec.written`` that adds them."""
 
 
 class Generation(LoadedTask):

@@ -32,7 +32,7 @@ class RowAdapters:
     Args:
         column: column with names of adapters, where null means the base model; None if all rows use
             ``of_all``.
-        numbers: numbers of the adapters, by name.
+        numbers: maps each adapter's name to its number.
         of_all: adapter of all rows if ``column`` is None; None for the base model.
     """
 
@@ -77,7 +77,8 @@ class Prompts(Protocol):
 
     def start(self, rows: Sequence[Mapping[str, object]]) -> Callable[[], list[Prompt | RowError]]:
         """Start making the prompts of ``rows``; return a function that waits for them and returns
-        each row's prompt or error."""
+        each row's prompt or error.
+        """
         ...
 
 

@@ -83,7 +83,7 @@ class RowKeys:
     Args:
         facts: the job's ``fingerprint_facts``.
         max_model_len: maximum number of tokens of prompt and output together.
-        adapters: numbers of the adapters, by name.
+        adapters: maps each adapter's name to its number.
         chosen_by_length: True if the model's answers depend on ``max_model_len`` (LongRoPE).
     """
 

@@ -32,7 +32,8 @@ class Task:
     """Types of the output columns that the task adds."""
     prompt_builder: Callable[[JobSpec], BuilderFactory]
     """Returns a factory of a job's prompt builders; the factory takes the arguments of
-    ``PromptBuilder``."""
+    ``PromptBuilder``.
+    """
     load: Callable[[JobSpec, EngineContext, GrammarCompiler], LoadedTask]
     """Loads the task for a job and its model. The compiler caches grammars for all rows."""
     summarize: Callable[[Mapping[str, Any]], tuple[str | None, str]]

@@ -1,4 +1,4 @@
-"""All tasks, by their names in the job file."""
+"""All tasks, keyed by their names in the job file."""
 
 from __future__ import annotations
 

@@ -59,7 +59,8 @@ class RunPlan:
     """Outputs whose rows are copied if the job would compute the same rows."""
     kernels: Mapping[str, str]
     """Kernels of earlier runs, which this run uses too if it can; empty if this run chooses its
-    kernels."""
+    kernels.
+    """
     options: RunOptions
 
 
@@ -165,7 +166,8 @@ def _open_output_job(
     spec: JobSpec, out: OutputDir, options: RunOptions, combined_output: PurePath | None
 ) -> OutputJob:
     """Open the job's data: a table at the version that the output began with, or at its latest
-    version."""
+    version.
+    """
     partitioned.refuse_foreign(out, spec.output.partition_by)
     planned: Manifest | None = None
     with suppress(DataError):

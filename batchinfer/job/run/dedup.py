@@ -25,9 +25,9 @@ class RequestDeduplicator:
 
     def __init__(self) -> None:
         self._by_key: dict[bytes, list[PromptRow]] = {}
-        """Lists of a leader and its followers, in the order of their arrival, by row key."""
+        """Lists of a leader and its followers, in the order of their arrival, keyed by row key."""
         self._by_leader: dict[int, list[PromptRow]] = {}
-        """The same lists by the leader's row id."""
+        """The same lists, keyed by the leader's row id."""
         self._num_waiting = 0
 
     def leaders(self, rows: Sequence[PromptRow]) -> list[PromptRow]:

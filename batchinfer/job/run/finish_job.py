@@ -1,4 +1,6 @@
-"""Ends a job once its parts are made: writes exports, partitions, statistics and ``_SUCCESS``."""
+"""Ends a job once its parts are written: writes exports, partitions, statistics and
+``_SUCCESS``.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ from batchinfer.job.stats.summary import write_summary
 
 
 def end_run(plan: RunPlan, job: OutputJob, reporter: RunReporter, stop: Event) -> ExitCode:
-    """End a run that has made its parts, and end the job if no other process makes parts."""
+    """End a run that has written its parts; end the job too if no process still writes parts."""
     if plan.options.role is not None and plan.options.role.has_launcher:
         return ExitCode.OK
     with plan.claim.ending(stop.is_set) as ending:

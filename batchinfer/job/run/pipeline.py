@@ -69,7 +69,7 @@ def run_pipeline(
     stop: Event,
     reuse: RowReuse | None = None,
 ) -> bool:
-    """Make the parts of a queue.
+    """Compute and write the parts of a queue.
 
     Args:
         loaded: the job's model; None if no row has to run.
@@ -78,7 +78,7 @@ def run_pipeline(
         reuse: finds rows that need not run because another output holds them.
 
     Returns:
-        True if all parts were made.
+        True if all parts were written.
 
     Raises:
         JobError: data cannot be read, the model cannot be run, or a part cannot be written;
@@ -204,7 +204,7 @@ class RowPipeline:
         """Number of these rows that earlier loops have given to the engine."""
 
     def run(self) -> bool:
-        """Make all parts of the queue; return False if the run was stopped first.
+        """Compute and write all parts of the queue; return False if the run was stopped first.
 
         Suspects, which may have killed earlier runs, go to the engine in groups and without other
         rows.

@@ -189,7 +189,7 @@ class RunReporter:
         self.display.say("see_report", f"batchinfer report {place} shows the job's progress")
 
     def parts_left(self, out: OutputDir, others_left: int) -> None:
-        """Say that this process has made its parts, and that another process ends the job."""
+        """Say that this process has written its parts, and that another process ends the job."""
         left = f"other processes still have {counted(others_left, 'part')} to make"
         if not others_left:
             left = "another process has finished the job"
@@ -210,7 +210,7 @@ class RunReporter:
         self.display.say("too_few_rows", line, "error", rows=kept, min_rows=least)
 
     def end(self, out: OutputDir, summary: dict[str, Any], warnings: Sequence[str]) -> None:
-        """Write the report and show the summary, once all parts are made."""
+        """Write the report and show the summary, once all parts are written."""
         self.watched.summary = summary
         lines = list(warnings)
         with phase("drawing the report"):

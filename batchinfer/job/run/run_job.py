@@ -136,7 +136,7 @@ def _write_live_status(out: OutputDir, watched: WatchedRun) -> Iterator[None]:
 def _make_parts(
     plan: RunPlan, reporter: RunReporter, build: BuildEngine | None, fleet: RunFleet | None
 ) -> ExitCode:
-    """Make the unfinished parts, then end the run; return INTERRUPTED if parts are left."""
+    """Write the unfinished parts, then end the run; return INTERRUPTED if parts are left."""
     job, resume = plan.job, plan.resume
     if not resume.todo:
         with stop_signals() as stop:
@@ -189,7 +189,7 @@ def _make_parts(
 
 
 def _missing_rows(job: OutputJob, missing: Sequence[range]) -> Counter[int]:
-    """Count the missing rows of each part, by the part's index; each range is within one part."""
+    """Count the missing rows, keyed by the part's index; each range is within one part."""
     first_rows = [part.rows.start for part in job.manifest.parts()]
     counts = Counter[int]()
     for rows in missing:

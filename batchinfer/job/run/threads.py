@@ -103,7 +103,8 @@ class Prefetcher(Generic[T]):
 
 class Repeater:
     """Calls ``action`` in a thread every ``every_s`` seconds, for the first time after
-    ``every_s``."""
+    ``every_s``.
+    """
 
     def __init__(self, action: Callable[[], None], every_s: float) -> None:
         self._action = action

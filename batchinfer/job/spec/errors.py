@@ -39,8 +39,9 @@ _EXPECTED: Mapping[str, str] = {
     "less_than_equal": "{le} or less",
     "greater_than": "more than {gt:g}",
 }
-"""Descriptions of valid values, by pydantic's error type. Braces name fields of the error's
-context."""
+"""Descriptions of valid values, keyed by pydantic's error type. Braces name fields of the error's
+context.
+"""
 _LIKE = {
     "model": "Qwen/Qwen3-0.6B",
     "input": "prompts.parquet",
@@ -53,7 +54,7 @@ _LIKE = {
 
 @cache
 def known_keys() -> Mapping[str, tuple[str, ...]]:
-    """Return the keys that a user may write, by section; "" is the top level."""
+    """Return the keys that a user may write, keyed by section; "" is the top level."""
     schema = json_schema()
     return dict(_sections("", schema, schema["$defs"]))
 

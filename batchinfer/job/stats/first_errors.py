@@ -48,7 +48,7 @@ def error_lines(
     """Yield a line for each error code: the number of its rows, and the first rows.
 
     Args:
-        codes: number of rows by code, most frequent first.
+        codes: number of rows, keyed by code, most frequent first.
         errors: result of ``first_errors``.
     """
     rows: dict[str, list[str]] = {}

@@ -53,7 +53,7 @@ def run_event(
 
     Args:
         output_sizes: bytes of each part.
-        versions: package versions by name.
+        versions: package versions, keyed by name.
         failed: True if more rows failed than the job allows.
         ended_at: time of the end; None for now.
     """
@@ -104,7 +104,8 @@ def run_event(
 
 def _datasets(files: Sequence[InputFile]) -> Iterable[tuple[str, Sequence[InputFile]]]:
     """Group files into datasets: one per file; if that is too many, one per folder, or one in
-    all."""
+    all.
+    """
     levels: tuple[Callable[[str], str], ...] = (str, _folder, lambda path: common)
     names = zip(*(_folder(file.path).split("/") for file in files), strict=False)
     common = "/".join(same[0] for same in takewhile(lambda each: len({*each}) == 1, names))

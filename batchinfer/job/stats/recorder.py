@@ -48,8 +48,8 @@ class Run:
     kv: dict[str, NonNegativeInt] = field(default_factory=dict)
     """Values of ``KV_FACTS``; empty if no model was needed."""
     kernels: dict[str, str] = field(default_factory=dict)
-    """Linear kernels by dtype of the weights, and the kernel of ``attention``; empty if no model
-    was needed.
+    """Linear kernels, keyed by dtype of the weights, and the kernel of ``attention``; empty if no
+    model was needed.
     """
     peak_used_blocks: NonNegativeInt = 0
     """Largest number of blocks used in a step, including steps that ``stats.every_steps`` omits."""
@@ -103,7 +103,7 @@ def runs_of(out: OutputDir) -> Iterator[Run]:
 
 
 def kernels_of(runs: Iterable[Run]) -> dict[str, str]:
-    """Return the kernels of the last run that finished a row, by dtype; empty if unknown."""
+    """Return the kernels of the last run that finished a row, keyed by dtype; empty if unknown."""
     known = [run.kernels for run in runs if run.rows and run.kernels]
     return known[-1] if known else {}
 

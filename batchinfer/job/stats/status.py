@@ -92,7 +92,7 @@ class Status:
     error: str | None = None
     """Error of the latest runs; None if they did not fail, or died without a message."""
     error_codes: Mapping[str, int] = field(default_factory=dict)
-    """Number of failed rows in finished parts by error code, most frequent first."""
+    """Number of failed rows in finished parts, keyed by error code, most frequent first."""
     first_errors: Sequence[Mapping[str, Any]] = ()
     update: Update | None = None
     """Progress of the next generation, if an update has begun."""

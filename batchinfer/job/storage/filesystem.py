@@ -133,7 +133,8 @@ class Files(Protocol):
 
     def entries(self, directory: PurePath) -> Sequence[PurePath]:
         """Return the files and folders in a folder, sorted by name; empty if the folder is
-        missing."""
+        missing.
+        """
         ...
 
     def stat(self, path: PurePath) -> FileStat | None:

@@ -173,7 +173,8 @@ class StoreFiles:
 
     def _delete_all(self, path: StorePath) -> None:
         """Delete an object and all objects below it, even if other writers delete them at the same
-        time."""
+        time.
+        """
         for _ in range(_TRIES):
             keys = self._objects.keys(path)
             if not keys:

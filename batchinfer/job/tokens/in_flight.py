@@ -77,9 +77,9 @@ class TokensInFlight:
         self._tracker = OutputTracker()
         self._states: Collection[RequestState] = ()
         self._just_ended: dict[int, list[Completion]] = {}
-        """Completions of the last step by row; the rows may have further requests."""
+        """Completions of the last step, keyed by row id; the rows may have further requests."""
         self._ended: dict[int, list[Completion]] = {}
-        """Earlier completions by row, for rows that have further requests."""
+        """Earlier completions, keyed by row id, of rows that have further requests."""
         self._cost = math.inf  # the first update replaces the files of earlier runs
         """Cost in tokens of the updates since the last update that replaced all files."""
 

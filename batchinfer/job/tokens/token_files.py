@@ -33,7 +33,7 @@ class TokenFiles:
     """The token files of an output directory, read and written by one run.
 
     Args:
-        adapters: numbers of the model's adapters by name. Requests refer to the numbers, so files
+        adapters: maps each adapter's name to its number. Requests refer to the numbers, so files
             that were written with other numbers are ignored.
         run_id: id of this run.
     """
