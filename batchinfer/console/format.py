@@ -13,9 +13,7 @@ from batchinfer.near_names import nearest, unseen_difference
 MAX_LINE = 300
 """Maximum number of characters in a line of a message."""
 _MOST_NAMES = 2000
-"""Maximum number of names in a folder to compare with a missing name; a folder may hold
-millions.
-"""
+"""Maximum number of names in a folder to compare with a wrong name; there may be millions."""
 
 
 def printable(text: str, limit: int = MAX_LINE) -> str:

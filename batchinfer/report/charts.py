@@ -34,9 +34,7 @@ def all_series(data: ReportData) -> Mapping[str, Series]:
 
 
 def memory(timeline: Timeline) -> Series:
-    """Return the memory of running rows: in use, without sharing, and with contiguous
-    allocation.
-    """
+    """Return the memory of running rows: used, unshared, and with contiguous allocation."""
     mean = timeline.mean
     reserved = mean("contiguous_blocks")
     layers = [

@@ -65,8 +65,7 @@ def from_output(out: OutputDir, now: float) -> ReportData:
     """
     plan = plan_of(out)
     status = read_status(out, now)
-    # List segments before parts, so that rows that a running job moves from a segment to a part are
-    # not missed.
+    # List segments before parts, so that rows moved from a segment to a part are not missed.
     segments = out.files.entries(out.segments)
     records = list(_records(out, plan))
     done = FinishedRows([part.rows for part, _ in records])

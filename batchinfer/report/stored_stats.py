@@ -23,9 +23,7 @@ from batchinfer.report.timeline import Float, Timeline
 
 _BATCH_ROWS = 16384
 UNREADABLE = (OSError, pa.ArrowException, KeyError, ValueError)
-"""Errors from reading a file that is damaged, or that a running job has just merged into another
-file.
-"""
+"""Errors from reading a damaged file, or one that a running job has just merged into another."""
 
 
 def batches(

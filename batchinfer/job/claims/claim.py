@@ -77,8 +77,7 @@ class Claim:
             if_exists: ``resume``, ``error`` or ``overwrite``.
 
         Raises:
-            LockedError: another run writes to the directory, or the directory holds another job's
-                output.
+            LockedError: another run writes to the directory, or another job's output is in it.
             DataError: the input has changed.
             StorageError: the directory cannot be written to.
         """

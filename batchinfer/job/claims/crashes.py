@@ -108,9 +108,7 @@ class CrashHistory:
     def _after_groups(
         self, in_flight: Set[int], finished: Set[int], keeps_going: bool, kept_tokens: bool
     ) -> CrashHistory | None:
-        """Return the history after a death that occurred while suspects ran; None if no suspect
-        ran.
-        """
+        """Return the history after a death while suspects ran; None if no suspect ran."""
         after, has_run = self, False
         for group in self.groups:
             ran = _sorted(in_flight & {*group})

@@ -46,9 +46,7 @@ _INPUT_FIELDS = {"column prompt": "body.input", "column token_ids": "body.input"
 
 
 def embedding_requests(width: int) -> RequestKind:
-    """Return the ``RequestKind`` of embedding requests, whose ``dimensions`` may be at most
-    ``width``.
-    """
+    """Return the ``RequestKind`` of embedding requests; ``width`` limits their ``dimensions``."""
     return RequestKind((EMBEDDINGS,), partial(_parse_embedding, width=width), _INPUT_FIELDS)
 
 

@@ -164,9 +164,7 @@ class Simulation:
                 self.refused_drawn_tokens += self.lengths.drawn_tokens(tokens, params)
 
     def _copies(self, completion: Completion) -> Iterator[Completion]:
-        """Yield a copy of ``completion`` for each duplicate of its row; each row has one
-        request.
-        """
+        """Yield a copy of ``completion`` for each duplicate of its row; a row has one request."""
         request = completion.request
         for row in self._deduplicator.release(request.row_id):
             if completion.error_code is None:

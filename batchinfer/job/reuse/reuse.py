@@ -358,8 +358,7 @@ def keyed_files(out: OutputDir, plan: Manifest) -> Iterator[Keyed]:
     Raises:
         StorageError: a file cannot be read.
     """
-    # List segments before parts, so that rows that a run moves from a segment to a part are not
-    # missed.
+    # List segments before parts, so that rows moved from a segment to a part are not missed.
     segments = list(out.files.entries(out.segments))
     for found in out.of_each(partial(_part, out), plan.parts()):
         if found is not None:

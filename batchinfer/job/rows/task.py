@@ -31,9 +31,7 @@ class Task:
     result_types: Callable[[JobSpec], Mapping[str, pa.DataType]]
     """Types of the output columns that the task adds."""
     prompt_builder: Callable[[JobSpec], BuilderFactory]
-    """Returns a factory of a job's prompt builders; the factory takes the arguments of
-    ``PromptBuilder``.
-    """
+    """Returns a factory of prompt builders, which takes the arguments of ``PromptBuilder``."""
     load: Callable[[JobSpec, EngineContext, GrammarCompiler], LoadedTask]
     """Loads the task for a job and its model. The compiler caches grammars for all rows."""
     summarize: Callable[[Mapping[str, Any]], tuple[str | None, str]]

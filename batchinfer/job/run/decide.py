@@ -58,9 +58,7 @@ class RunPlan:
     outputs: Sequence[OutputDir]
     """Outputs whose rows are copied if the job would compute the same rows."""
     kernels: Mapping[str, str]
-    """Kernels of earlier runs, which this run uses too if it can; empty if this run chooses its
-    kernels.
-    """
+    """Kernels of earlier runs, to use again if possible; empty if this run may choose kernels."""
     options: RunOptions
 
 
@@ -165,9 +163,7 @@ def decide(
 def _open_output_job(
     spec: JobSpec, out: OutputDir, options: RunOptions, combined_output: PurePath | None
 ) -> OutputJob:
-    """Open the job's data: a table at the version that the output began with, or at its latest
-    version.
-    """
+    """Open the job's data. A table is opened at the output's version, or at its latest version."""
     partitioned.refuse_foreign(out, spec.output.partition_by)
     planned: Manifest | None = None
     with suppress(DataError):

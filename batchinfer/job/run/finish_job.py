@@ -1,6 +1,4 @@
-"""Ends a job once its parts are written: writes exports, partitions, statistics and
-``_SUCCESS``.
-"""
+"""Ends a job whose parts are written: writes exports, partitions, statistics and ``_SUCCESS``."""
 
 from __future__ import annotations
 

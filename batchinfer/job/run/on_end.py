@@ -124,9 +124,7 @@ def _send(target: OnEndSpec, end: RunEnd, display: Display) -> None:
 
 
 def _within_limit(call: Callable[[], str | None]) -> str | None:
-    """Return the problem that ``call`` returns, or a message if it takes over ``LIMIT_S``
-    seconds.
-    """
+    """Return the problem that ``call`` returns, or a problem if it takes over ``LIMIT_S``."""
     problems: list[str | None] = []
     thread = Thread(target=lambda: problems.append(call()), daemon=True)
     thread.start()

@@ -102,9 +102,7 @@ class Prefetcher(Generic[T]):
 
 
 class Repeater:
-    """Calls ``action`` in a thread every ``every_s`` seconds, for the first time after
-    ``every_s``.
-    """
+    """Calls ``action`` in a thread every ``every_s`` seconds, first after ``every_s`` seconds."""
 
     def __init__(self, action: Callable[[], None], every_s: float) -> None:
         self._action = action

@@ -39,9 +39,7 @@ _EXPECTED: Mapping[str, str] = {
     "less_than_equal": "{le} or less",
     "greater_than": "more than {gt:g}",
 }
-"""Descriptions of valid values, keyed by pydantic's error type. Braces name fields of the error's
-context.
-"""
+"""Descriptions of valid values, keyed by pydantic's error type; braces mark context fields."""
 _LIKE = {
     "model": "Qwen/Qwen3-0.6B",
     "input": "prompts.parquet",

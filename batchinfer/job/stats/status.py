@@ -201,8 +201,7 @@ def read_status(out: OutputDir, now: float) -> Status:
         DataError: ``out`` holds no job's output, or its plan is damaged.
     """
     plan = plan_of(out)
-    # Read segments before records, so that rows that a run moves from a segment to a part are not
-    # missed.
+    # Read segments before records, so that rows moved from a segment to a part are not missed.
     segments = list(_segment_rows(out))
     records = out.of_each(partial(_record, out), plan.parts())
     done, errors = _count(plan, records, segments)

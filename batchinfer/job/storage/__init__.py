@@ -1,3 +1,1 @@
-"""Accesses files on this machine, in object stores and on the Hugging Face Hub, and locks
-outputs.
-"""
+"""Locks outputs, and accesses local files, object stores and the Hugging Face Hub."""

@@ -132,9 +132,7 @@ class Files(Protocol):
         ...
 
     def entries(self, directory: PurePath) -> Sequence[PurePath]:
-        """Return the files and folders in a folder, sorted by name; empty if the folder is
-        missing.
-        """
+        """Return the contents of a folder, sorted by name; empty if the folder is missing."""
         ...
 
     def stat(self, path: PurePath) -> FileStat | None:

@@ -172,9 +172,7 @@ class StoreFiles:
         _forget(self._written, path)
 
     def _delete_all(self, path: StorePath) -> None:
-        """Delete an object and all objects below it, even if other writers delete them at the same
-        time.
-        """
+        """Delete an object and all objects below it, even while other writers delete them."""
         for _ in range(_TRIES):
             keys = self._objects.keys(path)
             if not keys:
