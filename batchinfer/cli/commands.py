@@ -83,7 +83,7 @@ def _read_job(
 def _takes(
     record: type[_Options],
 ) -> Callable[[Callable[[_Options], None]], Callable[..., None]]:
-    """Return a decorator that passes the options of a command as an object of ``record``."""
+    """Return a decorator that passes a command its options as one object of class ``record``."""
 
     def decorate(command: Callable[[_Options], None]) -> Callable[..., None]:
         @wraps(command)

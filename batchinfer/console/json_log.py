@@ -1,7 +1,7 @@
 """Writes the output of a run as JSON, one object per line on stderr.
 
-Pipes replace stderr and stdout, and threads read them. Each line that libraries or child processes
-write becomes an object too.
+Pipes replace stderr and stdout, and threads read the pipes. So each line that libraries or child
+processes write also becomes an object.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from batchinfer.engine.stats import StepStats
 
 @dataclass(slots=True)
 class Counts:
-    """Counts of a run or a worker. Objects are added, but never changed.
+    """Counts of a run or a worker. Objects are summed, but never changed.
 
     The class is not frozen, because each step makes several objects, and making a frozen object
     takes four times as long.
@@ -165,7 +165,9 @@ class Meter:
 
     @property
     def _rows_read(self) -> float:
-        """Finished rows, estimated by computed tokens, because an encoder runs long rows first."""
+        """Number of finished rows, estimated from computed tokens. An encoder runs long rows first,
+        so counting rows would understate the progress.
+        """
         counts = self.counts
         other = self.rows_finished - counts.ended  # rows that were refused or copied
         return other + counts.prefill_tokens * counts.begun / max(1, counts.prompt_tokens)

@@ -1,6 +1,6 @@
 """Phases: named waits of a run, such as loading the model.
 
-Slow code names its wait with ``with phase("loading the model")``, at any depth of calls. The
+Slow code names its wait with ``with phase("loading the model")``, at any call depth. The
 program activates a ``Phases`` object, which shows and records phases. Without an active
 object, for example in a notebook, phases do nothing.
 """

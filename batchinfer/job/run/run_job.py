@@ -198,7 +198,7 @@ def _missing_rows(job: OutputJob, missing: Sequence[range]) -> Counter[int]:
 
 
 def _as_workers_see(plan: RunPlan, job: OutputJob) -> OutputJob:
-    """Return the job with the settings with which each worker opens the output.
+    """Return the job with the settings that workers use to open the output.
 
     In an update, workers open the next generation, which reuses rows of the outputs that it
     replaces.

@@ -135,7 +135,7 @@ def _covered_s(runs: Sequence[Run], lasted_s: Callable[[Run], float]) -> float:
 
 
 class Recorder:
-    """Writes a run's record, which on disk always covers at least all finished rows.
+    """Writes a run's record. The record on disk always covers all finished rows on disk.
 
     Args:
         run_id: ``OutputDir.next_run_id``.
