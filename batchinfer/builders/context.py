@@ -28,7 +28,7 @@ class WarmUp(Protocol):
         """Compile the kernels that are not compiled yet.
 
         Args:
-            own: names of parameters for which single rows may have their own values.
+            own: names of parameters that individual rows may set themselves.
             forced_tokens: True if the tokens of samples are forced instead of sampled.
         """
 
@@ -44,23 +44,23 @@ class EngineContext:
     device: str
     model_facts: Mapping[str, Any]
     kernels: Mapping[str, str]
-    """Names of the kernels of linear layers, keyed by dtype of the weights, and of attention."""
+    """Kernel names: for linear layers, keyed by the dtype of their weights, and for "attention"."""
     device_bytes: Callable[[], int]
-    """Returns the bytes of memory in use on the device now."""
+    """Returns the number of bytes of device memory in use."""
     eos_token_ids: frozenset[int] = frozenset()
     adapters: Mapping[str, int] = field(default_factory=dict)
     """Numbers of the model's adapters, keyed by name, for ``Request.adapter``."""
     block_size: int = 0
-    """Tokens per block; 0 without KV."""
+    """Tokens per block; 0 without a KV cache."""
     num_blocks: int = 0
     bytes_per_block: int = 0
     shares_prefixes: bool = False
-    """True if prompts can reuse a common prefix. If False, prompts of equal length run best
-    together."""
+    """True if prompts can share the KV of a common prefix. If False, it is
+    fastest to run prompts of the same length together."""
     slots_per_state: int = 0
-    """Pool slots of a sequence's recurrent state; 0 for a model without recurrent layers."""
+    """Number of pool slots for a sequence's recurrent state; 0 without recurrent layers."""
     load_adapter: Callable[[str, str], None] | None = None
-    """Adds an adapter between steps, by its name and folder; None if the model supports none."""
+    """Adds the adapter with a name and a folder, between steps; None if adapters are fixed."""
     warm_up: WarmUp | None = None
     """Compiles sampling kernels; None on devices that compile none."""
 

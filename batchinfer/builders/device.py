@@ -43,7 +43,7 @@ def describe(device: torch.device) -> str:
 def set_threads(
     device: torch.device, engine: EngineConfig, log: Callable[[str], None]
 ) -> ThreadCount | None:
-    """Set and return the number of threads that compute on a CPU; None for other devices."""
+    """Set the number of threads that compute on a CPU, and return it; None for other devices."""
     if device.type != "cpu":
         return None
     threads = choose_threads(engine.num_threads, cpu_limits(), TORCH_THREADS.default())

@@ -47,7 +47,7 @@ def build_dry_engine(
     the config's dtype, or else float32.
 
     Args:
-        device: device to simulate; a CPU has the free memory of this machine.
+        device: device to simulate. A simulated CPU has as much memory as this machine has free.
         end_after: number of output tokens after which a sample that may end draws ``END_TOKEN``;
             None: samples run to ``max_tokens``.
 
@@ -81,8 +81,8 @@ def build_dry_engine(
         max_model_len=longest,
         adapter_bytes=adapter_bytes,
     )
-    # Simulate twice the blocks that sequences can fill, to have room for cached blocks. A small
-    # model has millions of blocks on a large device, and simulating more of them only takes longer.
+    # Simulate twice the blocks that sequences can fill, to have room for cached blocks. On a large
+    # device, a small model has millions of blocks; simulating all of them would only take longer.
     num_new = min(engine.max_num_batched_tokens, longest)
     most_blocks = 2 * engine.max_num_seqs * layout.slots_for(longest, num_new)
     num_blocks = min(memory.num_blocks, most_blocks)

@@ -45,7 +45,7 @@ _OF_POOLS = (
     *("block_size", "kv_cache_memory", "num_kv_blocks", "kv_cache_dtype", "latent_cache"),
     *("enable_prefix_caching", "preemption", "swap_space"),
 )
-"""Keys of the engine that configure a KV cache."""
+"""Keys of the job file's section ``engine`` that configure the KV cache."""
 
 
 def build_engine(
@@ -222,7 +222,7 @@ def _graphs(
     log: Callable[[str], None],
     num_adapters: int,
 ) -> StepGraphs | None:
-    """Capture graphs of steps of every size on CUDA; return None on other devices."""
+    """Capture CUDA graphs for steps of every size; return None on other devices."""
     if not cache.pool.is_cuda:
         return None
     graphs = StepGraphs(

@@ -1,7 +1,7 @@
 """Sampling and beam search parameters of the Python API, with vLLM's names.
 
-``SamplingParams`` extends the class of the job file. Its values may be changed later; each change
-validates all values again.
+``SamplingParams`` extends the job file's class of the same name. Unlike there, values may be
+changed later; each change validates all values again.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _ELSEWHERE: Mapping[str, str] = {
 
 
 class RequestOutputKind(Enum):
-    """vLLM's modes of streaming, without effect, because calls return complete outputs."""
+    """vLLM's streaming modes. They have no effect, because calls return complete outputs."""
 
     CUMULATIVE = 0
     DELTA = 1
@@ -229,7 +229,7 @@ class SamplingParams(_CallParams):
         return copy.deepcopy(self)
 
     def check_call(self) -> None:
-        """Raise ValueError for values that are refused only in a call, as in vLLM."""
+        """Raise ValueError for values that vLLM, too, refuses only when they are used in a call."""
         if self.best_of not in (None, self.n):
             raise ValueError(
                 f"best_of is {self.best_of}, but only best_of equal to n ({self.n}) is supported; "
@@ -244,7 +244,7 @@ class SamplingParams(_CallParams):
             )
 
     def without_effect(self) -> dict[str, Any]:
-        """Return parameters without effect that do not have their default value, by name."""
+        """Return the parameters that have no effect but differ from their defaults, by name."""
         values = {name: getattr(self, name) for name in _WITHOUT_EFFECT}
         known = self.__dataclass_fields__
         return {name: value for name, value in values.items() if value != known[name].default}

@@ -14,7 +14,7 @@ states of all tokens of a text, computed in one step without a KV cache.
 """
 
 _OFFSET_FAMILIES = ("camembert", "mpnet", "roberta", "xlm-roberta")
-"""Families whose first position follows the position of padding (as in fairseq)."""
+"""Families whose positions start after the id of the padding token (as in fairseq)."""
 ENCODER_FAMILIES = (
     *_OFFSET_FAMILIES,
     *("bert", "distilbert", "electra", "eurobert", "modernbert", "nomic_bert"),

@@ -15,7 +15,7 @@ MAX_SAMPLES = 16_384
 """Maximum number of samples per prompt, as in vLLM."""
 MAX_BEAMS = 256
 MAX_LENGTH_PENALTY = 32.0
-"""Largest length penalty; the longest length to this power is still a finite float."""
+"""Largest length penalty; the greatest length raised to this power is still a finite float."""
 HUGE = 1e30
 """Largest absolute value of a parameter, so that float32 arithmetic does not overflow."""
 

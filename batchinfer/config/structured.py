@@ -20,7 +20,7 @@ _NAME = "structured_outputs"
 
 
 def checked_schema(structured_outputs: Mapping[str, Any] | None) -> str | None:
-    """Return the JSON schema to check finished texts against; None if a grammar enforces it.
+    """Return the JSON schema to check finished texts against; None if they need no check.
 
     Args:
         structured_outputs: result of ``normalized``.
@@ -34,8 +34,8 @@ def checked_schema(structured_outputs: Mapping[str, Any] | None) -> str | None:
 def normalized(value: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """Return ``structured_outputs`` or OpenAI's ``response_format`` in one form.
 
-    A schema becomes JSON text, because outputs follow the order of its properties, and dicts are
-    equal even if their orders differ.
+    A schema becomes JSON text, because outputs follow the order of its properties, and dicts that
+    differ only in order compare equal.
 
     Args:
         value: ``{json: schema}``, ``{regex: text}``, ``{choice: [texts]}``,

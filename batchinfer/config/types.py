@@ -135,6 +135,6 @@ def format_value(value: object) -> str:
 
 
 def near_name(name: str, known: Iterable[str]) -> str:
-    """Return the end of a message about an unknown name: the nearest known name, or ""."""
+    """Return text to append to an error about an unknown name: the nearest known name, or ""."""
     question = meant(name, known)
     return f"; {question}" if question else ""

@@ -42,12 +42,13 @@ class Hypothesis:
 class BeamSearch:
     """The beam search of one row, with W = ``beam_width``.
 
-    A candidate is a beam plus one token. In each step, those of the W best candidates that end the
-    text become finished hypotheses. The W best candidates that do not end it become the next beams.
-    The score of a hypothesis is cumulative log-probability / length ** ``length_penalty``, where
-    the length is its number of output tokens, including the end token. The search keeps the W best
-    hypotheses. It ends when it has W hypotheses and the best beam, scored at its current length,
-    does not beat the worst of them, or at the maximum length, where all candidates end.
+    A candidate is a beam plus one token. If a candidate among the W best of a step ends the text,
+    it becomes a finished hypothesis. The W best candidates that do not end it become the next
+    beams. The score of a hypothesis is cumulative log-probability / length ** ``length_penalty``,
+    where the length is its number of output tokens, including the end token. The search keeps the W
+    best hypotheses. It ends when it has W hypotheses and the best of the next beams, scored at its
+    current length, does not beat the worst hypothesis. It also ends at the maximum length, where
+    all candidates end.
     """
 
     __slots__ = ("_request", "_stop_ids", "finished")

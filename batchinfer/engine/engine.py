@@ -35,8 +35,9 @@ class StepOutcome:
 
     @property
     def output_tokens(self) -> int:
-        """Number of output tokens of the step. A sample's last token is never fed back to the
-        model; it counts when the sample is returned."""
+        """Number of output tokens of the step. ``decode_tokens`` counts tokens when they are fed
+        back to the model. A sample's last token never is, so it counts when the sample is
+        returned."""
         last = sum(len(completion.outputs) for completion in self.completions)
         return last + (0 if self.stats is None else self.stats.decode_tokens)
 
@@ -46,7 +47,8 @@ class Engine:
 
     The engine builds a step, submits it, and processes its result. An engine that runs ahead
     submits a step before it processes the previous one, so that the device never waits for the
-    host. A sequence skips that step if it needs the token that the previous step draws.
+    host. A sequence skips that step if it needs the value of the token that the previous step
+    draws.
 
     Args:
         scheduler: queue, sequence table and block pool.
@@ -111,8 +113,8 @@ class Engine:
     def add_request(self, request: Request) -> None:
         """Queue a request. If it can never run, the next step returns it as an error.
 
-        A request continues from its ``partial_output`` if that has every sample and value that the
-        request needs. Otherwise it restarts.
+        A request continues from its ``partial_output`` if this contains every sample and value that
+        the request needs. Otherwise the request restarts.
         """
         self._num_unfinished += 1
         partial = None if self.observer is None else self.observer.partial_output(request)
@@ -188,7 +190,7 @@ class Engine:
         if len(self._in_flight) > self._steps_ahead:
             outcome.stats = self._process(completions)
         if self._num_unfinished == len(completions) and self._in_flight:
-            # This step only holds tokens of finished sequences, so its statistics are not needed.
+            # All sequences of the step in flight are finished, so its statistics are not needed.
             self._process(completions)
 
     def _submit(self, schedule: Schedule, began: float) -> InFlight:

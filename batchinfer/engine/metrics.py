@@ -1,6 +1,7 @@
 """Computes metrics of tokens, throughput and the KV pool from statistics of steps and rows.
 
-Means are weighted by the steps' times and include only steps for which the metric is defined.
+Means are weighted by the duration of each step, and include only steps for which the metric is
+defined.
 """
 
 from __future__ import annotations

@@ -38,7 +38,8 @@ def recover(scheduler: Scheduler, lost: Iterable[InFlight], error: OutOfMemory) 
     recomputation. With half as many tokens, steps are only slightly less efficient.
 
     Args:
-        scheduler: has either scheduled a step without submitting it, or submitted ``lost``.
+        scheduler: has either scheduled a step that was not submitted, or submitted the steps in
+            ``lost``.
         lost: steps in flight, whose results are discarded.
         error: the error that the runner raised.
 
@@ -68,7 +69,7 @@ def recover(scheduler: Scheduler, lost: Iterable[InFlight], error: OutOfMemory) 
 
 
 def _retired(lost: Iterable[InFlight]) -> list[Sequence]:
-    """Return unfinished sequences whose table rows were freed when ``lost`` was submitted."""
+    """Return unfinished sequences whose table rows were freed when their step was submitted."""
     sampled = [sequence for step in lost for sequence in step.sampled.sequences]
     retired = [sequence for sequence in sampled if sequence in sequence.state.samples]
     for sequence in retired:

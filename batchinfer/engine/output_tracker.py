@@ -1,7 +1,7 @@
 """Reports the output of unfinished requests in increments, to an observer that stores it.
 
-A sample only appends tokens, so an increment is a slice of its tokens. Beams replace each other, so
-every report of a beam search has all their tokens.
+A sample only grows, so an increment is a slice of its tokens. Beams replace each other, so every
+report of a beam search contains all tokens of all beams.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class OutputIncrement:
     """Number of the chain of increments. A new chain replaces the previous one."""
     stats: RequestStats
     samples: list[tuple[int, PartialSample | SampleOutput]]
-    """(number of tokens reported before, sample with only its new tokens)"""
+    """For each sample, (number of tokens reported before, the sample with only its new tokens)."""
 
 
 @dataclass(slots=True)

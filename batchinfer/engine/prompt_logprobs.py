@@ -46,7 +46,7 @@ class PromptScores:
         self._known: list[StepResult] = []
 
     def take(self, start: int, result: StepResult) -> None:
-        """Add a step's result for the positions from ``start`` on, and skip known positions."""
+        """Add a step's result, whose first position is ``start``, except for known positions."""
         new = np.arange(len(result.logprobs)) >= self.next - start
         assert start <= self.next, "logits of a position were skipped"
         self.next += int(new.sum())

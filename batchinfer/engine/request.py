@@ -105,8 +105,8 @@ class Request:
     def num_candidates(self) -> int:
         """Number of most likely tokens that each position needs; -1 = no log-probabilities.
 
-        For a beam search, the number includes ``beam_width`` tokens that do not end the beam. The
-        beams together then have every candidate that transformers considers.
+        For a beam search, at least ``beam_width`` of them do not end the beam. The beams together
+        then have every candidate that transformers considers.
         """
         if self.params.beam_width:
             return self.params.beam_width + len(self.beam_end_ids)
@@ -240,7 +240,8 @@ _COMBINE: Mapping[str, Callable[[Iterable[float]], float]] = {
     "latency_ms": max,
     "deduplicated": max,
 }
-"""Functions that combine statistics of a row's requests, keyed by field. Other fields are added."""
+"""Functions that combine statistics of a row's requests, keyed by field. Other fields are
+summed."""
 
 
 def combined_stats(requests: Sequence[RequestStats]) -> RequestStats | None:

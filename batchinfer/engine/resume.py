@@ -21,7 +21,7 @@ def begin(
     """Return the state of an arriving request, and its sequences for the queue.
 
     If all samples of the partial output are finished, no sequence is queued. If the partial output
-    does not have all that the request needs, the request restarts without it.
+    lacks something that the request needs, the request restarts without it.
 
     Args:
         now: the engine's clock, in seconds.
@@ -54,8 +54,8 @@ def _continue(state: RequestState, partial: PartialOutput) -> list[Sequence]:
 
 
 def _is_whole(request: Request, partial: PartialOutput, max_model_len: int) -> bool:
-    """Return true if a partial output has all samples and values, and no unfinished sample has
-    ended."""
+    """Return true if a partial output has all samples and values, and every unfinished sample has
+    tokens and room for another."""
     params = request.params
     most = min(params.max_tokens, max_model_len - request.num_prompt_tokens)
     if not all(0 < len(sample.token_ids) < most for sample in partial.samples):
@@ -73,7 +73,7 @@ def _is_whole(request: Request, partial: PartialOutput, max_model_len: int) -> b
 
 
 def _sequence(state: RequestState, sample: PartialSample) -> Sequence:
-    """Make a waiting sample with known tokens. None of them is computed yet."""
+    """Make a waiting sequence with the tokens of a partial sample, none of them computed yet."""
     sequence = Sequence(state, 0 if state.search is not None else sample.index)
     sequence.output_ids = sample.token_ids.tolist()
     sequence.cumulative_logprob = sample.cumulative_logprob

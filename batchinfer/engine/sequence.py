@@ -150,14 +150,14 @@ class Sequence:
         self.deferred = False
         """True if it has already waited to make its prefix hit longer by less than a block."""
         self.computed_once = 0
-        """Leading tokens that were computed or cached before. Computing them again counts as
-        recomputation."""
+        """Number of leading tokens that were computed or cached before. Computing them again counts
+        as recomputation."""
         self.saved_state: StateSnapshot | None = None
         """Snapshot that was taken for this waiting sequence."""
         self.index_parent: Block | None = None
         """Indexed block that will be the parent of this sequence's next full block."""
         self.num_indexed = 0
-        """Leading blocks whose tokens are in the index, in this block or an equal one."""
+        """Number of leading blocks whose tokens are indexed, in these blocks or in equal ones."""
         self.cumulative_logprob = 0.0
         self.logprobs: list[TokenLogprobs] | None = None if request.params.logprobs is None else []
         make_checker = request.make_stop_checker
@@ -185,7 +185,8 @@ class Sequence:
 
     @property
     def awaits_group(self) -> bool:
-        """True if other sequences of the group do not run yet. They will fork from it or join."""
+        """True if other sequences of the group do not run yet. They will fork from this one or join
+        it."""
         return any(other is not self and other.row < 0 for other in self.group)
 
     def first_fork(self) -> int:
@@ -195,7 +196,8 @@ class Sequence:
         return min(common_tokens(key, other.key(0, stop)) for other in self.group)
 
     def tokens(self, start: int, stop: int) -> TokenIds:
-        """Return the token ids at positions ``start`` to ``stop``, int32."""
+        """Return the token ids (int32) from position ``start`` up to, but not including,
+        ``stop``."""
         prompt = self.request.prompt_token_ids
         if stop <= len(prompt):
             return prompt[start:stop]
@@ -205,7 +207,7 @@ class Sequence:
         return output if start >= len(prompt) else np.concatenate([prompt[start:], output])
 
     def key(self, start: int, stop: int) -> bytes:
-        """Return the prefix-index key of the tokens at positions ``start`` to ``stop``."""
+        """Return the prefix-index key of ``tokens(start, stop)``."""
         return token_key(self.tokens(start, stop))
 
     def output(self, finish_reason: str, stop: int | str | StopMatch | None) -> SampleOutput:

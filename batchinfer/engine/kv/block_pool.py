@@ -5,13 +5,13 @@ in the first group if that group is full attention. ``Block.window_slots`` are i
 other groups, or in all groups if every layer has a window. The prefix tree, references and copies
 work on blocks. A window slot is freed separately from its block, once it is outside the windows of
 all sequences that refer to the block. The slot of an indexed block is kept until space is needed,
-because a prefix that ends soon after it needs the slot again. If a slot in the last window of a
-prefix was freed, a lookup finds only a shorter prefix (``prefix_hit.py``). Blocks that are then
-computed again replace the incomplete blocks in the index. Blocks of a model with windows are not
-swapped to the host yet.
+because a later hit that ends soon after the block needs the slot again. If a slot in the last
+window of a prefix was freed, a lookup finds only a shorter prefix (``prefix_hit.py``). Blocks that
+are then computed again replace the incomplete blocks in the index. Blocks of a model with windows
+are not swapped to the host yet.
 
 A model without attention has no layer group, so its blocks have no slots: they are only entries of
-the prefix index, which lead to snapshots of recurrent state. Only states take slots. A block leaves
+the prefix index that lead to snapshots of recurrent state. Only states take slots. A block leaves
 the index once no sequence uses it and no snapshot is left below it.
 
 Blocks with reference counts and copy-on-write follow PagedAttention (Kwon et al. 2023,
@@ -121,7 +121,7 @@ class BlockPool:
         Args:
             block: block number ``at`` of a block table.
             at: index of the block in the table.
-            num_evicted: number of leading blocks of the table outside each window.
+            num_evicted: for each window, the number of leading blocks of the table outside it.
         """
         if block.ref_count == 0:
             if block.slot >= 0:
@@ -135,7 +135,7 @@ class BlockPool:
             self.window_slots.acquire(block, at, num_evicted)
 
     def swap_in(self, block: Block) -> None:
-        """Give a referenced block a device slot. The next step copies the host slot into it.
+        """Give a referenced block a device slot, into which the next step copies its host slot.
 
         Requires ``num_available >= 1``.
         """
@@ -169,7 +169,7 @@ class BlockPool:
 
         Args:
             blocks: the blocks in the table's order.
-            num_evicted: number of leading blocks outside each window.
+            num_evicted: for each window, the number of leading blocks outside it.
         """
         table = list(blocks)
         for at in range(len(table) - 1, -1, -1):
@@ -205,8 +205,8 @@ class BlockPool:
         """Index a block that the step being built fills with the tokens of ``key``.
 
         Returns:
-            The indexed block for ``key``, the parent of the next block; None if ``parent`` was
-            evicted.
+            The indexed block for ``key``, which is the parent of the next block; None if
+            ``parent`` was evicted.
         """
         if not (parent.indexed or self.index.is_root(parent)):
             return None
@@ -224,8 +224,8 @@ class BlockPool:
         return entry
 
     def entry_below(self, blocks: list[Block], adapter: int = 0) -> Block | None:
-        """Return the index parent for the block after a hit of ``blocks``; None without prefix
-        caching."""
+        """Return the parent, in the index, of the block that follows a hit of ``blocks``; None
+        without prefix caching."""
         if not self._caching:
             return None
         return blocks[-1] if blocks else self.index.root(adapter)
@@ -249,7 +249,8 @@ class BlockPool:
         self.pending.commit_oldest()
 
     def rollback(self) -> None:
-        """Evict the blocks that a failed step and the steps after it were to fill or move."""
+        """Evict the blocks that a failed step and the steps after it should have filled or
+        moved."""
         for block in self.pending.drain():
             if block.indexed:
                 self.evict_subtree(block)
@@ -323,7 +324,7 @@ class BlockPool:
             self.evict_subtree(block)
 
     def _copy_out(self, block: Block) -> None:
-        """Give a block a host slot if possible. The next step fills it."""
+        """Give a block a host slot if possible. The next step copies the block into it."""
         slot = self._take_host_slot()
         if slot is None:
             return
@@ -335,8 +336,8 @@ class BlockPool:
         self.pending.moved.add(block)
 
     def _copy_slots_out(self, slots: list[int]) -> list[int]:
-        """Have the next step copy slots to the host. Returns their host slots; empty if the host
-        has too few."""
+        """Have the next step copy slots to the host; return their host slots, or an empty list if
+        the host has too few."""
         host_slots = list[int]()
         if len(slots) > self.host.num_obtainable:  # do not evict blocks in vain
             return host_slots
@@ -354,8 +355,8 @@ class BlockPool:
         return host_slots
 
     def _take_host_slot(self) -> int | None:
-        """Return a host slot, which another block loses if none is free; None if no block can lose
-        one."""
+        """Return a free host slot, or take one from another block if none is free; return None if
+        no block can lose its slot."""
         slot = self.host.take_slot()
         if slot is not None:
             return slot

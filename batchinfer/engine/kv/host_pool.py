@@ -95,7 +95,8 @@ class HostPool:
         self.changes += 1
 
     def settle(self) -> None:
-        """Count the blocks that a submitted step swaps in as copies of blocks on the device."""
+        """Record that the blocks that a submitted step swaps in are now on both the device and the
+        host, and free the dropped host slots that the step read."""
         for block in self._read:
             if block.slot >= 0 and block.host_slot >= 0:
                 self._copies[block] = None

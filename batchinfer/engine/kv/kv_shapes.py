@@ -30,7 +30,7 @@ _SHAPE_KEYS = ("head_dim", "num_key_value_heads", "v_head_dim")
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
-    """Keys and values of one token in one layer."""
+    """Shape of the keys and values of one token in one layer."""
 
     num_kv_heads: int
     key_width: int
@@ -70,7 +70,7 @@ def kv_shapes(text: Mapping[str, Any], num_layers: int, common: KVShape) -> tupl
 
 
 def _by_layer(text: Mapping[str, Any], num_layers: int) -> dict[int, Mapping[str, Any]]:
-    """Return the shapes that a config gives for single layers, keyed by layer number."""
+    """Return the shapes that a config gives for individual layers, keyed by layer number."""
     config = text.get("per_layer_config") or {}
     try:
         shapes = {int(layer): shape for layer, shape in config.items()}  # keys may be padded: "05"
@@ -95,11 +95,11 @@ def has_latent(text: Mapping[str, Any]) -> bool:
 def kv_owners(text: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
     """Return the layer that stores each layer's KV; empty if every layer stores its own KV.
 
-    Each of the last ``num_kv_shared_layers`` layers uses the KV of the nearest layer of its type
-    before them.
+    Each of the last ``num_kv_shared_layers`` layers uses the KV of the last layer of the same type
+    before these layers.
 
     Raises:
-        ValueError: no layer before them has that type.
+        ValueError: a layer that should share KV has no earlier layer of its type.
     """
     num_shared, kinds = text.get("num_kv_shared_layers") or 0, text.get("layer_types") or ()
     if not num_shared or len(kinds) != num_layers:

@@ -54,7 +54,7 @@ def most_in_window(window: int, block_size: int, num_new: int = 1) -> int:
 
 
 def most_slots(windows: tuple[int, ...], block_size: int, num_tokens: int, num_new: int = 1) -> int:
-    """Return the maximum number of pool slots that a sequence holds until its final length.
+    """Return the maximum number of pool slots that a sequence holds at any length up to its last.
 
     Args:
         windows: window of each layer group; 0 = full attention.
@@ -110,8 +110,8 @@ def layer_chunks(config: Mapping[str, Any], num_layers: int) -> list[int]:
 
 
 def layer_windows(config: Mapping[str, Any], num_layers: int) -> list[int]:
-    """Return the window of each layer; 0 (full attention, always correct) if the config is
-    ambiguous."""
+    """Return the window of each layer. 0 means full attention, which is always correct, and is also
+    used if the config is ambiguous."""
     window, kinds = config.get("sliding_window"), config.get("layer_types")
     if not isinstance(window, int) or window < 2:
         return [0] * num_layers
@@ -123,8 +123,8 @@ def layer_windows(config: Mapping[str, Any], num_layers: int) -> list[int]:
 def _slot_size(kinds: list[list[int]], stored: Sequence[int]) -> int | None:
     """Return the elements per token of a slot; None if every size wastes too much memory.
 
-    In the optimal size, the first layers of some window fill a slot exactly. The candidates are
-    therefore the sums over the first layers of each window.
+    With the optimal size, the first few layers of some window fill a slot exactly. The candidates
+    are therefore, for each window, the sums over its first one, two, ... layers.
     """
     total = sum(stored)
     sums = {s for kind in kinds for s in accumulate(stored[layer] for layer in kind)}

@@ -44,7 +44,7 @@ class KVLayout:
 
     num_layers: int
     num_kv_heads: int
-    """KV heads of a layer. This number and the widths are used if ``shapes`` is empty."""
+    """KV heads of a layer. This number and the two widths apply if ``shapes`` is empty."""
     key_width: int
     """Elements of one key vector."""
     value_width: int
@@ -130,7 +130,7 @@ class KVLayout:
 
     @property
     def slots_per_state(self) -> int:
-        """Pool slots of a sequence's recurrent state."""
+        """Number of pool slots for a sequence's recurrent state."""
         return self.state.num_slots if self.state else 0
 
     @property
@@ -228,8 +228,8 @@ class KVLayout:
         return -(-num_tokens // self.block_size) if self.windows else 0
 
     def slots_for(self, num_tokens: int, num_new: int = 1) -> int:
-        """Return the maximum number of pool slots of a sequence, including its recurrent state,
-        until it has ``num_tokens`` tokens. A step computes up to ``num_new`` tokens."""
+        """Return the maximum number of pool slots that a sequence holds, including its recurrent
+        state, until it has ``num_tokens`` tokens. A step computes up to ``num_new`` of them."""
         blocks = most_slots(self.windows, self.block_size, num_tokens, num_new)
         return blocks + self.slots_per_state
 

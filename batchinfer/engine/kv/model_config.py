@@ -1,4 +1,4 @@
-"""Reads from a model's config what several packages need."""
+"""Reads values that several packages need from a model's config."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MAX_POSITIONS = (
 
 
 def text_config(config: Config) -> Config:
-    """Return the language model's config, which multimodal configs nest."""
+    """Return the language model's config, which multimodal configs nest in ``text_config``."""
     nested = config.get("text_config")
     return nested if isinstance(nested, Mapping) else config
 

@@ -41,7 +41,7 @@ class PendingBlocks:
         self._submitted.popleft()
 
     def drain(self) -> list[Block]:
-        """Remove and return the blocks of all steps, because none of the steps will run."""
+        """Remove and return the blocks of all steps, because none of the steps will complete."""
         blocks = [block for step in (*self._submitted, self.filled, self.moved) for block in step]
         self._submitted.clear()
         self.filled, self.moved = set(), set()

@@ -36,7 +36,7 @@ class Block:
     """A logical block: ``block_size`` token slots of KV, referenced by sequences.
 
     ``key`` is empty while the block is not in the prefix index. The key of a partly filled block
-    has its tokens at the time of indexing. Tokens appended later do not change the key.
+    consists of the tokens that it had when it was indexed. Tokens appended later do not change it.
     """
 
     __slots__ = (
@@ -68,7 +68,8 @@ class Block:
         self.snapshots_below: dict[bytes, StateSnapshot] | None = None
         """Snapshots in the block's children, keyed by ``StateSnapshot.key``."""
         self.num_kept = 0
-        """Number of the block's snapshots, plus its children with a snapshot in their subtree."""
+        """Number of the block's snapshots, plus the number of children with one in their
+        subtree."""
         self.serial: int
         """Unique number of a block with window slots."""
         self.host_slot = -1
@@ -133,9 +134,9 @@ class RecurrentState:
 class StateSnapshot:
     """A recurrent state after a token of an indexed block, kept for later rows.
 
-    The parent of that block stores the snapshot in ``snapshots_below``. The key is the block's
-    tokens up to the state. A lookup therefore finds the snapshot whichever tokens follow it, even
-    after more tokens were added to the block's own key.
+    The parent of that block stores the snapshot in ``snapshots_below``, keyed by the block's tokens
+    up to the state. A lookup therefore finds the snapshot whichever tokens follow it, even after
+    the block's own key has grown.
     """
 
     __slots__ = ("block", "followers", "in_windows", "key", "parent", "state")
@@ -234,8 +235,8 @@ def _longest(keys: list[bytes], key: bytes) -> tuple[bytes, int]:
 
 
 def _kept_below(node: Block, key: bytes, at: int) -> tuple[tuple[StateSnapshot, int], ...]:
-    """Return ((snapshot, ``at``),) for the longest snapshot in a child of ``node`` whose tokens
-    ``key`` begins with; empty if there is none."""
+    """Return ((snapshot, ``at``),), or an empty tuple if no snapshot matches. Of the snapshots in
+    children of ``node`` whose key is a prefix of ``key``, the longest is chosen."""
     kept = (node.snapshots_below or {}).values()
     matching = [snapshot for snapshot in kept if key.startswith(snapshot.key)]
     return ((max(matching, key=lambda one: one.num_tokens), at),) if matching else ()
@@ -252,8 +253,8 @@ class PrefixMatch:
     tokens_in_flight: int
     """Number of matching tokens after ``blocks`` in a block in flight."""
     snapshots: tuple[tuple[StateSnapshot, int], ...] = ()
-    """Snapshots of recurrent state within the prefix, the last one of each block that has any, with
-    the number of whole blocks before that block."""
+    """The last snapshot of recurrent state in each block of the prefix that has one, with the
+    number of whole blocks before that block."""
 
 
 class PrefixIndex:
@@ -314,8 +315,8 @@ class PrefixIndex:
         return block
 
     def replace(self, old: Block, block: Block) -> None:
-        """Replace ``old`` with the in-flight ``block``, which takes its key and children, and the
-        snapshots in these. ``old`` itself must have no snapshot."""
+        """Replace ``old`` with the in-flight ``block``, which takes over its key, its children and
+        the snapshots in its children. ``old`` itself must have no snapshot."""
         parent, key, children = old.parent, old.key, old.children
         assert parent is not None
         assert parent.children is not None

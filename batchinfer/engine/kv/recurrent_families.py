@@ -86,7 +86,7 @@ def _layer_types(text: Config) -> list[str]:
 
 
 def _gated_delta(text: Config) -> RecurrentShape:
-    """Gated DeltaNet (Yang et al. 2024, https://arxiv.org/abs/2412.06464)."""
+    """Return the shape for Gated DeltaNet (Yang et al. 2024, https://arxiv.org/abs/2412.06464)."""
     key_heads, value_heads = (
         _number(text, f"linear_num_{part}_heads") for part in ("key", "value")
     )
@@ -109,7 +109,8 @@ def _gated_delta(text: Config) -> RecurrentShape:
 
 
 def _kimi_delta(text: Config) -> RecurrentShape:
-    """Kimi Delta Attention (Kimi Team 2025, https://arxiv.org/abs/2510.26692)."""
+    """Return the shape for Kimi Delta Attention (Kimi Team 2025,
+    https://arxiv.org/abs/2510.26692)."""
     num_heads, width = _number(text, "linear_num_heads"), _number(text, "linear_head_dim")
     values = num_heads * width
     second = 2 * width * values // _number(text, "hidden_size")  # factors of the gate and the decay
@@ -127,10 +128,11 @@ def _kimi_delta(text: Config) -> RecurrentShape:
 def _mamba1(
     expand: str, state: str, conv: str, rank: str, channels_key: str = ""
 ) -> Callable[[Config], RecurrentShape]:
-    """Mamba-1 (Gu and Dao 2023, https://arxiv.org/abs/2312.00752), with the given config keys.
+    """Return a function that reads the shape for Mamba-1 from the given config keys.
 
-    The layer has one head. A column of its matrix is the state of a channel. If the config has
-    ``channels_key``, that is used instead of ``expand``.
+    See Gu and Dao 2023, https://arxiv.org/abs/2312.00752. The layer has one head. A column of its
+    matrix is the state of a channel. If the config has ``channels_key``, this is the number of
+    channels; otherwise, they are ``expand`` times the hidden size.
     """
 
     def shape(text: Config) -> RecurrentShape:
@@ -153,7 +155,8 @@ def _mamba1(
 def _mamba2(
     heads: str, width: str, groups: str, state: str, conv: str
 ) -> Callable[[Config], RecurrentShape]:
-    """Mamba-2 (Dao and Gu 2024, https://arxiv.org/abs/2405.21060), with the given config keys."""
+    """Return a function that reads the shape for Mamba-2 (Dao and Gu 2024,
+    https://arxiv.org/abs/2405.21060) from the given config keys."""
 
     def shape(text: Config) -> RecurrentShape:
         num_heads, head_width, num_groups, state_size = (
@@ -178,7 +181,7 @@ def _mamba2(
 
 
 def _short_conv(text: Config) -> RecurrentShape:
-    """LFM2's short convolution: two gates around a convolution, without a matrix."""
+    """Return the shape for LFM2's short convolution: two gates around it, and no matrix."""
     channels = _number(text, "hidden_size")
     return RecurrentShape(
         num_heads=0,

@@ -1,8 +1,8 @@
 """Size of a hybrid model's recurrent state, and its layout in slots of the KV pool.
 
-A sequence's state has a fixed size, so it takes a fixed number of pool slots. A table lists them,
-so they need not be adjacent. One free list therefore serves both states and KV blocks, and memory
-is not split between them in advance.
+A sequence's state has a fixed size, so it takes a fixed number of pool slots. A table lists the
+slots, so they need not be adjacent. One free list therefore serves both states and KV blocks, and
+memory is not split between them in advance.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ class StateLayout:
     The state of a head is a matrix [key width, value width]. It is cut by columns, which do
     not depend on each other, into pieces [key width, columns]. The state of a convolution is the
     last inputs of each channel, cut into pieces [conv_width - 1, channels]. The slots hold the
-    pieces of all layers' matrices, and then, from a new slot on, the pieces of all convolutions.
+    pieces of all layers' matrices, and then, starting in a new slot, the pieces of all
+    convolutions.
     """
 
     layers: tuple[int, ...]
@@ -93,8 +94,8 @@ def state_layout(text: Mapping[str, Any], slot_bytes: int) -> StateLayout | None
 
 
 def min_slot_bytes(text: Mapping[str, Any]) -> int:
-    """Return the bytes of the smallest slot that can hold a piece of a model's state; 0 without
-    recurrent layers."""
+    """Return the bytes of the smallest slot that can hold one piece of a matrix or one piece of a
+    convolution; 0 without recurrent layers."""
     if not is_recurrent(text):
         return 0
     shape = recurrent_shape(text)
@@ -127,7 +128,7 @@ def _convolution_cuts(shape: RecurrentShape) -> list[StatePart]:
 
 
 def _fewest_slots(parts: list[StatePart], num_layers: int, slot_bytes: int) -> StatePart:
-    """Return the cut that takes the fewest slots; of several, the one with the largest pieces."""
+    """Return the cut that takes the fewest slots; in a tie, the one with the largest pieces."""
     fitting = [part for part in parts if part.per_slot(slot_bytes)]
     return min(fitting, key=lambda part: (part.num_slots(num_layers, slot_bytes), part.num_pieces))
 

@@ -28,7 +28,7 @@ class StateSlots:
         update_priority: called with a block when its subtree in the index gets its first snapshot
             or loses its last.
         prune: called with the block of a dropped snapshot; the block may no longer be needed.
-        copy_out: lets the next step copy slots to the host; returns their host slots, or an empty
+        copy_out: has the next step copy slots to the host; returns their host slots, or an empty
             list if the host has no space. May evict blocks, and so drop snapshots.
         return_host_slots: frees host slots after the next step.
     """
@@ -104,8 +104,8 @@ class StateSlots:
         self._num_states -= 1
 
     def copy(self, shared: RecurrentState, copies: Pairs) -> RecurrentState:
-        """Replace a reference to a shared state with a new state, into which the next step copies
-        it.
+        """Return a new state for one of the sequences that share a state, and drop the sequence's
+        reference. The next step copies the shared state into the new one.
 
         Args:
             shared: a state with several references.
@@ -121,8 +121,8 @@ class StateSlots:
         return copied
 
     def release_sources(self) -> None:
-        """Make the snapshots that the step just built copies evictable again. Evicting them earlier
-        could have made their slots the destination of another copy."""
+        """Let snapshots be evicted again if the step just built copies from them. Until it was
+        built, their slots must not become the destination of another copy."""
         while self._sources:
             self.release(self._sources.pop())
 
@@ -158,7 +158,8 @@ class StateSlots:
         return snapshot
 
     def forgo(self, snapshot: StateSnapshot) -> None:
-        """Count one follower less of a snapshot that may have been dropped."""
+        """Subtract one follower from a snapshot, which may have been dropped already; drop it if no
+        follower is left."""
         snapshot.followers -= 1
         if snapshot.followers <= 0 and snapshot in self.snapshots:
             self.drop(snapshot)
@@ -173,7 +174,8 @@ class StateSlots:
 
         Args:
             copies: receives the copies that the next step must make.
-            more_followers: rows that will start from the snapshot and that it does not count yet.
+            more_followers: number of rows that will start from the snapshot and that its
+                ``followers`` do not include yet.
         """
         snapshot.followers += more_followers
         if self.is_last_use(snapshot):
@@ -243,7 +245,9 @@ class StateSlots:
         return self._move_least_wanted(one for one in self.snapshots if not one.state.on_host)
 
     def num_less_wanted(self, followers: int) -> int:
-        """Return the number of evictable slots of snapshots with fewer than ``followers``."""
+        """Return the number of evictable slots of snapshots with fewer than ``followers``
+        followers.
+        """
         return self.slots_per_state * sum(each.followers < followers for each in self._idle())
 
     def _idle(self) -> Iterator[StateSnapshot]:
@@ -256,8 +260,9 @@ class StateSlots:
         self.release(state)
 
     def _count(self, snapshot: StateSnapshot, change: int) -> None:
-        """Count a snapshot in its block, the block's ancestors, and the slots in its windows: a row
-        that starts from the snapshot needs them all."""
+        """Add ``change`` to the numbers of snapshots of the snapshot's block, the block's
+        ancestors, and the slots in its windows: a row that starts from the snapshot needs them
+        all."""
         node: Block | None = snapshot.block
         for before in range(max(snapshot.in_windows, default=0)):
             assert node is not None
@@ -282,7 +287,7 @@ class StateSlots:
             node = node.parent
 
     def _move_least_wanted(self, snapshots: Iterable[StateSnapshot]) -> bool:
-        """Move the snapshot with the fewest followers, and of several the least recently used, to
+        """Move the snapshot with the fewest followers (in a tie, the least recently used one) to
         the host. Drop it if the host has no space."""
         snapshot = min(snapshots, key=lambda each: each.followers, default=None)
         if snapshot is None:

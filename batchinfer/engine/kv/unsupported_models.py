@@ -87,8 +87,8 @@ def _unsupported(config: Config, family: str) -> str | None:
 def _unsupported_rope(config: Config) -> str | None:
     """Return the reason why a model's rotary embeddings are not supported, or None.
 
-    With ``dynamic``, their scale depends on the longest sequence of a batch, so a row's output
-    would depend on other rows.
+    With the type ``dynamic``, their scale depends on the longest sequence of a batch, so a row's
+    output would depend on other rows.
     """
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     entries = [rope, *(entry for entry in rope.values() if isinstance(entry, Mapping))]

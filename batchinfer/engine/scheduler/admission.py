@@ -22,7 +22,7 @@ from batchinfer.engine.scheduler.sequence_table import SequenceTable, branches_a
 from batchinfer.engine.sequence import Sequence
 
 _LOOK_AHEAD = 256
-"""Maximum number of waiting sequences to consider in a step, some of which are only deferred."""
+"""Maximum number of waiting sequences to consider in a step, including those that it defers."""
 
 
 class Admission:
@@ -77,7 +77,7 @@ class Admission:
         chosen.append(rows, chunks)
 
     def _find_prefix(self, sequence: Sequence) -> tuple[PrefixHit, bool]:
-        """Return a sequence's prefix hit, and true if it should wait a step for a longer hit.
+        """Return a sequence's prefix hit, and whether it should wait a step for a longer hit.
 
         A hit never includes a token whose logits are needed, such as the last token. Waiting helps
         if this step fills a block that can be copied only in the next step, or if a running row is
@@ -116,8 +116,8 @@ class Admission:
         return hit, defers
 
     def _reaches_snapshot(self, sequence: Sequence, match: PrefixMatch, key: bytes) -> int:
-        """Return the number of tokens before the last branch point where a row that is computing
-        its prompt will keep a snapshot for the sequence; 0 if there is none."""
+        """Return the number of tokens in the longest snapshot that a row will keep while it
+        computes its prompt and that the sequence can start from; 0 if there is none."""
         start = len(match.blocks) * self._table.block_size
         node = match.blocks[-1] if match.blocks else None
         node = node or self._pool.index.root(sequence.request.adapter)

@@ -108,7 +108,7 @@ class BeamGroups:
         Args:
             next_beams: the next beams, each with the index of the present beam that it continues.
                 The first beam that continues a present beam is the same object. Further beams that
-                continue it are new objects. All include their last token.
+                continue it are new objects. All of them already include their newest token.
         """
         table = self._table
         continuing = {beam for beam, _ in next_beams}

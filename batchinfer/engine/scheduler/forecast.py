@@ -108,8 +108,9 @@ class PoolForecast:
     their last blocks at the same time. For a model with windows, the forecast counts slots, one per
     layer group. It assumes the maximum number of slots for a sequence that will outgrow a window.
 
-    Snapshots of recurrent state count as used, whether kept or planned. Without them, each
-    follower would compute its prompt again, which takes more time than another running row saves.
+    The slots of snapshots of recurrent state count as used, whether kept or planned. Without them,
+    each follower would compute its prompt again, which takes more time than another running row
+    saves.
     """
 
     def __init__(self, pool: BlockPool, table: SequenceTable, lengths: OutputLengths) -> None:

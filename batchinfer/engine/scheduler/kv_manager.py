@@ -183,16 +183,16 @@ class KVManager:
         """Take a snapshot of a running sequence's recurrent state, for rows that start from it.
 
         The sequence's blocks must be indexed. The pool must have space for a copy of the state
-        without evicting snapshots that as many or more rows need, or the host must have space.
+        without evicting snapshots with at least as many followers, or the host must have space.
         Otherwise, no snapshot is taken.
 
         Args:
             sequence: the running sequence.
-            at: number of its computed tokens.
+            at: number of the sequence's computed tokens.
             followers: number of rows that will start from the snapshot.
 
         Returns:
-            The snapshot, which counts these rows, or None.
+            The snapshot, whose ``followers`` include these rows, or None.
         """
         pool, size, state = self._pool, self._pool.block_size, sequence.recurrent_state
         available = pool.num_available - pool.states.num_cached
@@ -271,7 +271,7 @@ class KVManager:
             key = sequence.key(at * size, (at + 1) * size)
             entry = pool.insert_block(sequence.index_parent, blocks[at], key)
             if entry is not None and entry is not blocks[at] and not pool.slots_per_block:
-                pool.acquire(entry)  # blocks without slots are equal, and a used one stays indexed
+                pool.acquire(entry)  # such blocks are interchangeable; a used one stays indexed
                 pool.release([blocks[at]])
                 blocks[at] = entry
             sequence.index_parent = entry
@@ -290,7 +290,7 @@ class KVManager:
 
 
 def more_followers(sequence: Sequence, hit: PrefixHit) -> int:
-    """Return the followers to add to the snapshot of a hit when a sequence starts from it.
+    """Return how many followers to add to the snapshot of a hit when a sequence starts from it.
 
     A sequence adds nothing to the snapshot that was taken for it. Otherwise, a sequence that had
     computed these tokens and was preempted adds only itself, because the snapshot no longer counts

@@ -20,7 +20,7 @@ Preemption = Literal["auto", "recompute", "swap"]
 _WEIGHT = 0.2
 """Weight of a step in the moving average of ``token_s``."""
 _MOSTLY = 0.8
-"""Smallest share of prompt tokens in a step at which its time updates ``token_s``."""
+"""Smallest share of prompt tokens that a step must have for its time to update ``token_s``."""
 _FIRST_TOKEN_S = 1e-4
 """Initial value of ``token_s``. A measurement replaces it before the first preemption."""
 
@@ -133,7 +133,7 @@ class ReuseHints:
             self.remove(sequence)
 
     def note_use(self, sequence: Sequence) -> None:
-        """Mark the prompt blocks of a finished sequence that later rows need.
+        """Mark which of a finished sequence's prompt blocks later rows need.
 
         If several rows used a block, the last row to arrive sets the mark.
         """
@@ -143,7 +143,8 @@ class ReuseHints:
             self._note(block, sequence, used_later=at < shared)
 
     def note_copied(self, source: Block, at: int, sequence: Sequence) -> None:
-        """Mark block ``at`` of a prompt, which a sequence has copied to overwrite the copy's end.
+        """Mark ``source``, block ``at`` of a prompt, after a sequence copied it to write to the
+        copy.
 
         A sequence that diverges within the block does not change the mark.
         """

@@ -20,7 +20,7 @@ class Schedule:
     num_new: Int
     """[S] tokens to compute per row."""
     finishes: Bool
-    """[S] True where a row's last known token is computed, so that it is sampled."""
+    """[S] True where a row's last known token is computed, so that the row is sampled."""
     sampled: Rows
     """[R] the rows to sample."""
     samples_per_row: Int32
@@ -46,7 +46,8 @@ class ScheduledRows:
         self.num_new = np.concatenate([self.num_new, np.asarray(num_new, dtype=np.int32)])
 
     def schedule(self, table: SequenceTable, copies: BlockCopies) -> Schedule:
-        """Return the schedule of these rows. After a prompt, all samples draw from its logits."""
+        """Return the schedule of these rows. All samples of a row draw first from its prompt's
+        logits."""
         decodes_first = np.argsort(self.num_new != 1, kind="stable")
         rows, num_new = self.rows[decodes_first], self.num_new[decodes_first]
         num_tokens = table.num_tokens[rows]

@@ -256,7 +256,7 @@ class Scheduler:
         return ScheduledRows(rows, num_new, preempted)
 
     def _can_run_ahead(self, rows: Rows) -> npt.NDArray[np.bool_]:
-        """Return [S] True for rows whose next step needs no token's value and no pending fork."""
+        """Return [S] True for rows that need no token's value and have no pending fork."""
         table = self.table
         ahead: npt.NDArray[np.bool_] = ~table.needs_values[rows] & (table.pending_forks[rows] == 0)
         return ahead

@@ -69,7 +69,8 @@ class SequenceTable:
         """True if the sequence certainly runs to ``max_total``."""
         self.last_token = np.zeros(rows, dtype=np.int32)
         self.sample_at = np.full(rows, -1, dtype=np.int32)
-        """Sample of the step in flight that gives the last token; -1: it is in ``last_token``."""
+        """Index of the sample in the step in flight that draws the last token; -1: the token is in
+        ``last_token``."""
         self.num_blocks = np.zeros(rows, dtype=np.int32)
         self.num_shared_blocks = np.zeros(rows, dtype=np.int32)
         """Number of leading blocks that other sequences share."""
@@ -92,7 +93,7 @@ class SequenceTable:
         """Next branch point of the prompt, or fork of waiting beams, where a step must end;
         ``NO_BRANCH`` after the last."""
         self.num_branches = np.zeros(rows, dtype=np.int32)
-        """Number of branch points from the next one on."""
+        """Number of branch points that the row has not reached yet."""
         self.version = 0
         """Incremented by every change to a block table except growth at its end."""
         self.sampling = SamplingColumns.zeros(rows)
@@ -223,7 +224,7 @@ class SequenceTable:
         self.num_branches[row] = len(branches_after(sequence, computed))
 
     def set_state(self, sequence: Sequence, state: RecurrentState, *, is_shared: bool) -> None:
-        """Give a running sequence a recurrent state after its computed tokens."""
+        """Give a running sequence the recurrent state that follows its computed tokens."""
         sequence.recurrent_state = state
         self.find_next_branch(sequence.row)
         self.state_table[sequence.row] = state.slots

@@ -31,9 +31,9 @@ _FILLER = 2**30  # token ids of prompts are lower
 _BEAM_LUCK = 1.0
 _NEXT_BEST = 0.25
 _NEVER = 1e6
-# Measured on two cores. A GPU hides the host's time per step and per chunk if its own time is
-# longer. A CPU takes the times per sample and per token, measured with a tiny model, in addition to
-# its arithmetic.
+# The host's time per step, chunk, sample and token, measured on two cores. On a GPU, only the times
+# per step and chunk apply, and only if their sum exceeds the GPU's own time. On a CPU, all four add
+# to the time of its arithmetic.
 _HOST_STEP_S = 1.2e-3
 _HOST_CHUNK_S = 0.17e-3
 _CPU_SAMPLE_S = 35e-6

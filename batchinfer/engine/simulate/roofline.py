@@ -42,7 +42,7 @@ class Device:
     """Launch gap, ramp-up and tail of one kernel, in seconds."""
     host_bandwidth: float = 5e9
     """Bytes per second of copies to or from the host: measured for a CPU's pool; for GPUs, about
-    80 % of the PCIe generation's rate."""
+    80 % of the nominal rate of the PCIe link."""
 
     @property
     def is_gpu(self) -> bool:
