@@ -50,7 +50,8 @@ class SamplingColumns:
         return cls(**{name: np.zeros(count, dtype) for name, dtype in _COLUMN_DTYPES.items()})
 
     def set_row(self, row: int, params: object, **derived: float) -> None:
-        """Fill a row: each column from ``derived`` if it is there, else from ``params``."""
+        """Fill a row. A column's value comes from ``derived`` if given there, else from
+        ``params``."""
         for name in _COLUMN_DTYPES:
             value = derived[name] if name in derived else getattr(params, name)
             getattr(self, name)[row] = value

@@ -169,7 +169,7 @@ class SchemaDefaults:
     """True if objects may have no properties besides those in their schema."""
 
     def apply(self, structure: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Add the settings to ``structured_outputs`` of a call."""
+        """Return ``structured_outputs`` of a call, with the settings added."""
         completed = dict(structure)
         if "json" in completed and self.closes_objects:
             completed["json"] = closed_schema(json.loads(completed["json"]))

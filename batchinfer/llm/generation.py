@@ -144,7 +144,7 @@ class GenerationCalls:
             add_generation_prompt: True: start a new assistant message after the last message;
                 False: add nothing.
             continue_final_message: continue the last message.
-            tools: tools that the model may call, in OpenAI's format; the template gets them.
+            tools: tools that the model may call, in OpenAI's format; passed to the template.
             tool_choice: ``auto``: the model decides; ``none``: the template gets no tools;
                 ``required``: each answer consists of calls; or ``{"type": "function", "function":
                 {"name": ...}}``: each answer is a call to that tool. A grammar enforces calls, in

@@ -94,7 +94,9 @@ class LLM(GenerationCalls, PoolingCalls):
         runner: ``generate``: write text; ``pooling``: only ``embed``, ``classify`` and ``score``;
             ``auto``: by the model's class.
         task: the earlier name of ``runner``: ``generate``, ``embed``, ``classify`` or ``score``.
-        hf_overrides: ``classifier_from_token``, the answers of a reranker: ``["no", "yes"]``.
+        hf_overrides: a dict with ``classifier_from_token``, the tokens with which a reranker
+        answers
+            no and yes: ``["no", "yes"]``.
         tensor_parallel_size: accepted for compatibility; must be 1.
         engine_keys: keys of the job file's ``engine`` section, like ``block_size=32``, and
             arguments of vLLM that have no effect here, which produce a warning.

@@ -90,7 +90,7 @@ def output_logprobs(
     """Return log-probabilities of each output token and of its best or named alternatives.
 
     Args:
-        text: token ids that end with ``tokens``; the ids before help to decode.
+        text: token ids that end with those of ``tokens``; earlier ids are context for decoding.
         tokenizer: decodes tokens; None to leave texts out.
     """
     positions = _positions(tokens, text, tokenizer)

@@ -55,8 +55,8 @@ class Adapters:
         """Return the adapter's number for each of ``count`` prompts; 0 is the base model.
 
         Raises:
-            TypeError, ValueError: an adapter is invalid or unknown, or the numbers of adapters and
-                prompts differ.
+            TypeError, ValueError: an adapter is invalid or unknown, or there are not as many
+                adapters as prompts.
             ModelError: a new adapter does not fit this model.
         """
         numbers = self._numbers

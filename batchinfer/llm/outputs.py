@@ -155,7 +155,7 @@ class BeamSearchSequence:
     stop_reason: int | str | None
     lora_request: LoRARequest | None = None
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
-    """Empty: log-probabilities of single tokens are not kept."""
+    """Empty: log-probabilities of individual tokens are not kept."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,7 +80,7 @@ def read_conversations(
 
 
 def _plain(value: Any) -> Any:
-    """Return ``value`` with every mapping, list and string in it as Python's own type."""
+    """Return ``value`` with every mapping, list and string in it as a dict, list or str."""
     if isinstance(value, Mapping):
         return {_plain(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -173,7 +173,7 @@ def _value_of(item: Mapping[Any, Any], name: str) -> tuple[Any, str | None, str]
 
 
 def checked_text(text: str, name: str) -> str:
-    """Return a string as Python's own type.
+    """Return a string, which may have a subclass of ``str``, as a plain ``str``.
 
     Raises:
         ValueError: the string cannot be encoded as UTF-8.

@@ -113,8 +113,8 @@ def reads_whole_texts(name: str, revision: str | None) -> bool:
 
 
 def asks_questions(name: str, revision: str | None, config: ClassifyConfig) -> bool:
-    """Return True if a model (folder or hub id) takes pairs in the prompt of Qwen3-Reranker, False
-    if its tokenizer joins pairs.
+    """Return True if a model (folder or hub id) reads a pair in Qwen3-Reranker's prompt format,
+    False if its tokenizer joins the two texts.
 
     Raises:
         ModelError: the folder cannot be read, has no head, or does not define the format of pairs.

@@ -63,11 +63,11 @@ class EmbeddingModules:
     pools_prompt: bool = True
     """True if the tokens of a named prompt are pooled too (``include_prompt``)."""
     takes_messages: bool = False
-    """True if texts use the chat template (``sentence_bert_config.json``)."""
+    """True if texts are rendered by the chat template (``sentence_bert_config.json``)."""
 
     @property
     def width(self) -> int:
-        """The size of an embedding."""
+        """Number of dimensions of an embedding."""
         return self.dense[-1].width if self.dense else self.hidden_size * len(self.pooling)
 
 
@@ -91,11 +91,11 @@ class Embedder:
 
     @property
     def width(self) -> int:
-        """The size of an embedding."""
+        """Number of dimensions of an embedding."""
         return self.config.dimensions or self.modules.width
 
     def __call__(self, hidden_state: Float32) -> npt.NDArray[Any]:
-        """Return the embedding [dimensions] of a hidden state [H]: cut, then normalized."""
+        """Return the embedding [dimensions] of a hidden state [H]: truncated, then normalized."""
         values = hidden_state
         for dense in self.modules.dense:
             values = dense(values)
@@ -108,7 +108,7 @@ class Embedder:
 
 
 def read_embedding_modules(name: str, revision: str | None) -> EmbeddingModules:
-    """Read a model's folder, or the hub's copy of it.
+    """Read how a model (folder or hub id) computes embeddings.
 
     Raises:
         ModelError: the folder does not exist, or names an unsupported module.

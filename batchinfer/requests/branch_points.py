@@ -15,7 +15,7 @@ costs less than an additional step.
 """
 
 BranchPoints = tuple[tuple[int, int], ...]
-"""Pairs of a prompt length and the number of rows that start from the state there, ascending."""
+"""Pairs (prompt length, number of rows that start from the state at this length), ascending."""
 
 
 def plan_branch_points(

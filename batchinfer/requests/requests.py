@@ -92,7 +92,7 @@ class PromptRow:
             self.prompt = replace(self.prompt, text=None)
 
     def share_token_ids(self, other: PromptRow) -> None:
-        """Use the array of an equal row's token ids, to save memory."""
+        """Use the token id array of an equal row, to save memory."""
         if not isinstance(self.prompt, RowError) and not isinstance(other.prompt, RowError):
             self.prompt = replace(self.prompt, token_ids=other.prompt.token_ids)
 

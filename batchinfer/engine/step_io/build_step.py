@@ -208,7 +208,8 @@ class _Entries:
 
 
 def _add_biases(sequence: Sequence, position: int, sample: int, bias: _Entries) -> None:
-    """Add a sample's logit biases; ban last tokens of bad words and, at first, stop tokens."""
+    """Add a sample's logit biases. Ban last tokens of bad words, and stop tokens if the output has
+    fewer than ``min_tokens`` tokens."""
     request, params = sequence.request, sequence.request.params
     if params.logit_bias:
         bias.add(sample, list(params.logit_bias), list(params.logit_bias.values()))

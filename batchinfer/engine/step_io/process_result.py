@@ -155,7 +155,7 @@ def _without_ended(
 
 
 def _with_new_samples(sampled: SampledRows) -> list[Sequence]:
-    """Create further samples of rows that draw several; return the sequence of each sample [K]."""
+    """Create the other samples of rows that draw several; return each sample's sequence [K]."""
     leaders: list[Sequence] = sampled.sequences.tolist()
     if len(leaders) == sampled.samples_per_row.sum():
         return leaders

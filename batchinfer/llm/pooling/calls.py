@@ -188,8 +188,8 @@ class PoolingCalls:
     ) -> list[ScoringRequestOutput]:
         """Score the similarity of one text to several texts, or of pairs of texts.
 
-        If the model has a head for one label, it scores both texts, which its tokenizer joins. For
-        other models, the score is the cosine of the embeddings.
+        If the model is a classifier with one label, its head scores the two texts of a pair
+        together. For other models, the score is the cosine similarity of their embeddings.
 
         Args:
             data_1: one text, or the same number of texts as ``data_2``.

@@ -25,8 +25,8 @@ class PoolingParams:
     """
 
     truncate_prompt_tokens: int | None = None
-    """Cut a longer prompt at its end, to this many tokens, as vLLM does for pooling. Special tokens
-    around a text stay, and the longer text of a pair is cut. -1 for the model's limit.
+    """Truncate longer prompts to this many tokens, at the end as in vLLM's pooling. Special tokens
+    around a text stay, and the longer text of a pair is truncated. -1 for the model's limit.
     """
     dimensions: int | None = None
     """Keep only the first dimensions of an embedding (Matryoshka)."""
@@ -37,7 +37,7 @@ class PoolingParams:
     activation: bool | None = None
     """The earlier name of ``use_activation`` for labels and scores."""
     softmax: bool | None = None
-    """The first name of ``use_activation``."""
+    """vLLM's first name of ``use_activation``."""
 
     def __post_init__(self) -> None:
         coerce_fields(self)
