@@ -71,7 +71,7 @@ class LockedError(JobError):
 
 
 class StorageError(JobError):
-    """Writing the output failed, or reading it back."""
+    """Writing the output, or reading it back, failed."""
 
     exit_code = ExitCode.STORAGE
 

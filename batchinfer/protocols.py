@@ -28,12 +28,12 @@ class FinishedSample(Protocol):
 
     @property
     def finish_reason(self) -> str:
-        """``stop`` if an end-of-sequence token, stop token or stop string ended it."""
+        """``stop`` if an end-of-sequence token, stop token or stop string ended the sample."""
         ...
 
     @property
     def stop_match(self) -> StopMatch | None:
-        """The stop string that ended it, if any."""
+        """The stop string that ended the sample, if any."""
         ...
 
 

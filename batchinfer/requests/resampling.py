@@ -81,10 +81,10 @@ class Resampling:
         return [self._request(row, goal, max(missing, tried), tried=tried, number=len(completions))]
 
     def result(self, row: PromptRow, completions: Sequence[Completion]) -> tuple[Completion, Tally]:
-        """Return a completion with the samples that a row keeps, and the counts of all samples.
+        """Return a completion with the samples that a row keeps, and counts of all its samples.
 
-        With ``accept`` a row may keep no samples. Without ``accept``, a row with too few samples is
-        an error, and its samples are numbered from 0.
+        With ``accept``, a row may keep no samples. Without ``accept``, the kept samples are
+        renumbered from 0, and a row with too few of them is an error.
         """
         goal = self._goal(row)
         if goal is None:

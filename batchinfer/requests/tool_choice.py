@@ -28,7 +28,8 @@ class ToolChoices:
         self._known: dict[str, str] = {}
         """Grammars, keyed by ``RowTools.key``."""
         self._made: dict[tuple[int, str], tuple[RowSampling, RowSampling]] = {}
-        """Results, keyed by id() of the parameters, which the value keeps alive, and grammar."""
+        """Pairs (parameters, result), keyed by the id() of the parameters and the grammar. Keeping
+        the parameters alive keeps their id() unique."""
 
     def applied(
         self, sampling: RowSampling | RowError | None, tools: RowTools | None

@@ -31,18 +31,19 @@ class ControlTokens:
         return self.pattern.search(text) is not None
 
     def beginning_at_end(self, text: str) -> int:
-        """Return the length of the longest incomplete control token at the end of ``text``."""
+        """Return the length of the longest proper prefix of a control token that ends ``text``."""
         lengths = range(min(self._longest - 1, len(text)), 0, -1)
         return next((n for n in lengths if text[-n:] in self._beginnings), 0)
 
     def ending_at_start(self, text: str) -> int:
-        """Return the length of the longest end of a control token at the start of ``text``."""
+        """Return the length of the longest proper suffix of a control token that starts
+        ``text``."""
         lengths = range(min(self._longest - 1, len(text)), 0, -1)
         return next((n for n in lengths if text[:n] in self._endings), 0)
 
     def can_form_in(self, text: str) -> bool:
-        """Return True if ``text`` contains a control token's text, or a part of one at its start or
-        end, which a template's text could complete.
+        """Return True if ``text`` contains a control token's text, or starts or ends with a part of
+        one that a template's text could complete.
         """
         at_edges = self.beginning_at_end(text) or self.ending_at_start(text)
         return bool(at_edges) or self.occur_in(text)

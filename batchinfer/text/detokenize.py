@@ -18,7 +18,7 @@ MAX_CHAR_TOKENS = 4
 
 
 class IncrementalDetokenizer:
-    """Decodes one sample token by token, with the same text as decoding all tokens at once.
+    """Decodes one sample token by token, giving the same text as decoding all tokens at once.
 
     A token's text depends on the tokens before it: the first token of a text may lose its leading
     space, and a character's bytes may be spread over tokens. The window therefore starts with a
@@ -77,7 +77,7 @@ class IncrementalDetokenizer:
         """
         text = self.tail if text is None else text
         prefix_chars = len(self._decode(self._window[self._prefix_tokens : end]))
-        if prefix_chars == 0:  # decoded on its own, the prefix loses its leading space, its text
+        if prefix_chars == 0:  # on its own, the prefix loses its leading space, its only text
             return ""
         del self._window[: self._prefix_tokens]
         self._prefix_tokens = end - self._prefix_tokens
@@ -93,7 +93,7 @@ class StopStringChecker:
     """Searches one sample for stop strings, which may span tokens.
 
     The match that ends first in the text counts; if several end together, the first string in the
-    list.
+    list counts.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class StopStringChecker:
         self._overlap = max(map(len, self._stop)) - 1
         self._before = ""  # the end of the settled text, where a match may still begin
         self._before_start = 0  # position of ``_before`` in the text
-        self._not_before = 0  # matches end after this position
+        self._not_before = 0  # only matches that end after this position count
 
     def on_token(self, token_id: int, *, may_stop: bool) -> StopMatch | None:
         self._extend(self._detokenizer.push(token_id))

@@ -84,7 +84,7 @@ class TextEncoder:
         return count > 0 and count > len(self._tokenizer.control.pattern.findall(item.text))
 
     def _with_one_bos(self, result: TokenIds | RowError) -> TokenIds | RowError:
-        """Drop the second BOS of a text that already begins with a BOS."""
+        """Drop the first token if the first two are both BOS."""
         bos = self._tokenizer.bos_token_id
         if isinstance(result, RowError) or bos is None or len(result) < 2:
             return result

@@ -29,7 +29,7 @@ _PROBED_TOKENS = 3
 _BYTES = 256
 
 _IMPOSSIBLE = ("Unsatisfiable schema", "no text can match")
-"""Beginnings of messages about grammars that allow no text; widening does not help them."""
+"""Beginnings of messages about grammars that allow no text, even if they are widened."""
 
 
 class CompiledGrammar:

@@ -2,8 +2,8 @@
 
 ``PairBuilder`` lets the tokenizer join query and document, as sentence-transformers'
 ``CrossEncoder`` does (in transformers, ``tokenizer(query, document)``). ``QuestionBuilder`` asks
-the model in words if the document meets the query; the words are from Qwen3-Reranker's model card
-(https://huggingface.co/Qwen/Qwen3-Reranker-0.6B).
+the model in words whether the document meets the query; the words are from Qwen3-Reranker's model
+card (https://huggingface.co/Qwen/Qwen3-Reranker-0.6B).
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ class QuestionBuilder:
     Args:
         pair_columns: columns of the query and of the document.
         max_model_len: maximum number of tokens of a prompt.
-        options: other options of ``PromptBuilder``, which also raises its errors.
+        options: other options of ``PromptBuilder``, whose errors this class also raises.
     """
 
     def __init__(

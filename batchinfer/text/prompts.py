@@ -73,7 +73,7 @@ class PromptBuilder:
 
     Args:
         max_model_len: maximum number of tokens of prompt and output together.
-        options: options of ``RowRenderer``, which also raises its errors.
+        options: options of ``RowRenderer``, whose errors this class also raises.
     """
 
     def __init__(

@@ -72,7 +72,7 @@ def keys_in(value: object) -> Iterator[str]:
 
 
 def map_texts(function: Callable[[str], str], value: Any, *, keys: bool = False) -> Any:
-    """Apply ``function`` to all texts in ``value``, and to the keys if ``keys``."""
+    """Apply ``function`` to all texts in ``value``, and to its keys if ``keys`` is True."""
     if isinstance(value, str):
         return function(value)
     if isinstance(value, Mapping):

@@ -54,7 +54,7 @@ class Tally:
     samples_duplicate: int = 0
     """Samples that pass, but repeat the text of a kept sample."""
     samples_surplus: int = 0
-    """Samples drawn after the last kept sample, in the same step."""
+    """Samples that were not checked, because enough samples were kept already."""
 
 
 class Judge:
@@ -76,7 +76,7 @@ class Judge:
 
         Args:
             samples: samples in order, each with its text, its number of tokens, and True if the
-                text follows the row's own parameters.
+                row's own schema allows the text.
         """
         for text, num_tokens, follows_params in samples:
             row.verdicts.append(self._verdict(text, num_tokens, follows_params, row))

@@ -58,7 +58,8 @@ class _PlainNamespace(Namespace):
 
 
 class _GenerationTag(Extension):
-    """Ignores ``{% generation %}...{% endgeneration %}``, which marks the assistant's text."""
+    """Ignores the tags in ``{% generation %}...{% endgeneration %}``, which mark the assistant's
+    text."""
 
     tags = {"generation"}  # noqa: RUF012 (Jinja2 declares it so)
 

@@ -49,7 +49,7 @@ class ScoringBuilder:
         completions_column: column of the completions; None to score the prompts themselves.
         columns: columns of the data.
         max_model_len: maximum number of tokens of a prompt and its longest completion together.
-        options: options of ``RowRenderer``, which also raises its errors.
+        options: options of ``RowRenderer``, whose errors this class also raises.
     """
 
     def __init__(

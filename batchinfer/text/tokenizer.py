@@ -44,8 +44,8 @@ class Tokenizer:
 
         Args:
             backend: transformers' ``tokenizer.backend_tokenizer``.
-            chat_template: transformers' ``tokenizer.chat_template``; of several templates, the
-                default.
+            chat_template: transformers' ``tokenizer.chat_template``; the default template if there
+                are several.
             special_tokens: transformers' ``tokenizer.special_tokens_map``; templates may use them.
             control_tokens: texts of the added tokens that steer the model. A row's text never
                 becomes one of them, unless the job parses special tokens.
@@ -92,7 +92,8 @@ class Tokenizer:
 
     @functools.cached_property
     def prefix_token_id(self) -> int | None:
-        """Id of the token to put before a text to score its first token: BOS, else EOS."""
+        """Id of the token to put before a text so that its first token can be scored: BOS, or else
+        EOS."""
         bos = self.bos_token_id
         return self._special_id("eos_token") if bos is None else bos
 
@@ -158,7 +159,7 @@ class Tokenizer:
     def cut_pair(
         self, pair: tuple[str, str], max_tokens: int, *, parse_special_tokens: bool
     ) -> tuple[TokenIds, int]:
-        """Encode a pair, cut to ``max_tokens`` ids as with transformers' ``longest_first``."""
+        """Encode a pair, truncated to ``max_tokens`` ids like transformers' ``longest_first``."""
         cutting = _private_copy(self._parsing(parse_special_tokens).to_str())
         cutting.enable_truncation(max_tokens, strategy="longest_first")
         return self._encode_pairs(cutting, [pair])[0]

@@ -23,11 +23,12 @@ from batchinfer.text.tokenizer import Tokenizer
 MAX_WORKERS = 16
 """Maximum number of workers, because one process cannot send rows fast enough to more."""
 _BATCHES_PER_WORKER = 2
-"""Batches of a call for each worker, so that no worker waits long for another's last batch."""
+"""Batches of a call for each worker, so that no worker waits long for another worker's last
+batch."""
 _LIMITS = Limits()
 
 _MIN_ROWS, _MAX_ROWS = 8, 256
-"""Limits for the rows of a batch. Small batches let workers share the work evenly."""
+"""Limits on the number of rows in a batch. Small batches let workers share the work evenly."""
 _MAX_BYTES = 1 << 17
 
 _Pending = Sequence[tuple["Batch", "Future[list[Result]]"]]

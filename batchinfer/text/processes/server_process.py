@@ -25,7 +25,7 @@ _BOOT = (
     "import sys; sys.path[:] = sys.argv[1:]; "
     "from batchinfer.text.processes.fork_server import main; main()"
 )
-_ENVIRONMENT = {  # a forking process needs one thread; workers use the other cores
+_ENVIRONMENT = {  # a process that forks must have one thread; workers use the cores
     "TOKENIZERS_PARALLELISM": "false",
     "RAYON_NUM_THREADS": "1",
     "OMP_NUM_THREADS": "1",
@@ -169,11 +169,11 @@ class ServerProcess:
     def _read_greeting(self) -> bytes:
         try:
             return self._control.recv_bytes(len(GREETING))
-        except OSError:  # the length was another program's text
+        except OSError:  # another program's text was read as a length
             return b""
 
     def _hang_up(self) -> None:
-        """Shut the connection down for the server, and for threads here that wait for an answer.
+        """Shut the connection down, so that the server ends and no thread here waits for an answer.
 
         Closing the connection is not enough if a forked process has it open too.
         """

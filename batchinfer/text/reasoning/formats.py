@@ -1,8 +1,8 @@
 """Finds the markers of a model's reasoning, like ``<think>`` and ``</think>``, and splits by them.
 
 A marker that is an added token is found by its id, even if the text omits special tokens. The text
-of a row cannot imitate it. Other markers are found in the text, because tokens may extend beyond
-them.
+of a row cannot imitate it. Other markers are found in the text, because their first and last
+tokens may also contain other text.
 
 The markers come from the parsers of vLLM (vllm/reasoning) and SGLang
 (python/sglang/srt/parser/reasoning_parser.py).

@@ -64,7 +64,7 @@ _APART = (
     ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
     ("minItems", "maxItems"),
 )
-"""Keywords about one value, which compile independently of the rest of a schema."""
+"""Groups of keywords. A group compiles independently of the rest of a schema."""
 
 GRAMMAR_FORMATS = frozenset(("duration", "ipv4", "ipv6", "uuid", "uri"))
 """Formats for which llguidance's own expressions are correct."""
@@ -113,7 +113,7 @@ def inexact_numbers(schema: Any) -> list[int]:
 def widened_schema(schema: Any) -> Any:
     """Return a schema that a grammar supports and that allows every text that ``schema`` allows.
 
-    The schema has no ``not``, ``if`` and similar keywords, because dropping a keyword inside them
+    The result has no ``not``, ``if`` and similar keywords, because dropping a keyword inside them
     would restrict texts. ``oneOf`` becomes ``anyOf``. Broken references and numbers that a grammar
     would change are dropped too.
     """
@@ -147,7 +147,7 @@ def loosened_schema(schema: Any, compiles: Callable[[Keywords], bool]) -> Any:
 
 
 def outermost_type(schema: Any) -> Any:
-    """Return a schema with only the type, if ``schema`` has one."""
+    """Return a schema with only the type of ``schema``; empty if ``schema`` names no type."""
     kind = schema.get("type") if isinstance(schema, dict) else None
     return {} if kind is None else {"type": kind}
 

@@ -33,7 +33,7 @@ _OF_PLAIN_OBJECTS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A tool's parameter and the rule of its value."""
+    """A tool's parameter and the rule for its value."""
 
     name: str
     is_required: bool

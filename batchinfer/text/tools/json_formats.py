@@ -64,7 +64,7 @@ class HermesFormat(ToolFormat):
         while rest:
             body = rest.removeprefix(self._BEGIN).lstrip()
             try:
-                # Parses first, because strings may contain markers.
+                # Parse JSON before searching for a marker, because strings may contain markers.
                 value, end = _DECODER.raw_decode(body)
             except ValueError:
                 return None
@@ -105,8 +105,8 @@ class ListFormat(ToolFormat):
 
 
 class MistralFormat(ToolFormat):
-    """``[TOOL_CALLS][{"name": ..., "arguments": {...}}]``, or ``[TOOL_CALLS]name[ARGS]{...}`` for
-    each call from version 11 of Mistral's tokenizers on."""
+    """``[TOOL_CALLS][{"name": ..., "arguments": {...}}]``, or, since version 11 of Mistral's
+    tokenizers, ``[TOOL_CALLS]name[ARGS]{...}`` for each call."""
 
     _BEGIN = "[TOOL_CALLS]"
     _CALL = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\s*\w+\s*)?(?:\[ARGS\])?(?=\s*\{)")

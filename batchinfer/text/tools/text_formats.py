@@ -36,7 +36,7 @@ class PythonicFormat(ToolFormat):
 
     Args:
         begin, end: optional markers around the calls.
-        may_be_bare: True if the grammar has no markers when the tokenizer lacks them.
+        may_be_bare: True to leave the markers out of the grammar if the tokenizer lacks them.
         has_lines: True if each call is a line, as in OLMo 3, instead of an item of a list.
     """
 

@@ -74,8 +74,8 @@ class ToolFormat(ABC):
 def calls_in(text: str, tool_format: ToolFormat, tools: Tools) -> ParsedCalls | None:
     """Return the calls that ``tool_format`` finds in a text.
 
-    Return None if a call is not valid JSON, because it is nested too deeply or contains a number
-    that JSON does not have or half of a surrogate pair.
+    Return None if a call is not valid JSON: for example, if it is nested too deeply, or contains
+    NaN, Infinity or half of a surrogate pair.
     """
     try:
         parsed = tool_format.parse(text, tools)
