@@ -60,7 +60,8 @@ class EngineContext:
     slots_per_state: int = 0
     """Number of pool slots for a sequence's recurrent state; 0 without recurrent layers."""
     load_adapter: Callable[[str, str], None] | None = None
-    """Adds the adapter with a name and a folder, between steps; None if adapters are fixed."""
+    """Takes a name and a folder and loads this adapter, between steps; None if adapters are
+    fixed."""
     warm_up: WarmUp | None = None
     """Compiles sampling kernels; None on devices that compile none."""
 

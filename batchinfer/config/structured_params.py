@@ -87,7 +87,9 @@ class GuidedDecodingParams(StructuredOutputsParams):
 
 
 def closed_schema(schema: Any) -> Any:
-    """Return a schema whose objects set ``additionalProperties: false`` if they do not set it."""
+    """Return a schema in which every object that does not set ``additionalProperties`` forbids
+    them.
+    """
     if isinstance(schema, list):
         return [closed_schema(item) for item in schema]
     if not isinstance(schema, Mapping):

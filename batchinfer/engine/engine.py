@@ -69,7 +69,8 @@ class Engine:
         self.scheduler = scheduler
         self._vocab_size = vocab_size
         self._max_tokens = scheduler.max_num_batched_tokens
-        """Initial token limit of a step. Refusals use it, because recoveries may lower the limit.
+        """Initial token limit of a step. Refusals use it, because a recovery may lower the
+        current limit.
         """
         self._prefixes = PrefixTree(scheduler.table)
         self._runner = runner

@@ -188,7 +188,7 @@ class MetricsCollector:
         """Return the sections ``tokens``, ``throughput`` and ``kv`` for the steps so far."""
         totals = self._totals
         rows = np.array(self._steps[: totals.num_steps], np.float64).reshape(-1, len(STEP_COLUMNS))
-        # Contiguous like columns read from files, so that both are summed in the same order.
+        # Contiguous like columns read from files, so that numpy sums both in the same order.
         columns = np.ascontiguousarray(rows.T)
         pool = PoolTotals()
         pool.add(

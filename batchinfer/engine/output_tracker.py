@@ -54,7 +54,8 @@ class OutputIncrement:
     """Number of the request within its row."""
     key: bytes
     chain: int
-    """Number of the chain of increments. A new chain replaces the previous one."""
+    """Number of the increment's chain. A chain starts from the beginning and replaces the previous
+    one."""
     stats: RequestStats
     samples: list[tuple[int, PartialSample | SampleOutput]]
     """For each sample, (number of tokens reported before, the sample with only its new tokens)."""
@@ -67,7 +68,8 @@ class _Reported:
     sizes: dict[int, int]
     """Reported tokens of each sample, plus 1 if its end was reported."""
     chain: int = -1
-    """-1: this run has reported nothing yet, and ``sizes`` are those of the partial output."""
+    """Number of the current chain; -1: this run has reported nothing yet, and ``sizes`` are those
+    of the partial output."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,7 +46,7 @@ class PromptScores:
         self._known: list[StepResult] = []
 
     def take(self, start: int, result: StepResult) -> None:
-        """Add a step's result, whose first position is ``start``, except for known positions."""
+        """Add the unknown positions of a step's result, whose first position is ``start``."""
         new = np.arange(len(result.logprobs)) >= self.next - start
         assert start <= self.next, "logits of a position were skipped"
         self.next += int(new.sum())

@@ -43,7 +43,7 @@ class Request:
     grammar: Grammar | None = None
     """Grammar of ``params.structured_outputs``; requires ``eos_token_ids``."""
     reused_prefix_len: int = 0
-    """Number of leading prompt tokens that a later row in the running order shares."""
+    """Number of leading prompt tokens that the row shares with a row that runs later."""
     branch_points: tuple[tuple[int, int], ...] = ()
     """Ascending pairs (P, N): N later rows diverge from this row after P prompt tokens. Used for
     models with recurrent state."""

@@ -55,7 +55,7 @@ def _continue(state: RequestState, partial: PartialOutput) -> list[Sequence]:
 
 def _is_whole(request: Request, partial: PartialOutput, max_model_len: int) -> bool:
     """Return true if a partial output has all samples and values, and every unfinished sample has
-    tokens and room for another."""
+    at least one token and room for another token."""
     params = request.params
     most = min(params.max_tokens, max_model_len - request.num_prompt_tokens)
     if not all(0 < len(sample.token_ids) < most for sample in partial.samples):

@@ -115,7 +115,7 @@ class SamplingBatch(SamplingColumns):
     """Parameters of the K samples that a step draws from its R rows of logits."""
 
     logits_rows: Int32  # [K] row of logits that each sample draws from
-    position: Int32  # [K] output tokens the sample had before this one
+    position: Int32  # [K] number of output tokens that the sample has already
     penalties: Penalties | None
     bias_samples: Int32  # [B] biases of logits: sample, token id, value (-inf bans the token)
     bias_token_ids: Int32  # [B]
@@ -136,7 +136,7 @@ class SamplingBatch(SamplingColumns):
 class ScoredTokens:
     """The P prompt tokens that a step scores."""
 
-    rows: Int32  # [P] index of the packed token before each token, whose logits predict it
+    rows: Int32  # [P] index of the packed token whose logits predict each scored token
     token_ids: Int32  # [P]
     num_logprobs: Int32  # [P] alternatives
     named_token_ids: Int32 | None = None  # [P, W] ids to return log-probabilities of; -1 pads
@@ -181,7 +181,7 @@ class Step:
     previous_sample: Int32  # [T] use this sample of the previous step; -1 = use token_ids
     positions: Int32  # [T] position of each token in its own sequence
     query_starts: Int32  # [S + 1] start of each sequence's tokens in the packed row
-    context_lens: Int32  # [S] tokens of the sequence with KV after this step
+    context_lens: Int32  # [S] number of each sequence's tokens with KV after this step
     block_tables: Int32  # [S, longest table] device slots; undefined outside a sequence's window
     slot_mapping: Int64  # [T] slot * block_size + offset where each token's KV is written
     block_copies: Int32  # [C, 2] (source slot, destination slot) on the device

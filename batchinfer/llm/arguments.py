@@ -187,7 +187,7 @@ def schema_defaults(
     Args:
         structured_outputs_config: vLLM's ``StructuredOutputsConfig``, or a dict of its fields. The
             backend ``outlines`` sets the whitespace in JSON; other backends have no effect.
-        disable_any_whitespace: vLLM's earlier argument for the field of that name.
+        disable_any_whitespace: vLLM's earlier argument for the field of the same name.
     """
     fields = structured_outputs_config
     config = dict(fields if isinstance(fields, Mapping) else getattr(fields, "__dict__", {}))

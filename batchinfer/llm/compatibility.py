@@ -71,7 +71,7 @@ ONLY_VALUES: Mapping[str, tuple[object, ...]] = {
     "tokenizer_mode": ("auto", "hf", "slow"),
     "trust_remote_code": (True,),
 }
-"""Accepted values of some arguments, without effect; other values are not supported yet."""
+"""Values that some arguments accept without effect; other values are not supported yet."""
 
 _NOT_YET = """
 allowed_local_media_path allowed_media_domains calculate_kv_scales cpu_offload_gb cpu_offload_params

@@ -54,7 +54,7 @@ def most_in_window(window: int, block_size: int, num_new: int = 1) -> int:
 
 
 def most_slots(windows: tuple[int, ...], block_size: int, num_tokens: int, num_new: int = 1) -> int:
-    """Return the maximum number of pool slots that a sequence holds at any length up to its last.
+    """Return the maximum number of pool slots that a sequence holds until it has all its tokens.
 
     Args:
         windows: window of each layer group; 0 = full attention.

@@ -68,7 +68,7 @@ class Block:
         self.snapshots_below: dict[bytes, StateSnapshot] | None = None
         """Snapshots in the block's children, keyed by ``StateSnapshot.key``."""
         self.num_kept = 0
-        """Number of the block's snapshots, plus the number of children with one in their
+        """Number of the block's snapshots, plus the number of children with a snapshot in their
         subtree."""
         self.serial: int
         """Unique number of a block with window slots."""
@@ -224,7 +224,7 @@ class _Children:
 
 def _longest(keys: list[bytes], key: bytes) -> tuple[bytes, int]:
     """Return the key in sorted ``keys`` that shares the most leading tokens with ``key``, and the
-    number of these tokens. It is one of the two keys between which ``key`` would be inserted."""
+    number of these tokens. That key is one of the two between which ``key`` would be inserted."""
     best, shared = b"", 0
     at = bisect_left(keys, key)
     for neighbor in keys[max(at - 1, 0) : at + 1]:
@@ -253,8 +253,8 @@ class PrefixMatch:
     tokens_in_flight: int
     """Number of matching tokens after ``blocks`` in a block in flight."""
     snapshots: tuple[tuple[StateSnapshot, int], ...] = ()
-    """The last snapshot of recurrent state in each block of the prefix that has one, with the
-    number of whole blocks before that block."""
+    """Pairs (snapshot, number of whole blocks before its block), with the last snapshot of
+    recurrent state in each block of the prefix that has one."""
 
 
 class PrefixIndex:

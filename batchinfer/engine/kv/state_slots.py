@@ -260,7 +260,7 @@ class StateSlots:
         self.release(state)
 
     def _count(self, snapshot: StateSnapshot, change: int) -> None:
-        """Add ``change`` to the numbers of snapshots of the snapshot's block, the block's
+        """Add ``change`` to the snapshot counts of the snapshot's block, the block's
         ancestors, and the slots in its windows: a row that starts from the snapshot needs them
         all."""
         node: Block | None = snapshot.block

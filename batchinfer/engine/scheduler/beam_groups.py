@@ -55,7 +55,7 @@ class BeamGroups:
 
         Args:
             blocks: maximum number of blocks of one beam. In the worst case, beams share only the
-                prompt's.
+                prompt's blocks.
         """
         width, pool = request.group_size, self._pool
         if width > self._most:

@@ -22,7 +22,8 @@ Int = npt.NDArray[np.integer]
 _FIRST_GUESS = 4.0
 """Ratio of the allowed output length to the output length assumed before any output has ended."""
 _SHRINK = 4.0
-"""Weight of the job's overall stop rate against the rate at one length, in sequences."""
+"""Number of sequences as which the job's overall stop rate counts when it is averaged with the stop
+rate at one length."""
 _WATERMARK = 0.01
 """Share of the pool that admission does not fill if no output length is certain."""
 _MOST_SNAPSHOTS = 0.5
@@ -88,8 +89,8 @@ class OutputLengths:
     def remaining(self, table: SequenceTable, rows: Rows) -> Float:
         """Predict the number of further output tokens of running sequences, [S].
 
-        Quantiles are multiples of the golden ratio, modulo 1, in order of admission, because these
-        spread evenly.
+        A row's quantile is its admission number times the golden ratio, modulo 1, because such
+        numbers spread evenly.
         """
         ages = table.num_tokens[rows] - table.num_prompt[rows]
         limits = table.max_total[rows] - table.num_prompt[rows]
@@ -103,8 +104,8 @@ class PoolForecast:
     """Forecast of the blocks in use at later steps, if no further row is admitted.
 
     It includes running sequences and the samples that will fork from them. Demand peaks just before
-    a sequence ends. The search for the highest peak adds half a block to each table, the average
-    waste. The blocks at that peak are then counted exactly, because sequences of equal length fill
+    a sequence ends. The search for the highest peak adds half a block, the average waste, to each
+    table. The blocks at that peak are then counted exactly, because sequences of equal length fill
     their last blocks at the same time. For a model with windows, the forecast counts slots, one per
     layer group. It assumes the maximum number of slots for a sequence that will outgrow a window.
 
@@ -202,7 +203,7 @@ class PoolForecast:
 
     def _remaining(self, sequence: Sequence) -> float:
         """Predict the number of further output tokens of a waiting sequence: the median for its
-        age."""
+        present output length."""
         age = len(sequence.output_ids)
         limit = self._table.total_limit(sequence) - sequence.request.num_prompt_tokens
         if not sequence.request.stop_token_ids and sequence.stop_checker is None:

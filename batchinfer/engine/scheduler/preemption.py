@@ -143,8 +143,8 @@ class ReuseHints:
             self._note(block, sequence, used_later=at < shared)
 
     def note_copied(self, source: Block, at: int, sequence: Sequence) -> None:
-        """Mark ``source``, block ``at`` of a prompt, after a sequence copied it to write to the
-        copy.
+        """Mark the future use of ``source``, block ``at`` of a prompt, after a sequence copied it
+        to write to the copy.
 
         A sequence that diverges within the block does not change the mark.
         """

@@ -46,8 +46,8 @@ class ScheduledRows:
         self.num_new = np.concatenate([self.num_new, np.asarray(num_new, dtype=np.int32)])
 
     def schedule(self, table: SequenceTable, copies: BlockCopies) -> Schedule:
-        """Return the schedule of these rows. All samples of a row draw first from its prompt's
-        logits."""
+        """Return the schedule of these rows. All samples of a row draw their first token from
+        the logits after its prompt."""
         decodes_first = np.argsort(self.num_new != 1, kind="stable")
         rows, num_new = self.rows[decodes_first], self.num_new[decodes_first]
         num_tokens = table.num_tokens[rows]
