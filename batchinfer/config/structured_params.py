@@ -87,9 +87,7 @@ class GuidedDecodingParams(StructuredOutputsParams):
 
 
 def closed_schema(schema: Any) -> Any:
-    """Return a schema in which every object that does not set ``additionalProperties`` forbids
-    them.
-    """
+    """Return a schema whose objects allow no additional properties unless they say so."""
     if isinstance(schema, list):
         return [closed_schema(item) for item in schema]
     if not isinstance(schema, Mapping):

@@ -116,7 +116,7 @@ class Calls:
             self._measured.seconds += time.perf_counter() - began
 
     def reset(self) -> None:
-        """Reset the statistics; count an active call from now on."""
+        """Reset the statistics; of an active call, only later steps count."""
         self._measured = MetricsCollector(self._pool["block_size"])
         self._log = CallLog()
 

@@ -68,7 +68,7 @@ class LLM(GenerationCalls, PoolingCalls):
             ``processed_logprobs``: after penalties, temperature, top-k and so on; ``raw_logits``
             and ``processed_logits``: the logits themselves. Values of prompt tokens are never
             processed, and beams always have log-probabilities.
-        seed: seeds samples whose parameters have no seed, together with the number of the call;
+        seed: seed for samples whose parameters have no seed, combined with the number of the call;
             default: samples differ in every call.
         load_format: ``dummy`` makes random weights with the model's shapes, to try settings and
             speed without weight files. Other formats have no effect.
@@ -246,7 +246,7 @@ class LLM(GenerationCalls, PoolingCalls):
         """Return ``tokens``, ``throughput`` and ``kv`` of all calls so far, as in
         ``summary.json``: a dict, which a notebook shows as a table.
 
-        Never waits: finished steps of an active call count.
+        Never waits: finished steps of an active call are included.
         """
         return self._calls.stats()
 
@@ -282,7 +282,7 @@ class LLM(GenerationCalls, PoolingCalls):
         return Path(path)
 
     def reset_stats(self) -> None:
-        """Reset ``stats``. Never waits: an active call counts from now on."""
+        """Reset ``stats``. Never waits: of an active call, only later steps count."""
         self._calls.reset()
 
     def reward(self, *_: object, **__: object) -> NoReturn:

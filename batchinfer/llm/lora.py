@@ -77,7 +77,7 @@ class Adapters:
         return [0 if name is None else numbers[name] for name in names_of_each]
 
     def _loaded_name(self, request: LoRARequest) -> str:
-        """Load a request's adapter if necessary, and return its name in this object."""
+        """Load a request's adapter if necessary, and return the name under which it is loaded."""
         name, path = request.lora_name, request.lora_path
         same = [known for known, place in self._paths.items() if path and _is_same(place, path)]
         if name in self._paths and (not path or name in same):

@@ -41,7 +41,7 @@ class CompletionOutput:
     """``stop``, ``length`` or ``error``."""
     stop_reason: int | str | None = None
     cumulative_logprob: float | None = None
-    """Sum of the tokens' log-probabilities; None unless the call requests these or beams."""
+    """Sum of the tokens' log-probabilities; None unless the call requests logprobs or beams."""
     logprobs: Logprobs | None = None
     score: float | None = None
     """Score that ranks beams; None without beam search."""
@@ -72,12 +72,12 @@ class RequestMetrics:
 
     @property
     def first_token_latency(self) -> float:
-        """Time from the queue to the first token."""
+        """Seconds from queuing to the first token."""
         return self.first_token_ts - self.queued_ts
 
     @property
     def time_in_queue(self) -> float:
-        """Time from the queue to the first step."""
+        """Seconds from queuing to the first step."""
         return self.scheduled_ts - self.queued_ts
 
     @property

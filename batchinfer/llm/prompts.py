@@ -42,8 +42,8 @@ def read_prompts(
     """Return each prompt as its text, or as a ``Prompt`` of its token ids.
 
     Raises:
-        TypeError, ValueError: an item is not a prompt; the message names its index and valid
-            prompts.
+        TypeError, ValueError: an item is not a prompt; the message names its index and the
+            valid forms.
     """
     items: Sequence[Any] = [prompts] if _is_one(prompts) else listed(prompts, "prompts", _FORMS)
     read = [_read(item, f"prompt {at}", vocab_size) for at, item in enumerate(items)]
@@ -173,7 +173,7 @@ def _value_of(item: Mapping[Any, Any], name: str) -> tuple[Any, str | None, str]
 
 
 def checked_text(text: str, name: str) -> str:
-    """Return a string, which may have a subclass of ``str``, as a plain ``str``.
+    """Return a string, which may be an instance of a subclass, as a plain ``str``.
 
     Raises:
         ValueError: the string cannot be encoded as UTF-8.

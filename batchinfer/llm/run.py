@@ -33,7 +33,7 @@ class CallRunner:
     """Runs the prompts of calls.
 
     Args:
-        seed: seeds samples whose parameters have no seed, together with the number of the call;
+        seed: seed for samples whose parameters have no seed, combined with the number of the call;
             None if samples differ in every call.
         reasoning: format of the model's reasoning; None if reasoning stays in the text.
         tool_format: format of the model's tool calls; None if calls stay in the text.

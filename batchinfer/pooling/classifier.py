@@ -42,7 +42,7 @@ from batchinfer.pooling.model_folder import (
 
 _CONFIG_PATTERNS = ("*.json", "[0-9]*_*/config.json")
 _RERANKERS = ("qwen3", "qwen3_moe")
-"""Values of ``model_type`` of Qwen3-Reranker, whose folders look like folders of plain models."""
+"""Values of ``model_type`` of Qwen3-Reranker. Its folders look like those of plain models."""
 _CHANGED_LOGITS = ("final_logit_softcapping", "logits_scaling", "logit_scale")
 _ACTIVATIONS: Mapping[str, Layer] = {"softmax": softmax, "sigmoid": sigmoid, "none": identity}
 _ST_ACTIVATIONS = {"Identity": "none", "Sigmoid": "sigmoid", "Softmax": "softmax"}

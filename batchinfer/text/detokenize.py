@@ -77,7 +77,7 @@ class IncrementalDetokenizer:
         """
         text = self.tail if text is None else text
         prefix_chars = len(self._decode(self._window[self._prefix_tokens : end]))
-        if prefix_chars == 0:  # on its own, the prefix loses its leading space, its only text
+        if prefix_chars == 0:  # decoded on its own, the prefix loses its only text, a space
             return ""
         del self._window[: self._prefix_tokens]
         self._prefix_tokens = end - self._prefix_tokens

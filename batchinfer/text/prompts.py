@@ -97,7 +97,8 @@ class PromptBuilder:
         return self.tokenize(self.render(rows))
 
     def start(self, rows: Sequence[RowValues]) -> Callable[[], list[Prompt | RowError]]:
-        """Build prompts at once; other builders with this method build in the background."""
+        """Build prompts now; return a function that returns them. The method of this name in other
+        builders builds in the background."""
         built = self.build(rows)
         return lambda: built
 

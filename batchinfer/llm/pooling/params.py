@@ -37,7 +37,7 @@ class PoolingParams:
     activation: bool | None = None
     """The earlier name of ``use_activation`` for labels and scores."""
     softmax: bool | None = None
-    """vLLM's first name of ``use_activation``."""
+    """vLLM's first name for ``use_activation``."""
 
     def __post_init__(self) -> None:
         coerce_fields(self)

@@ -1,8 +1,8 @@
 """The process that forks workers. It loads the tokenizer, has one thread, and imports no torch.
 
-A fork takes milliseconds, for a tokenizer of any size, and workers share its memory. The server
-runs no row itself, so it always notices the end of the process that started it, and then kills its
-workers.
+Forking takes milliseconds, whatever the tokenizer's size, and workers share the tokenizer's memory.
+The server runs no row itself, so it always notices the end of the process that started it, and then
+kills its workers.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from batchinfer.text.tokenizer import Tokenizer
 
 GREETING = b"batchinfer: makes prompts\n"
 """First bytes that the server sends. They tell the parent that it has started Python."""
-# Seconds between checks that the parent is alive. The pipe may not show this, because another child
-# of the parent may keep the parent's end of the pipe open.
+# Seconds between checks that the parent is alive. The pipe may not show that it has ended, because
+# another child of the parent may keep the parent's end of the pipe open.
 _LOOK_S = 1.0
 _STDERR_BYTES = 4096
 """Number of last bytes of a worker's stderr to keep, which say why native code died."""

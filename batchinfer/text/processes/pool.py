@@ -23,7 +23,7 @@ from batchinfer.text.tokenizer import Tokenizer
 MAX_WORKERS = 16
 """Maximum number of workers, because one process cannot send rows fast enough to more."""
 _BATCHES_PER_WORKER = 2
-"""Batches of a call for each worker, so that no worker waits long for another worker's last
+"""Number of batches per worker in a call, so that no worker waits long for another worker's last
 batch."""
 _LIMITS = Limits()
 

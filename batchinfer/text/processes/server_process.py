@@ -25,7 +25,7 @@ _BOOT = (
     "import sys; sys.path[:] = sys.argv[1:]; "
     "from batchinfer.text.processes.fork_server import main; main()"
 )
-_ENVIRONMENT = {  # a process that forks must have one thread; workers use the cores
+_ENVIRONMENT = {  # a process that forks must have only one thread; workers use all cores
     "TOKENIZERS_PARALLELISM": "false",
     "RAYON_NUM_THREADS": "1",
     "OMP_NUM_THREADS": "1",
@@ -101,7 +101,7 @@ class ServerProcess:
 
         Raises:
             ForkRefusedError: the system allows no more processes.
-            DeviceError, StoppedError: from ``load``.
+            DeviceError, StoppedError: see ``load``.
         """
         with self._lock:
             pid = self._ask(None)
@@ -117,7 +117,7 @@ class ServerProcess:
         """Kill a worker if it still runs, and return how it ended.
 
         Raises:
-            DeviceError, StoppedError: from ``load``.
+            DeviceError, StoppedError: see ``load``.
         """
         with self._lock:
             end = End(*self._ask(pid))

@@ -1,7 +1,7 @@
 """Rewrites JSON schemas for grammars: exactly, or widened to what a grammar can express.
 
-Rewriting follows JSON Schema's keywords (https://json-schema.org/draft/2020-12). Keys below
-``properties`` are names and keys below ``enum`` are values, so neither are keywords.
+Rewriting follows JSON Schema's keywords (https://json-schema.org/draft/2020-12). Keys in
+``properties`` are names, and values of ``enum`` are data, so neither contain keywords.
 
 The regular expressions for values of ``format`` are strict: they allow only dates that exist,
 second 60 only at leap seconds (RFC 3339, section 5.7), and host names and labels up to the maximum
@@ -47,7 +47,7 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "dependentSchemas": ({},),
     "dependencies": ({},),
 }
-"""Keywords that no grammar supports, with values that have no effect."""
+"""Values that have no effect, keyed by keywords that no grammar supports."""
 _UNSUPPORTED = frozenset(
     (
         *("not", "if", "then", "else", "contains", "minContains", "maxContains", "uniqueItems"),
