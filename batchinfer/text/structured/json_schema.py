@@ -1,7 +1,7 @@
 """Rewrites JSON schemas for grammars: exactly, or widened to what a grammar can express.
 
 Rewriting follows JSON Schema's keywords (https://json-schema.org/draft/2020-12). Keys in
-``properties`` are names, and values of ``enum`` are data, so neither contain keywords.
+``properties`` are names, and values of ``enum`` are data, so neither are keywords.
 
 The regular expressions for values of ``format`` are strict: they allow only dates that exist,
 second 60 only at leap seconds (RFC 3339, section 5.7), and host names and labels up to the maximum
