@@ -55,8 +55,8 @@ class EngineContext:
     num_blocks: int = 0
     bytes_per_block: int = 0
     shares_prefixes: bool = False
-    """True if prompts can share the KV of a common prefix. If False, it is
-    fastest to run prompts of the same length together."""
+    """True if prompts can share the KV of a common prefix. If False, it is fastest
+    to run prompts of the same length together."""
     slots_per_state: int = 0
     """Number of pool slots for a sequence's recurrent state; 0 without recurrent layers."""
     load_adapter: Callable[[str, str], None] | None = None

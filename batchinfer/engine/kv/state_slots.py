@@ -121,8 +121,8 @@ class StateSlots:
         return copied
 
     def release_sources(self) -> None:
-        """Let snapshots be evicted again if the step just built copies from them. Until it was
-        built, their slots must not become the destination of another copy."""
+        """Let snapshots be evicted again if the step just built copies from them. An earlier
+        eviction could have made their slots the destination of another copy of that step."""
         while self._sources:
             self.release(self._sources.pop())
 

@@ -22,8 +22,8 @@ Int = npt.NDArray[np.integer]
 _FIRST_GUESS = 4.0
 """Ratio of the allowed output length to the output length assumed before any output has ended."""
 _SHRINK = 4.0
-"""Number of sequences as which the job's overall stop rate counts when it is averaged with the stop
-rate at one length."""
+"""Weight of the job's overall stop rate when it is averaged with the stop rate at one length. A
+sequence that reached this length has weight 1."""
 _WATERMARK = 0.01
 """Share of the pool that admission does not fill if no output length is certain."""
 _MOST_SNAPSHOTS = 0.5

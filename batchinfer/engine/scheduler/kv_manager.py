@@ -271,7 +271,8 @@ class KVManager:
             key = sequence.key(at * size, (at + 1) * size)
             entry = pool.insert_block(sequence.index_parent, blocks[at], key)
             if entry is not None and entry is not blocks[at] and not pool.slots_per_block:
-                pool.acquire(entry)  # such blocks are interchangeable; a used one stays indexed
+                # Equal blocks without slots are interchangeable. A used one stays indexed.
+                pool.acquire(entry)
                 pool.release([blocks[at]])
                 blocks[at] = entry
             sequence.index_parent = entry
