@@ -16,7 +16,7 @@ _FORMS: tuple[Literal["NFC", "NFD"], ...] = ("NFC", "NFD")
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """Return the known name that looks the same as ``name``, else the most similar, else None."""
+    """Return the known name that looks like ``name``, or else the most similar name, or None."""
     candidates, look = [candidate for candidate in known if candidate != name], _as_seen(name)
     alike = (candidate for candidate in candidates if look and _as_seen(candidate) == look)
     return next(alike, None) or next(iter(difflib.get_close_matches(name, candidates, n=1)), None)

@@ -195,7 +195,7 @@ class Engine:
             self._process(completions)
 
     def _submit(self, schedule: Schedule, began: float) -> InFlight:
-        """Submit a step. The scheduler counts it as computed from now on."""
+        """Submit a step. The scheduler then counts the step's tokens as computed."""
         built = build_step(self.scheduler.table, schedule, self._prefixes)
         pending = self._runner.submit(built.step)
         stats = self.scheduler.advance(schedule, began)

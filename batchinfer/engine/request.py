@@ -72,7 +72,7 @@ class Request:
     """With ``params.logprobs``: ids whose log-probabilities are returned for each output token."""
     named_prompt_token_ids: Int32 | None = None
     """With ``params.prompt_logprobs``: [N, W] ids whose log-probabilities are returned for each of
-    the N prompt tokens from ``scored_from`` on, padded with -1."""
+    the N prompt tokens that start at ``scored_from``, padded with -1."""
     logprobs_mode: LogprobsMode = LogprobsMode.RAW
     key: bytes | None = None
     """Hash of all inputs that determine the output. An observer uses it to find the request's
@@ -274,7 +274,7 @@ class Completion:
     error_message: str | None = None
     stats: RequestStats = field(default_factory=RequestStats)
     prompt_logprobs: PromptLogprobs | None = None
-    """Log-probabilities from ``request.scored_from`` on; None if not requested, or on an error."""
+    """Log-probabilities, starting at ``request.scored_from``; None if not requested or on error."""
     hidden_state: Float32 | None = None
     """With ``request.pools``: [H] hidden state of the last prompt token after the final norm, or
     hidden states pooled by ``request.pooling``."""
@@ -282,8 +282,8 @@ class Completion:
     """Verdicts on the row's samples up to this request. The caller sets them."""
 
     def prompt_token_logprobs(self) -> list[TokenLogprobs] | None:
-        """Return log-probabilities of the prompt's tokens from ``scored_from`` on; None without
-        ``prompt_logprobs``."""
+        """Return log-probabilities of the prompt's tokens, starting at ``scored_from``; None
+        without ``prompt_logprobs``."""
         scores, request = self.prompt_logprobs, self.request
         if scores is None:
             return None

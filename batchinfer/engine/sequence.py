@@ -157,7 +157,7 @@ class Sequence:
         self.index_parent: Block | None = None
         """Indexed block that will be the parent of this sequence's next full block."""
         self.num_indexed = 0
-        """Number of leading blocks whose tokens are indexed, in these blocks or in equal ones."""
+        """Number of leading blocks whose tokens are indexed, in these or in equal blocks."""
         self.cumulative_logprob = 0.0
         self.logprobs: list[TokenLogprobs] | None = None if request.params.logprobs is None else []
         make_checker = request.make_stop_checker

@@ -71,8 +71,9 @@ class HostPool:
         self.changes += 1
 
     def candidate(self) -> Block | None:
-        """Return the next block to lose its slot: an unwanted block, else a block that is also on
-        the device, else the least recently used block."""
+        """Return the next block to lose its slot: an unwanted block if there is one, otherwise a
+        block that is also on the device, otherwise the least recently used block. Return None if no
+        block can lose its slot."""
         idle = self._alone.first_idle()
         if idle is not None:
             return idle

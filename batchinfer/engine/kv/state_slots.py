@@ -170,7 +170,7 @@ class StateSlots:
         """Return a state for a sequence that starts from a snapshot. Requires
         ``slots_to_start_from`` available slots.
 
-        The last follower takes the snapshot's own state if that is on the device.
+        The last follower takes the snapshot's own state if this state is on the device.
 
         Args:
             copies: receives the copies that the next step must make.

@@ -157,7 +157,7 @@ class ReuseHints:
         request = sequence.request
         reused = request.reused_prefix_len
         if request.params.prompt_logprobs is not None:
-            # Later rows need logits from this position on, so they compute these tokens again.
+            # Later rows need the logits that start at this position, so they compute these tokens.
             reused = min(reused, request.logits_from)
         # Only whole blocks: a later row uses at most one of several blocks with a partial match.
         return reused // self._pool.block_size

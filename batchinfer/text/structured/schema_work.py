@@ -20,7 +20,8 @@ _UNEVALUATED = 3
 _NAMES = ("$anchor", "$dynamicAnchor", "$id", "id")
 
 GROWING = (*_REFERENCES, "unevaluatedItems", "unevaluatedProperties")
-"""If a schema has none of these keywords, the work is at most its size times the value's size."""
+"""If a schema has none of these keywords, the work is at most the schema's size times the
+value's."""
 
 
 def num_steps(schema: Any, value: Any) -> int:

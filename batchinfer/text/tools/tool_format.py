@@ -132,8 +132,9 @@ def fields_between(text: str, *markers: str) -> Iterator[list[str]]:
 
 
 def typed_value(text: str, schema: Mapping[str, Any], name: str) -> Any:
-    """Return the value of a parameter that is written as plain text: a string if its type says so,
-    else the parsed JSON if it is valid."""
+    """Return the value of a parameter that is written as plain text: the text itself if the type is
+    string or the text is not JSON, otherwise the parsed JSON. Python's ``True`` and ``False``
+    are read too if the type is boolean, and ``None`` if there is a type."""
     properties = schema.get("properties")
     declared = properties.get(name) if isinstance(properties, Mapping) else None
     kind = declared.get("type") if isinstance(declared, Mapping) else None
