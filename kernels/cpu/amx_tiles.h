@@ -55,8 +55,8 @@ void tile_dot_int8(int sum, int left, int right);
 #endif
 
 #if HAS_TILES
-/* Configures tiles for up to 32 rows: 0 to 3 hold 2 x 2 tiles of sums, 4 and 5 hold the rows, and 6
-   and 7 hold the matrix that the rows are multiplied by. */
+/* Configures the tiles for up to 32 rows: tiles 0 to 3 hold a 2 x 2 grid of sums, tiles 4 and 5
+   hold the rows, and tiles 6 and 7 hold the matrix that the rows are multiplied by. */
 static inline void tile_configure_pairs(int rows) {
     tile_shapes shapes = {.palette = 1};
     const int low = rows < MAX_TILE_ROWS ? rows : MAX_TILE_ROWS, high = rows > low ? rows - low : 1;

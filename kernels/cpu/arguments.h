@@ -17,7 +17,7 @@ typedef struct {
     const int32_t *query_starts; /* [S + 1] */
     const int32_t *context_lens; /* [S] */
     const float *sinks;          /* [Hq] or NULL */
-    const int32_t *order;        /* [S] order of sequences; shared prefixes are adjacent */
+    const int32_t *order;        /* [S] the sequences; those with a common prefix are adjacent */
     const int32_t *shared_lens;  /* [S] leading tokens shared with the previous one in `order` */
     int64_t query_token_stride, query_head_stride; /* in elements, like all strides here */
     int64_t out_token_stride;
@@ -78,8 +78,8 @@ typedef struct {
     const void *weight; /* [out, in], contiguous: floats or codes; GROUPS: unsigned codes */
     const float *scales;  /* for codes: [out] or [out, groups] */
     const uint8_t *zeros; /* for GROUPS: [out, groups] */
-    const int8_t *table;  /* for 4-bit codes: [16] value of each code; NULL: the code */
-    const int32_t *order; /* for GROUPS: [in] column of x for each packed column; NULL: in order */
+    const int8_t *table;  /* for 4-bit codes: [16] value of each code; NULL: the code itself */
+    const int32_t *order; /* for GROUPS: [in] column of x for each packed column; NULL: the same */
     void *packed;         /* output, packed_bytes bytes */
     int64_t in_features, out_features, group; /* group: number of columns that share a scale */
     int32_t num_threads, kernel; /* kernel: VECTORS or TILES */
@@ -109,7 +109,7 @@ typedef struct {
     const float *temperature, *min_p, *top_p; /* [D] */
     const int32_t *top_k;  /* [D] 0 = all */
     const int64_t *starts; /* [D + 1] first sample of each distribution */
-    const int64_t *bits;   /* [samples] uniform in [0, 2^24) */
+    const int64_t *bits;   /* [samples] random integers, uniform in [0, 2^24) */
     int64_t *token_ids;    /* [samples] */
     int64_t num_distributions, row_stride, vocab;
     int32_t num_threads, is_bf16; /* 1: logits are bfloat16; 0: float */
@@ -169,7 +169,8 @@ void convert_row_bf16(const gemm_rows *, const uint16_t *x, int64_t row);
 
 /* These functions do the same as the functions above, but all threads of a team (a parallel region)
    call them. Each thread computes a part, and does not wait for other threads. With a `gemm_rows`
-   argument, a function also writes its rows in the form that the next GEMM needs. */
+   argument, a function also writes the rows that it computes in the form that the next GEMM
+   needs. */
 void rms_norm_team_f32(const rms_norm_args *, const gemm_rows *);
 void rms_norm_team_bf16(const rms_norm_args *, const gemm_rows *);
 void silu_mul_team_f32(const silu_mul_args *, const gemm_rows *);

@@ -3,7 +3,7 @@
 typedef struct {
     int32_t sequence, first, count; /* tokens [first, first + count) of a sequence's new tokens */
     int32_t position;               /* position of the first token */
-    int32_t shared; /* number of leading positions that share blocks with the previous tile */
+    int32_t shared; /* number of leading positions whose blocks the previous tile reads too */
     int32_t row;    /* index of the tile's first row among the rows of all tiles */
 } tile;
 
@@ -11,7 +11,7 @@ struct attention_plan {
     tile *tiles;     /* all tiles, then an empty tile whose `row` is the total number of rows */
     int64_t *starts; /* [num_tasks + 1] first tile of each task */
     int64_t num_tasks;
-    int32_t max_tiles, max_rows; /* sizes of the largest task */
+    int32_t max_tiles, max_rows; /* largest numbers of tiles and rows that a task has */
 };
 
 typedef struct {
@@ -68,10 +68,10 @@ typedef struct {
     float *keys, *values;          /* copies of a piece: [width][PIECE], [PIECE][width] */
     float *q, *s, *acc;            /* [rows][...] */
     float *half;                   /* [HALF_ROWS][acc_stride] values; 0 at positions not seen */
-    int32_t *configured;           /* [2] shapes of the thread's tiles: attention_amx.inc */
+    int32_t *configured;           /* [2] numbers that shape the tiles (attention_amx.inc) */
     int32_t acc_stride;            /* elements between rows of acc: a multiple of ACC_LANES */
     float *m, *l, *top, *keep;     /* [rows], with space for 16 more */
-    int32_t *from, *to;                /* [rows] positions of the piece that each row sees */
+    int32_t *from, *to;                /* [rows] row r sees positions [from[r], to[r]) of the piece */
 } task;
 
 /* Returns 1 if values are not stored separately, but are the first elements of their keys
@@ -163,7 +163,7 @@ static float *make_scratch(
         (num_heads * of_head + of_all) * sizeof(float) + p->max_tiles * sizeof(part);
     float *const scratch = aligned_alloc(64, (bytes + 63) / 64 * 64), *at = scratch;
     if (!scratch) return NULL;
-    memset(scratch, 0, bytes); /* results that are never used are computed from it too */
+    memset(scratch, 0, bytes); /* some parts are read before they are written; results unused */
     task shared = {.acc_stride = (int32_t)dv};
     shared.keys = at, at += PIECE * dk;
     shared.values = at, at += PIECE * dv;

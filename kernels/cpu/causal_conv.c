@@ -1,5 +1,5 @@
-/* A causal convolution that treats each channel separately, as a layer of its own: the short
-   convolution of LFM2, and the convolution of Mamba-1. Its last inputs are kept in pool slots.
+/* A causal depthwise convolution as a layer of its own: the short convolution of LFM2, and the
+   convolution of Mamba-1. The last inputs of a sequence are kept in pool slots.
 
    A channel's sum runs over the tokens in order, whether a token is in this step or in the state. A
    row's bits therefore depend neither on how it is cut into steps nor on other rows. */

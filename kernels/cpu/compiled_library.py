@@ -43,14 +43,15 @@ _FOR_THIS_PROCESSOR = {"x86_64": _X86, "AMD64": _X86, "aarch64": _ARM, "arm64": 
 
 _MOST_SECONDS = 600
 """Time limit for the compiler, in seconds. It is long, because compiling can take minutes on a busy
-machine, and after a timeout, other kernels run, which compute other bits."""
+machine, and because after a timeout, torch operations run instead, which give other bits."""
 
 _why_not = ""
 
 
 @functools.cache
 def load() -> ctypes.CDLL | None:
-    """Return the compiled library, which is cached. If it cannot be built, warn and return None."""
+    """Return the compiled library, or warn and return None if it cannot be built. The result is
+    cached."""
     global _why_not
     _why_not = ""
     compiler = shutil.which(os.environ.get("CC", "cc"))
@@ -124,8 +125,8 @@ def _built(compiler: str) -> Path:
     openmp = _openmp_libraries()
     version = subprocess.run([compiler, "--version"], capture_output=True, check=True, timeout=30)
     flags = (*FLAGS, *for_this_processor())
-    # Include the path, because a wrapper that adds flags prints the version of the compiler that it
-    # calls.
+    # The compiler's path is a part of the name, because a wrapper that adds flags prints the
+    # version of the compiler that it calls.
     parts = [compiler.encode(), version.stdout, processor(), *map(str.encode, (*flags, *openmp))]
     name = f"kernels-{hashlib.sha256(b'|'.join((*parts, *_source()))).hexdigest()[:24]}.so"
     for folder in _own_folders():
@@ -167,8 +168,8 @@ def _source() -> list[bytes]:
 
 
 def _own_folders() -> Iterator[Path]:
-    """Yield folders for compiled libraries that only this user can write to. Create missing
-    folders."""
+    """Yield the folders for compiled libraries, but only those that no other user can write to.
+    Create missing folders."""
     for folder in _cache_folders():
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)

@@ -1,5 +1,5 @@
-/* Runs whole decoder layers in one call, because calling their parts from Python takes a tenth of a
-   decode step.
+/* Runs whole decoder layers in one call, because the calls to their parts from Python would take a
+   tenth of a decode step's time.
 
    All threads run the layers together in one parallel region, because one region per part would
    need twice as many barriers. The thread that computes a row also converts it to the form that the

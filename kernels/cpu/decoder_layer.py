@@ -50,12 +50,12 @@ def supports(dtype: torch.dtype) -> bool:
 
 
 def array_of_layers(layers: Sequence[LayerArgs]) -> ctypes.Array[LayerArgs]:
-    """Copy layers to an array, the argument of ``decoder_layers``."""
+    """Copy layers to an array that ``decoder_layers`` takes."""
     return (LayerArgs * len(layers))(*layers)
 
 
 def array_of_steps(steps: Sequence[StepArgs]) -> ctypes.Array[Any]:
-    """Return pointers to steps for ``decoder_layers``, which sees later changes of the steps."""
+    """Return pointers to steps for ``decoder_layers``, which sees later changes to the steps."""
     return (ctypes.POINTER(StepArgs) * len(steps))(*map(ctypes.pointer, steps))
 
 

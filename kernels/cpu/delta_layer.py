@@ -42,7 +42,7 @@ class DeltaStepArgs(ctypes.Structure):
 
 
 def array_of_layers(layers: Sequence[DeltaLayerArgs]) -> ctypes.Array[DeltaLayerArgs]:
-    """Copy layers to an array, the argument of ``delta_layers``."""
+    """Copy layers to an array that ``delta_layers`` takes."""
     return (DeltaLayerArgs * len(layers))(*layers)
 
 

@@ -20,7 +20,7 @@ static inline float exp_negative(float x) {
     p = p * r + 1.6666665e-1f;
     p = p * r + 5.0000001e-1f;
     p = p * r * r + r + 1.0f;
-    uint32_t bits = ((uint32_t)(int32_t)n + 127u) << 23; /* undefined if p is NaN */
+    uint32_t bits = ((uint32_t)(int32_t)n + 127u) << 23; /* undefined if x is NaN, but so is p */
     float scale;
     memcpy(&scale, &bits, 4);
     return p * scale;
@@ -42,7 +42,7 @@ static inline uint16_t to_bf16(float x) { /* rounds to nearest, ties to even; Na
 
 #if defined(__FMA__) || defined(__aarch64__) || defined(__FP_FAST_FMAF)
 #define HAS_FMA
-#define FMA(a, b, c) __builtin_fmaf(a, b, c) /* unlike a * b + c, compilers may not reorder this */
+#define FMA(a, b, c) __builtin_fmaf(a, b, c) /* a chain of these is never reassociated */
 #else
 #define FMA(a, b, c) ((a) * (b) + (c))
 #endif

@@ -1,5 +1,6 @@
-/* Runs encoder layers in one call: bidirectional attention within each sequence of a packed row,
-   with the post-norm structure of BERT (Devlin et al. 2018, https://arxiv.org/abs/1810.04805).
+/* Runs encoder layers over packed sequences in one call: bidirectional attention within each
+   sequence, and the post-norm structure of BERT (Devlin et al. 2018,
+   https://arxiv.org/abs/1810.04805).
 
    A task has a few adjacent sequences, and one thread computes all layers for it. Threads thus wait
    for each other only once per step, and activations between layers stay in a core's cache. If
@@ -15,12 +16,12 @@
 #include "epilogue.h"
 #include "small_gemm.h"
 
-#define TASK_ROWS 256      /* largest task: its activations nearly fill an L2 cache */
+#define TASK_ROWS 256      /* rows of the largest task, whose activations nearly fill an L2 cache */
 /* Smallest limit for a task's rows. With small tasks at the end of a step, threads finish at about
    the same time. */
 #define LEAST_ROWS 64
 #define QUERIES 48         /* queries whose scores are computed at once */
-#define CHUNK 64           /* elements for which an activation is computed at once */
+#define CHUNK 64           /* elements that the activation function processes at once */
 #define CACHE_PERIOD 4096  /* equals gemm._CACHE_PERIOD */
 #define MANY_ROWS 8        /* equals gemm._MANY_ROWS */
 #define WORTH_A_THREAD 16384 /* with fewer elements, waking a thread costs more than it saves */
@@ -30,7 +31,7 @@ static inline int64_t whole_vectors(int64_t width) { return (width + LANES - 1) 
 /* Workspace of a task. */
 typedef struct {
     void *attended, *inner; /* [rows, heads * head_width], [rows, inner width] */
-    void *apart;            /* padded copies of rows, [rows, larger width + a cache line] */
+    void *apart;            /* padded copies of rows, [rows, largest width + a cache line] */
     float *attention;       /* attention_floats floats for each thread */
 } workspace;
 
@@ -48,7 +49,7 @@ static float lanes_sum(vec x) {
 }
 
 /* Turns a row's scores [places] into weights, which are not yet divided by their sum, and returns
-   the sum. Places from `length` on get weight 0. */
+   the sum. `places` is `length` rounded up to whole vectors; the additional places get weight 0. */
 static __attribute__((noinline)) float weigh(float *s, int64_t length, int64_t places, float scale) {
     float top = -INFINITY;
     for (int64_t p = 0; p < length; p++) top = s[p] > top ? s[p] : top;
@@ -82,7 +83,7 @@ static inline float erf_of(float x) {
 
 static inline float gelu(float x) { return 0.5f * x * (1.0f + erf_of(x * 0.70710678f)); }
 
-/* Returns 0.5 x (1 + tanh(v)), which is x / (1 + exp(-2 v)), with `u` = 2 v. */
+/* Returns 0.5 x (1 + tanh(u / 2)), which is x / (1 + exp(-u)). */
 static inline float gelu_tanh(float x) {
     const float u = 1.59576912f * (x + 0.044715f * x * x * x), e = exp_negative(-fabsf(u));
     return x * (u < 0.0f ? e : 1.0f) / (1.0f + e);

@@ -77,7 +77,7 @@ def layer_norm_args(weight: torch.Tensor, bias: torch.Tensor, eps: float) -> Lay
 
 
 def array_of_layers(layers: Sequence[EncoderLayerArgs]) -> ctypes.Array[EncoderLayerArgs]:
-    """Copy layers to an array, the argument of ``encoder_layers``."""
+    """Copy layers to an array that ``encoder_layers`` takes."""
     return (EncoderLayerArgs * len(layers))(*layers)
 
 
@@ -97,7 +97,7 @@ def encoder_layers(
 
     Args:
         activation: one of ``ACTIVATIONS``.
-        scale: factor of attention scores.
+        scale: factor by which attention scores are multiplied.
 
     Raises:
         MemoryError: there is not enough memory for the workspace.

@@ -4,23 +4,23 @@
 
    The recurrence runs token by token, not in chunks. A piece of a head's matrix stays in the L1
    cache while the tokens of its sequence are computed, so this simple recurrence nearly reaches the
-   processor's peak speed. A row's bits depend neither on how it is cut into steps nor on other
-   rows, because each token's arithmetic is the same wherever its sequence is cut.
+   processor's peak speed. A sequence's bits depend neither on how it is cut into steps nor on other
+   sequences, because each token's arithmetic is the same wherever its sequence is cut.
 
    There are four passes over the step, each split among the threads, with float32 results: the
    convolution; unit queries and keys, and gates; the recurrence; the gated norm. */
 
 #include "gated_delta.h"
 
-#define MAX_VECTORS 8 /* largest number of vectors of a piece's row that one call computes */
+#define MAX_VECTORS 8 /* largest number of vectors of a piece's row that a call to recur computes */
 
 /* Returns 1 / |x|, with transformers' epsilon. */
 static inline float inverse_length(const float *x, int64_t width) {
     return 1.0f / sqrtf(sum_of_squares(x, width) + 1e-6f);
 }
 
-/* Replaces a head's decay inputs with its decays. If each row has its own decay, also multiplies
-   the head's key by the decays. */
+/* Replaces a head's decay inputs with its decays. If each row has its own decay, also stores the
+   product of the head's key and the decays in a->decayed_keys. */
 static inline void decay_head(const gated_delta_args *a, int64_t t, int64_t head) {
     const int64_t width = a->decay_width, at = t * a->num_heads + head;
     const float rate = a->decay_rate[head], *bias = a->dt_bias + head * width;
@@ -61,7 +61,8 @@ typedef struct {
     float strength;
 } token_inputs;
 
-/* Decays a row of a piece, writes to it, and adds what the query reads to `sums`. */
+/* Decays a row of a piece, adds the token's update to it, and adds what the query then reads from
+   it to `sums`. */
 INLINE void write_row(
     const int vectors, float *row, float key, float query, vec kept, const vec *delta, vec *sums) {
     const vec k = all_lanes(&key), q = all_lanes(&query);
@@ -72,8 +73,8 @@ INLINE void write_row(
     }
 }
 
-/* Computes one token for `vectors` vectors of a piece's columns, from `column` on. The rows of the
-   piece are summed in order; rows with even and with odd numbers have separate sums. */
+/* Computes one token for `vectors` vectors of a piece's columns, which begin at `column`. The rows
+   of the piece are summed in order; rows with even and with odd numbers have separate sums. */
 INLINE void recur(
     const int vectors, const int by_row, float *piece, int64_t columns, int64_t rows,
     const token_inputs *token, int64_t column, float *out) {
@@ -113,7 +114,7 @@ INLINE void recur(
     for (int v = 0; v < vectors; v++) store(out + column + v * LANES, even[v] + odd[v]);
 }
 
-/* Does the same for one column. */
+/* Does the same as recur for one column. */
 INLINE void recur_column(
     const int by_row, float *piece, int64_t columns, int64_t rows, const token_inputs *token,
     int64_t column, float *out) {

@@ -2,9 +2,9 @@
 
    out = x @ weight^T (+ bias), for any number of rows of x. Weights are packed in panels of PANEL
    outputs, [panel][k][output]. Each panel is read from memory once: it is prefetched while the
-   previous panel is multiplied. At the 16 to 256 rows of a step, reading the weights and
-   multiplying take about equally long. Doing one after the other would reach only two thirds of the
-   speed.
+   previous panel is multiplied. For 16 to 256 rows, which are typical of a step, reading the
+   weights and multiplying take about equally long. Doing one after the other would reach only two
+   thirds of the speed.
 
    The sums of up to TILE_ROWS rows and one panel stay in registers for the whole loop over k (Goto
    & van de Geijn 2008, https://doi.org/10.1145/1356052.1356053). Every output is one chain of fused

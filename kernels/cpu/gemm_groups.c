@@ -89,19 +89,20 @@ void pack_groups(const pack_args *a) {
             pack_output(a, &s, panel * PANEL + at, panels + panel * s.bytes, at);
 }
 
-/* Returns the codes of a form minus the numbers that are multiplied. */
+/* Returns the difference between a code of a form and the number that is multiplied in its
+   place. */
 INLINE int middle_of(const int form) {
     return form == INT8_CODES ? MIDDLE - OFFSET : form == LUT4_CODES ? -OFFSET : 0;
 }
 
-/* Returns 4-bit codes of one vector of outputs: the lower or the upper halves of the bytes for STEP
-   columns, from k on. */
+/* Returns 4-bit codes of one vector of outputs: the lower or the upper halves of the bytes for
+   columns [k, k + STEP). */
 INLINE ints half_of(const uint8_t *codes, int64_t k, int v, int half) {
     const words both = (words)load_ints(codes + k * PANEL / 2 + v * 4 * LANES);
     return (ints)(both >> 4 * half & 0x0f0f0f0fu);
 }
 
-/* Loads the codes of one vector of outputs for STEP columns, from k on: the first four into `low`,
+/* Loads the codes of one vector of outputs for columns [k, k + STEP): the first four into `low`,
    the last four into `high`. */
 INLINE void load_codes(
     const int form, const uint8_t *codes, int64_t k, int v, ints entries, ints *low, ints *high) {
@@ -175,7 +176,7 @@ INLINE void add_by_pairs(
     }
 }
 
-/* sums[rows][PANEL] = rows times one panel, before they are multiplied by the scales of rows. */
+/* sums[rows][PANEL] = rows times one panel, not yet multiplied by the scales of the rows. */
 INLINE void tile(
     const int rows, const int form, const gemm_rows *x, int64_t first, const shape *s,
     const uint8_t *table, const uint8_t *panel, float *sums, ahead *next) {

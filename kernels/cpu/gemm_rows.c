@@ -49,7 +49,7 @@ INLINE float element_of(const void *x, const int is_bf16, int64_t at) {
     return is_bf16 ? from_bf16(((const uint16_t *)x)[at]) : ((const float *)x)[at];
 }
 
-INLINE int32_t size_bits(const void *x, const int is_bf16, int64_t at) { /* sorts like |x[at]| */
+INLINE int32_t size_bits(const void *x, const int is_bf16, int64_t at) { /* ordered like |x[at]| */
     const float value = element_of(x, is_bf16, at);
     int32_t bits;
     memcpy(&bits, &value, 4);
@@ -83,7 +83,7 @@ INLINE void round_row(const gemm_rows *to, const int is_bf16, const void *x, int
     to->scales[row] = is_finite ? most * (1.0f / 127.0f) : NAN;
     int8_t *codes = to->codes + row * to->stride;
     int32_t *sums = to->sums + row * to->groups;
-    if (!is_finite || most <= 127.0f * 0x1p-126f) { /* the inverse of a smaller number overflows */
+    if (!is_finite || most <= 127.0f * 0x1p-126f) { /* 127 / most could overflow */
         memset(codes, 0, to->stride);
         memset(sums, 0, to->groups * sizeof(*sums));
         return;

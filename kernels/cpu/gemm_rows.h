@@ -12,7 +12,7 @@
 
 #include "arguments.h"
 
-#define ROWS_DEPTH 64 /* rows are padded with zeros to a multiple of this: the row of a tile */
+#define ROWS_DEPTH 64 /* rows are padded with zeros to a multiple of this: a tile row's width */
 
 struct gemm_rows {
     float *floats;  /* [rows][stride] from bfloat16, or NULL */

@@ -9,8 +9,8 @@ typedef int32_t ints __attribute__((vector_size(4 * LANES)));
 typedef int32_t unaligned_ints __attribute__((vector_size(4 * LANES), aligned(1), may_alias));
 typedef uint8_t lane_bytes __attribute__((vector_size(LANES), aligned(1), may_alias));
 
-/* Number that is added to the left int8 operand, because the instruction needs unsigned bytes
-   there; 0 if it does not. */
+/* Number that is added to int8 numbers in the left operand on processors with an instruction that
+   multiplies unsigned bytes by int8; 0 on other processors. */
 #if defined(__AVX512VNNI__) || (defined(__AVXVNNI__) && LANES == 8)
 #define OFFSET 128
 #else
@@ -48,7 +48,7 @@ INLINE ints all_tables(const uint8_t *table) {
     return load_ints(bytes);
 }
 
-/* Replaces each byte, from 0 to 15, with the table's entry. */
+/* Replaces each byte of `codes`, from 0 to 15, with that entry of the table. */
 INLINE ints look_up(ints table, ints codes) {
 #if LANES == 16 && defined(__AVX512BW__)
     return (ints)_mm512_shuffle_epi8((__m512i)table, (__m512i)codes);

@@ -22,10 +22,10 @@ typedef struct {
     float norm_eps, min_dt, max_dt;
 } mamba2_args;
 
-#define MAX_VECTORS 8 /* largest number of vectors of a piece's row that one call computes */
+#define MAX_VECTORS 8 /* largest number of vectors of a piece's row that a call to recur computes */
 
-/* Replaces the inputs of softplus in a->steps with the time steps, and writes the decays of the
-   state after them. */
+/* Replaces the inputs of softplus in a->steps with a token's time steps, and stores the decays of
+   its states after them. */
 static void time_steps(const mamba2_args *a) {
     const int64_t heads = a->num_heads;
 #pragma omp for schedule(static)
@@ -65,7 +65,7 @@ INLINE void recur(
             fma_vec(load(value + v * LANES), all_lanes(&skip), even[v] + odd[v]));
 }
 
-/* Does the same for one column. */
+/* Does the same as recur for one column. */
 static inline void recur_column(
     float *piece, int64_t columns, int64_t rows, const float *write, const float *read, float value,
     float step, float kept, float skip, float *out) {

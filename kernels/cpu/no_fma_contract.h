@@ -1,5 +1,6 @@
-/* In a file that includes this first, the compiler may neither fuse multiplications with additions
-   nor replace divisions with multiplications. Results have the same bits on every processor. */
+/* In a file that includes this header first, the compiler may neither fuse multiplications with
+   additions nor replace divisions with multiplications. Results therefore have the same bits on
+   every processor. */
 
 #ifndef BATCHINFER_NO_FMA_CONTRACT_H
 #define BATCHINFER_NO_FMA_CONTRACT_H

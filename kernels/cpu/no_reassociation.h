@@ -1,6 +1,6 @@
-/* In a file that includes this first, the terms of sums are added in the order in which they are
-   written. In other files, the compiler may reorder them (compiled_library.FLAGS). With GCC, zeros
-   also keep their signs. */
+/* In a file that includes this header first, the terms of sums are added in the order in which they
+   are written. In other files, the compiler may reorder them (compiled_library.FLAGS). With GCC,
+   zeros also keep their signs. */
 
 #ifndef BATCHINFER_NO_REASSOCIATION_H
 #define BATCHINFER_NO_REASSOCIATION_H

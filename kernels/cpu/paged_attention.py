@@ -107,7 +107,7 @@ def paged_attention(
     A row's bits depend only on its own context. A block stores float8 keys as ``[width][size]``.
 
     Args:
-        order: all sequences, with sequences that share a prefix adjacent.
+        order: the indices of all sequences; sequences that share a prefix are adjacent.
         shared_lens: number of leading tokens that each sequence of ``order`` shares with the
             previous one. These tokens are in the same blocks and come before the query tokens of
             both sequences. They are read once for many rows, which does not change the result.

@@ -1,5 +1,5 @@
-/* Prefetches the next panel of a packed weight, in shares: one each time a tile has computed a
-   part. */
+/* Prefetches the next panel of a packed weight in shares, which are spread over the computation
+   with the current panel. */
 
 #ifndef BATCHINFER_PANEL_PREFETCH_H
 #define BATCHINFER_PANEL_PREFETCH_H
