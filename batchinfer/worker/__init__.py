@@ -1,7 +1,7 @@
 """The part of the engine that holds tensors: the model, the KV pool and the sampler.
 
-``loader`` loads a model, with ``model``, ``lora`` and ``fusion``. ``model_runner`` runs steps on
-it: a ``forward`` pass (``attention``, ``cuda_graphs``), then ``sampling``.
+``loader`` loads a model, using ``model``, ``lora`` and ``fusion``. ``model_runner`` runs the
+model's steps: a ``forward`` pass (``attention``, ``cuda_graphs``), then ``sampling``.
 """
 
 import logging

@@ -1,4 +1,4 @@
-"""Finds the tokens of a step that each LoRA adapter changes."""
+"""Finds the tokens of a step that use each LoRA adapter."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from batchinfer.engine.step import Int32, Int64, Step
 
 
 class StepAdapters:
-    """The tokens of a step that adapters change, sorted by adapter.
+    """The tokens of a step that use an adapter, sorted by adapter.
 
     The indices are copied to the device with the step's other arrays. The host also knows where
     each adapter's tokens begin and end, so it need not wait for the device. Kernels read

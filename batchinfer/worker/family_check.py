@@ -42,7 +42,8 @@ from batchinfer.worker.verify import (
 _TOKENS = (3, 7)
 _NEIGHBOR_TOLERANCE = 2e-2  # far above rounding errors of 16-bit weights
 _ENDS = (11, 23, 24)
-"""Positions where the steps end. None of them is the end of a block. The last step is a decode."""
+"""Number of computed tokens after each step. The chunks end inside blocks. The last step is a
+decode."""
 _BLOCK_SIZE = 8
 _TOLERANCE = 1e-3
 """Tolerance in float32, for every row of logits."""

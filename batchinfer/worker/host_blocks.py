@@ -16,7 +16,7 @@ _MEASURED_BYTES = 4 * 2**20
 
 
 class HostBlocks:
-    """Host memory for swapped blocks, each contiguous.
+    """Host memory for swapped blocks. Each block is contiguous.
 
     For a CUDA pool the memory is pinned and copied on a separate stream. For a CPU pool it is
     ordinary memory, which takes no RAM before its first use.
@@ -85,7 +85,7 @@ def _allocate_host_blocks(blocks: torch.Tensor, num_blocks: int) -> torch.Tensor
     try:
         if blocks.is_cuda or num_blocks == 0:
             return torch.empty(shape, dtype=blocks.dtype, pin_memory=num_blocks > 0)
-        # NumPy requests huge pages from Linux, torch does not.
+        # NumPy requests huge pages from Linux; torch does not.
         raw = torch.from_numpy(np.empty(num_bytes, dtype=np.uint8))
         return raw.view(blocks.dtype).view(shape)
     except (MemoryError, RuntimeError) as error:

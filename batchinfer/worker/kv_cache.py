@@ -20,7 +20,7 @@ from batchinfer.worker.host_blocks import HostBlocks
 from batchinfer.worker.ops import HeadNorms, rotary_write
 
 LAYER_MAJOR = False
-"""Default order of a pool."""
+"""True if pools are layer-major by default."""
 _ALIGNMENT = 64  # size of a cache line, in bytes
 _RESIDENT_BYTES = 256 * 2**20
 """Bytes at the start of a CPU pool that are made resident immediately. The first blocks are
@@ -54,7 +54,7 @@ class KVCache:
         """Make an uninitialized pool.
 
         Args:
-            num_blocks: number of slots, without the null slot.
+            num_blocks: number of slots, not counting the null slot.
             dtype: dtype of the model, and of the pool unless the layout says float8.
             layer_major: True for the order [layer, slot] instead of [slot, layer].
 
@@ -247,7 +247,7 @@ def _allocate(
     try:
         if device.type != "cpu":
             return torch.empty(shape, device=device, dtype=dtype)
-        # NumPy requests huge pages from Linux, torch does not. Blocks are far apart, so with small
+        # NumPy requests huge pages from Linux; torch does not. Blocks are far apart, so with small
         # pages every gathered head would cost a TLB miss.
         raw = np.empty(num_bytes + _ALIGNMENT, dtype=np.uint8)
         start = -raw.ctypes.data % _ALIGNMENT

@@ -58,7 +58,8 @@ class LinearKernel:
     kind: str
     """A value of ``engine.cpu_kernels``: own, onednn or torch."""
     instructions: str
-    """The instructions that the kernel uses, such as AVX-512; others may round differently."""
+    """The instructions that the kernel uses, such as AVX-512. With other instructions, a kernel may
+    round differently."""
     is_batch_invariant: bool
     """True if the bits of a row's result do not depend on the other rows."""
     pack: Callable[[torch.Tensor], PackedWeight]
@@ -98,7 +99,8 @@ class OwnWeight(ABC):
     def multiply(
         self, rows: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, *, adds: bool
     ) -> None:
-        """Write the result for rows [M, in] to ``out`` [M, out], or add it if ``adds``."""
+        """Write the result for rows [M, in] to ``out`` [M, out], or add it to ``out`` if
+        ``adds``."""
 
 
 class NativeWeight(OwnWeight):
@@ -174,9 +176,9 @@ def linear_kernels(dtype: torch.dtype) -> tuple[LinearKernel, ...]:
 def codes_kernel(method: str, dtype: torch.dtype) -> LinearKernel | None:
     """Return the C kernel that multiplies rows of ``dtype`` by quantized weights, if there is one.
 
-    For int8 and int4 weights, it rounds rows to int8. Sums are then exact, so every processor gives
-    the same bits. For float8 weights, the results equal those of the C kernel without AMX tiles for
-    the dequantized weight, bit for bit.
+    For int8 and int4 weights, the kernel rounds rows to int8. Sums are then exact, so every
+    processor gives the same bits. For float8 weights, the results have the same bits as those of
+    the C kernel without AMX tiles with the dequantized weight.
 
     Args:
         method: one of ``ON_CPU``.

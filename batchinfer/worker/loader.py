@@ -246,8 +246,8 @@ def _load(
     quantization: str | None,
     num_bytes: int | None,
 ) -> torch.nn.Module:
-    """Load weight files of ``num_bytes`` bytes, or random weights if it is None. Layers that were
-    saved with the requested quantization stay quantized."""
+    """Load weight files of ``num_bytes`` bytes, or random weights if ``num_bytes`` is None. Layers
+    that were saved with the requested quantization stay quantized."""
     folder = description.folder
     with phase("loading the model", num_bytes or 0, "bytes") as loading:
         model = load_weights(

@@ -104,7 +104,7 @@ typedef struct {
 
 typedef struct {
     const void *logits;    /* [R, vocab] */
-    const int64_t *rows;   /* [D] row of logits of each distribution */
+    const int64_t *rows;   /* [D] index of each distribution's row of logits */
     const float *maximum;  /* [R] largest logit; rows where it is not finite are skipped */
     const float *temperature, *min_p, *top_p; /* [D] */
     const int32_t *top_k;  /* [D] 0 = all */

@@ -71,7 +71,7 @@ typedef struct {
     int32_t *configured;           /* [2] numbers that shape the tiles (attention_amx.inc) */
     int32_t acc_stride;            /* elements between rows of acc: a multiple of ACC_LANES */
     float *m, *l, *top, *keep;     /* [rows], with space for 16 more */
-    int32_t *from, *to;                /* [rows] row r sees positions [from[r], to[r]) of the piece */
+    int32_t *from, *to;            /* [rows] row r sees positions [from[r], to[r]) of the piece */
 } task;
 
 /* Returns 1 if values are not stored separately, but are the first elements of their keys

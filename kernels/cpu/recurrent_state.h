@@ -20,7 +20,7 @@ typedef struct {
     int64_t channels, conv_per_slot, conv_first, conv_slot; /* where the convolution's inputs are */
 } paged_states;
 
-/* A causal convolution of all packed tokens, which treats each channel separately. */
+/* A causal depthwise convolution over all packed tokens. */
 typedef struct {
     const void *input;         /* [T, num_channels] */
     const float *weight, *bias; /* [width, num_channels], [num_channels] or NULL */

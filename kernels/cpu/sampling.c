@@ -14,7 +14,7 @@
 #define RANDOM_BITS 24                 /* equals RANDOM_BITS of worker/sampling/on_cpu.py */
 #define FIRST_CANDIDATES 256
 
-/* Returns an unsigned integer that sorts like the float; -0 counts as 0. */
+/* Maps floats to unsigned integers that sort in the same order; -0 counts as 0. */
 static inline uint32_t ascending(float x) {
     uint32_t bits;
     x += 0.0f;
@@ -77,8 +77,8 @@ static inline float largest_of(const float *x, int64_t count) {
     return tops[0];
 }
 
-/* Finds the keys of the `size` most likely tokens, in order. Groups have maxima, and at least
-   `size` tokens reach the `size`-th largest of these. Only tokens that reach it are sorted. */
+/* Finds the keys of the `size` most likely tokens, in order. At least `size` tokens reach the
+   `size`-th largest of the groups' maxima, so only the tokens that reach it are sorted. */
 static void most_likely(const float *x, int64_t vocab, int64_t size, const scratch *s) {
     const int64_t groups = (vocab + GROUP - 1) / GROUP;
     float least = -INFINITY;

@@ -35,13 +35,13 @@ def draw(
     logits: torch.Tensor,  # [R, V] float32 or bfloat16, last dimension contiguous
     maximum: torch.Tensor,  # [R] float32, largest logit of each row
     *,
-    rows: torch.Tensor,  # [D] int64, row of logits of each distribution
+    rows: torch.Tensor,  # [D] int64, index of each distribution's row of logits
     temperature: torch.Tensor,  # [D] float32, above 0
     min_p: torch.Tensor,  # [D] float32
     top_p: torch.Tensor,  # [D] float32
     top_k: torch.Tensor,  # [D] int32, 0 = all
     starts: torch.Tensor,  # [D + 1] int64, index of each distribution's first sample
-    bits: torch.Tensor,  # [k] int64, uniform in [0, 2**24)
+    bits: torch.Tensor,  # [k] int64, random integers, uniform in [0, 2**24)
     out: torch.Tensor,  # [k] int64
 ) -> None:
     """Draw token ids by inverse transform sampling, in the order of ids.
@@ -72,7 +72,8 @@ def random_bits(
     *,
     out: torch.Tensor,  # [K] int64
 ) -> None:
-    """Write a uniform number in [0, 2**24) for each of K samples. All tensors must be contiguous.
+    """Write a uniformly distributed integer in [0, 2**24) for each of K samples. All tensors must
+    be contiguous.
 
     The reference is ``random_bits`` in ``worker/sampling/on_cpu.py``.
     """

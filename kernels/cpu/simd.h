@@ -12,7 +12,7 @@
    AVX-512            32      16    14 x 2       32
    AVX2               16       8     6 x 2       16
    NEON               32       4     6 x 4       16
-   any other          16       4     6 x 2        8   (SSE2's registers; the compiler splits them) */
+   any other          16       4     6 x 2        8   (as many registers as in SSE2) */
 #if defined(__AVX512F__)
 #include <immintrin.h>
 #define LANES 16
@@ -164,7 +164,7 @@ INLINE void widen_e4m3(const uint8_t *from, float *to, int count) {
    another bias. */
 #if defined(__AVX512F__)
 #define E4M3_UNIT 0x1p8f
-INLINE vec e4m3_lanes(const uint8_t *from) { /* the shift clears the second copy of the sign */
+INLINE vec e4m3_lanes(const uint8_t *from) { /* 0xbfff clears the second copy of the sign */
     const __m256i halves = _mm256_slli_epi16(
         _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)from)), 7);
     return (vec)_mm512_cvtph_ps(_mm256_and_si256(halves, _mm256_set1_epi16((short)0xbfff)));

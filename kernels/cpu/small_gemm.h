@@ -1,5 +1,5 @@
-/* Small GEMMs. The order in which an element is summed does not depend on the numbers of rows and
-   columns. */
+/* Small GEMMs. The order in which an element's products are added does not depend on the numbers of
+   rows and columns. */
 
 #ifndef BATCHINFER_SMALL_GEMM_H
 #define BATCHINFER_SMALL_GEMM_H

@@ -68,7 +68,8 @@ class CapturedBackend(AttentionBackend, Protocol):
         shares: bool,
         max_chunks: int,
     ) -> None:
-        """Begin a step for which the host reads no array contents (see ``CudaAttention``)."""
+        """Begin a step without reading the arrays' contents on the host (see
+        ``CudaAttention``)."""
         ...
 
 
@@ -151,7 +152,8 @@ class ForwardContext:
     """Adapters of the step's sequences; None: no sequence has an adapter."""
 
     def slot_mapping(self, layer: int) -> torch.Tensor:
-        """Return the slots of each token's keys and values in a layer, [T] int64."""
+        """Return where a layer stores each token's keys and values, as ``slot * block_size +
+        offset``, [T] int64."""
         group = self.cache.group(layer)
         if group == 0:
             return self.tensors["slot_mapping"]

@@ -64,7 +64,7 @@ class CapturedChunkedAttention(ChunkedAttention):
         shares: bool,
         max_chunks: int,
     ) -> None:
-        """Begin a step for which the host reads no array contents, like ``CudaAttention``.
+        """Begin a step without reading the arrays' contents on the host, like ``CudaAttention``.
 
         Steps for which ``crosses_chunks`` is true must not be replayed.
         """

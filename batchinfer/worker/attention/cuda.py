@@ -52,8 +52,8 @@ class CudaAttention:
         shares: bool,
         max_chunks: int,
     ) -> None:
-        """Begin a step for which the host reads no array contents, so that the captured launches
-        can be replayed after the arrays change.
+        """Begin a step without reading the arrays' contents on the host, so that the captured
+        launches can be replayed after the contents change.
 
         Args:
             shares: true if the arrays include shared prefixes.
@@ -137,8 +137,8 @@ class CudaAttention:
         return query_tile(Heads.of(query, self._cache.key(layer), self._cache.value(layer)))
 
     def _decode_work(self, layer: int, query: torch.Tensor, window: int) -> Any:
-        """Return the work list of the step's decodes. Layers with equal window and KV shape share
-        it."""
+        """Return the work list of the step's decodes. Layers with the same window and KV shape
+        share it."""
         from batchinfer.kernels.decode_plan import plan_decode
 
         if self._bounds["min_query_len"] > 1:
@@ -175,7 +175,7 @@ class CudaAttention:
 
 class BatchInvariantAttention(CudaAttention):
     """Attention that sums in a fixed order, so that a row's bits do not depend on its batch.
-    Decodes and chunks use the same kernel, and shared prefixes are read once per sequence."""
+    Decodes and chunks use the same kernel, and each sequence reads a shared prefix separately."""
 
     def scan_work(self) -> None:
         """Return None, because the bits of a chunked scan depend on where chunks begin."""
@@ -197,7 +197,7 @@ class BatchInvariantAttention(CudaAttention):
         return out
 
     def _batch_invariant_work(self, layer: int, query: torch.Tensor, window: int) -> Any:
-        """Return the work list of the step. Layers with equal window and KV shape share it."""
+        """Return the work list of the step. Layers with the same window and KV shape share it."""
         from batchinfer.kernels.attention_loop import Heads
         from batchinfer.kernels.batch_invariant_attention import (
             batch_invariant_query_tile,

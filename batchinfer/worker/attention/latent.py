@@ -44,7 +44,7 @@ class LatentProjection(nn.Module):
         """Return projected queries that can attend to latents, [T, H, rank + rotary width].
 
         Args:
-            query: [H, T, key width + rotary width], with its rotary part already rotated.
+            query: [H, T, key width + rotary width]; the rotary part is already rotated.
         """
         plain, rotary = query[..., : self._key_width], query[..., self._key_width :]
         of_latent = torch.bmm(plain.contiguous(), self._by_head[:, : self._key_width])

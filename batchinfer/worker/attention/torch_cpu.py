@@ -25,8 +25,8 @@ _TILE_SIZES = (1, 16, 64)
 # Most bytes that a bucket gathers. More keys and values would leave the processor's cache before
 # they are used.
 _BUCKET_BYTES = 4 << 20
-# Overhead of a bucket, as the bytes that are gathered in the same time. A new bucket that avoids
-# less padding than this would save no time.
+# Overhead of a bucket, expressed as the number of bytes that can be gathered in the same time. A
+# new bucket that avoids less padding than this would save no time.
 _BUCKET_OVERHEAD_BYTES = 512 << 10
 _PADDING_SHARE = 0.125
 

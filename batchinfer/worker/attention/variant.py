@@ -13,7 +13,7 @@ class AttentionVariant:
     """Causal softmax attention as one layer of a model computes it."""
 
     scale: float
-    """Factor of the scores."""
+    """Factor by which the scores are multiplied."""
     sliding_window: int = 0
     """Number of positions that a token sees, including its own; 0: all positions."""
     softcap: float = 0.0

@@ -104,8 +104,8 @@ class GraphSizes:
             self._of_kind.setdefault(size.kind, []).append(size)
 
     def least(self, kind: Kind, tokens: int, sequences: int) -> GraphSize | None:
-        """Return the smallest size that holds a step, or None if no size does or too much of it
-        would be padding."""
+        """Return the smallest size that holds a step. Return None if there is no such size, or if
+        too many of its tokens would be padding."""
         sizes = self._of_kind.get(kind, [])
         for size in sizes[bisect_left(sizes, (kind, tokens, sequences)) :]:
             if size.sequences >= sequences:

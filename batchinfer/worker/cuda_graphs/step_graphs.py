@@ -50,7 +50,8 @@ _WAITS = frozenset(
 
 Run = Callable[[], tuple[torch.Tensor, ...]]
 Capture = Callable[[Run], Run]
-"""Captures a computation. The result repeats it with the current contents of its inputs."""
+"""Captures a computation, and returns a function that repeats the computation with the current
+contents of its inputs."""
 
 
 class WaitsForDeviceError(Exception):
@@ -132,7 +133,7 @@ class StepGraphs:
         """Compute a step by replaying a graph.
 
         Args:
-            step: the step, whose blocks are already copied.
+            step: the step; its block copies must already be queued.
             size: the size that ``size_for`` returned for the step.
             prev_token_ids: int64 token ids that the previous step sampled;
                 ``step.previous_sample`` indexes them.

@@ -78,7 +78,7 @@ class StepInputs:
         )
 
     def load(self, step: Step, size: GraphSize, prev_token_ids: torch.Tensor | None) -> None:
-        """Start to copy a step's arrays, padded to a size, and the previous samples that it needs.
+        """Start copying a step's arrays, padded to a size, and the previous samples that it needs.
 
         Args:
             prev_token_ids: int64 token ids that the previous step sampled;
@@ -106,8 +106,8 @@ class StepInputs:
             self._prev_token_ids[:num_previous].copy_(prev_token_ids[:num_previous])
 
     def of(self, size: GraphSize) -> dict[str, torch.Tensor]:
-        """Return the device arrays of a step of this size. Call it inside the capture, because it
-        launches kernels."""
+        """Return the device arrays of a step of this size. Must be called inside the capture,
+        because it launches kernels."""
         tensors = {
             name: self._bytes[place.offset : place.end]
             .view(_TORCH_DTYPES[place.dtype])
@@ -189,7 +189,7 @@ def _padded_arrays(step: Step, size: GraphSize) -> dict[str, tuple[Array, int | 
 
 
 def _adapter_arrays(step: Step) -> dict[str, tuple[Array, int | Array]]:
-    """Return the arrays of the tokens that adapters change, each with its padding value."""
+    """Return the arrays that list the tokens of each adapter, each with its padding value."""
     adapters = step_adapters(step)
     tokens, starts = np.empty(0, dtype=np.int64), np.zeros(1, dtype=np.int32)
     if adapters is not None:

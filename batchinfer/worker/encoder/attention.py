@@ -29,7 +29,7 @@ _UNSUPPORTED = ("position_bias", "softcap", "s_aux", "relative_attention_bias")
 """Arguments that would change the result and are not implemented here."""
 
 Runs = Sequence[tuple[int, int, int]]
-"""Runs of equal sequences, as in ``EncoderStep.runs``."""
+"""Runs of sequences of equal length, as in ``EncoderStep.runs``."""
 
 _packed: ContextVar[tuple[Runs, bool]] = ContextVar("packed_sequences")
 
@@ -138,7 +138,7 @@ class _PackedMPNetAttention(MPNetSelfAttention):  # type: ignore[misc]
         self,
         hidden_states: torch.Tensor,  # [1, T, width]
         attention_mask: torch.Tensor | None = None,
-        position_bias: torch.Tensor | None = None,  # [1, heads, L, L], L of the longest sequence
+        position_bias: torch.Tensor | None = None,  # [1, heads, L, L], L: the longest sequence
         **options: Any,
     ) -> Any:
         """Compute attention within each sequence. Return the output [1, T, width] in a tuple."""

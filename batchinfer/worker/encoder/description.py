@@ -58,7 +58,7 @@ def is_run_as_encoder(model: ModelConfig) -> bool:
 
 
 def describe_encoder(model: ModelConfig, *, weights_too: bool = False) -> EncoderDescription:
-    """Read and check the folder (or hub id) of a model that ``is_run_as_encoder``.
+    """Read and check the folder (or hub id) of a model for which ``is_run_as_encoder`` is true.
 
     Args:
         weights_too: fetch the weight files and check their headers.

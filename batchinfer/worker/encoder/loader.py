@@ -76,7 +76,7 @@ class Encoder:
         """Compute the hidden states [T, H], in the model's dtype.
 
         Args:
-            runs: runs of equal sequences, as in ``EncoderStep.runs``.
+            runs: runs of sequences of equal length, as in ``EncoderStep.runs``.
         """
         options: dict[str, Any] = {}
         if self._takes_segments:
@@ -104,8 +104,8 @@ class Encoder:
     def _places(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Return the index of each token's position embedding, [T].
 
-        If a padding position precedes the first token's position, padding tokens get it and are not
-        counted, as in transformers' ``create_position_ids_from_input_ids``.
+        If a padding position precedes the first token's position, padding tokens get the padding
+        position and are not counted, as in transformers' ``create_position_ids_from_input_ids``.
         """
         if self._offset == 0:
             return positions

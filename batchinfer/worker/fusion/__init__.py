@@ -1,1 +1,1 @@
-"""Replaces modules and layers by faster modules with the same results."""
+"""Replaces modules and layers with faster modules that have the same results."""

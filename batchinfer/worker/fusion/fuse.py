@@ -64,7 +64,7 @@ def fuse(model: nn.Module, layout: KVLayout, max_model_len: int) -> bool:
 
 
 class _ModuleFusion:
-    """Recorded calls of a model's modules, on which fused modules are tested."""
+    """Recorded calls to a model's modules, with which fused modules are tested."""
 
     def __init__(self, model: nn.Module, layout: KVLayout, max_model_len: int) -> None:
         assert layout.block_size >= len(_TOKENS)
@@ -152,7 +152,7 @@ class _ModuleFusion:
 
 
 def _float_tensors(call: ModuleCall) -> Iterator[torch.Tensor]:
-    """Yield the floating-point arguments of a call, including pairs (cos and sin)."""
+    """Yield the floating-point arguments of a call, including those in pairs (cos and sin)."""
     for value in (*call.arguments, *call.options.values()):
         for item in value if isinstance(value, tuple) else (value,):
             if isinstance(item, torch.Tensor) and item.is_floating_point():

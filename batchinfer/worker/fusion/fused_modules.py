@@ -5,7 +5,7 @@ all families, so ``fuse`` compares each with the original.
 
 A layer of Llama's shape ends its attention (or recurrence) and its MLP with ``residual + x @
 weight.T``. A matrix multiplication can do such an addition at no cost. Per layer, this saves two
-kernel launches that read two tensors and write one.
+kernel launches, each of which would read two tensors and write one.
 """
 
 from __future__ import annotations
@@ -216,7 +216,7 @@ def _adding(module: nn.Module, name: str) -> Any:
 def fuse_layers(model: nn.Module, layout: KVLayout) -> int:
     """Replace pre-norm layers with layers that add in place, if the model's results stay the same.
 
-    Call it after modules are fused and before weights are packed.
+    Call this after modules are fused and before weights are packed.
 
     Returns:
         The number of replaced layers: all candidates, or 0.

@@ -42,7 +42,7 @@ class FusedGatedDeltaNet(nn.Module):
             sum(linear.out_features for linear in linears[: len(family.qkv)]),
             *(linear.out_features for linear in linears[len(family.qkv) :]),
         )
-        """Number of outputs of ``in_proj`` for each of ``LayerInputs``."""
+        """Number of outputs of ``in_proj`` for each field of ``LayerInputs``."""
         self.projects_twice = bool(family.second_projections)
 
     @staticmethod

@@ -33,7 +33,7 @@ from batchinfer.worker.verify import Probe, find_swaps, swap_verified
 
 class NativeDeltaLayer(NativeLayers):
     """Runs a layer in one call to C. The many calls that the Python layer needs take a tenth of a
-    decode step.
+    decode step's time.
 
     The results have the same bits as those of the Python layer, which still runs in steps with
     adapters.
@@ -69,7 +69,7 @@ class NativeDeltaLayer(NativeLayers):
                 self._make_arguments(hidden, context)
             except (MemoryError, RuntimeError):
                 for each in buffers:
-                    each.release()  # leave as much memory as possible to a smaller step
+                    each.release()  # leave as much memory as possible for a smaller step
                 raise
             self._made_for = made_for
         step, tensors = self._step, context.tensors
@@ -112,7 +112,7 @@ class NativeDeltaLayer(NativeLayers):
 @torch.inference_mode()
 def fuse_native_delta_layers(model: nn.Module, layout: KVLayout) -> None:
     """Replace each fused layer that has a Gated DeltaNet with a native layer, if the bits stay the
-    same. Call it after ``fuse`` and ``pack_linears``."""
+    same. Call this after ``fuse`` and ``pack_linears``."""
     dtype = next(model.parameters()).dtype
     workspace, floats = Workspace(dtype), Workspace(torch.float32)
 

@@ -59,7 +59,7 @@ class NativeLayers(nn.Module):
 
 class NativeDecoderLayers(NativeLayers):
     """Runs consecutive layers in one call to C. The many calls that the Python layers need take a
-    tenth of a decode step.
+    tenth of a decode step's time.
 
     The results have the same bits as those of the Python layers. The Python layers still run in
     steps with adapters, which change linear layers' outputs, and over a float8 pool, which the C
@@ -97,7 +97,7 @@ class NativeDecoderLayers(NativeLayers):
             try:
                 self._make_arguments(hidden_states[0], context)
             except (MemoryError, RuntimeError):
-                workspace.release()  # leave as much memory as possible to a smaller step
+                workspace.release()  # leave as much memory as possible for a smaller step
                 raise
             self._made_for = made_for
         for group, number in self._groups.items():
@@ -224,7 +224,7 @@ class Workspace:
 def fuse_native_layers(model: nn.Module, layout: KVLayout) -> None:
     """Replace each fused layer with a native layer, if the bits stay the same.
 
-    Call it after ``fuse`` and ``pack_linears``.
+    Call this after ``fuse`` and ``pack_linears``.
     """
     dtype = next(model.parameters()).dtype
     workspace = Workspace(dtype)
@@ -258,7 +258,7 @@ def join_native_layers(model: nn.Module, layout: KVLayout) -> None:
 
 
 def layers_of(modules: nn.ModuleList) -> nn.ModuleList:
-    """Return a model's layers, with the Python layers inside native layers instead of these."""
+    """Return a model's layers, with each native layer replaced by the Python layers inside it."""
     return nn.ModuleList(
         layer
         for module in modules

@@ -1,8 +1,8 @@
 """Linear layers with float8 e4m3fn weights in blocks of 128 x 128, on a CUDA device.
 
-A weight takes one byte instead of two. This speeds up steps of few rows, which spend most of their
-time reading weights. From compute capability 8.9 on, rows are rounded to float8 too, in groups of
-128 columns. Tensor cores multiply float8 numbers twice as fast as 16-bit numbers
+A weight takes one byte instead of two. This speeds up steps with few rows, which spend most of
+their time reading weights. From compute capability 8.9 on, rows are rounded to float8 too, in
+groups of 128 columns. Tensor cores multiply float8 numbers twice as fast as 16-bit numbers
 (``kernels/fp8_linear.py``).
 """
 
@@ -71,8 +71,8 @@ def fp8_kernel(*, rows_too: bool) -> LinearKernel:
 def quantize_fp8(model: Any) -> str:
     """Round the weights of a model's linear layers to float8, except the output head's.
 
-    Implements ``model.quantization: fp8``. Call it after layers are fused. Weights that were saved
-    in float8 are not rounded again.
+    Implements ``model.quantization: fp8``. Call this after layers are fused. Weights that were
+    saved in float8 are not rounded again.
 
     Args:
         model: transformers' causal language model, on its device.

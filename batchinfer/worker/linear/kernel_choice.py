@@ -42,7 +42,7 @@ _SECONDS = 0.2
 """Time limit for all measurements, in seconds. Shapes with the largest share of the computation are
 timed first."""
 _ROWS = (64, 256)
-"""Rows of a typical decode step, and of a typical prompt step."""
+"""Numbers of rows in a typical decode step, and in a typical prompt step."""
 _ROUNDS = 3
 _MAX_TIMED_ELEMENTS = 1 << 19
 """Number of elements that larger weights are cut to, in whole outputs, before they are timed. 64

@@ -55,7 +55,7 @@ class ExpertWeights:
 
 
 def keep_expert_codes(experts: Any, name: str, read: Callable[[int], HostCodes | None]) -> None:
-    """Keep a function that reads the codes of one expert's matrix, until it is packed."""
+    """Keep a function that reads the codes of one expert's matrix, until the matrix is packed."""
     setattr(experts, _CODES, {**getattr(experts, _CODES, {}), name: read})
 
 

@@ -159,12 +159,12 @@ def packs(linear: object, kernel: LinearKernel, dtype: torch.dtype) -> TypeGuard
 def quantize_packed(model: Any, method: str, dtype: torch.dtype) -> LinearKernel:
     """Quantize and pack the weights of a model's linear layers and experts.
 
-    Implements ``model.quantization: int8``, ``int4`` and ``fp8`` on a CPU. Call it after layers are
-    fused. The output head gets int8 weights, or keeps its dtype with ``fp8``.
+    Implements ``model.quantization: int8``, ``int4`` and ``fp8`` on a CPU. Call this after layers
+    are fused. The output head gets int8 weights, or keeps its dtype with ``fp8``.
 
     An int8 weight has a scale for each output; an int4 weight has a scale and a zero point for
-    every 64 columns of an output. When an input row is multiplied by such a weight, it is rounded
-    with a scale that makes its largest number 127. (torchao's
+    every 64 columns of an output. Before an input row is multiplied by such a weight, the row is
+    rounded to int8 with a scale that makes its largest number 127. (torchao's
     ``Int8DynamicActivationInt8WeightConfig`` makes it 127.5, so results differ by the rounding
     error.) A float8 weight has a scale for each 128 x 128 block, and input rows are not rounded.
 
@@ -209,7 +209,7 @@ def no_linears(model: Any) -> ModelError:
 def pack_prequantized(model: nn.Module, dtype: torch.dtype) -> dict[str, LinearKernel]:
     """Pack the linear layers whose codes were kept (``prequantized_weights.keep_codes``).
 
-    Call it after layers are fused and before ``pack_linears`` packs the other layers. If there is
+    Call this after layers are fused and before ``pack_linears`` packs the other layers. If there is
     no kernel for ``dtype``, the weights stay floating-point numbers.
 
     Args:

@@ -100,8 +100,8 @@ def keep_prequantized(
 ) -> int:
     """Keep the saved codes of linear layers, if the kernels of ``method`` can read them.
 
-    Call it before layers are fused. It skips layers whose codes these kernels cannot read (another
-    number of bits, groups of unequal sizes, other float8 blocks). It also skips layers whose loaded
+    Call this before layers are fused. Layers are skipped if these kernels cannot read their codes
+    (another number of bits, groups of unequal sizes, other float8 blocks), or if their loaded
     numbers differ from the saved numbers, because loading rearranged them.
 
     Args:
@@ -136,8 +136,8 @@ def keep_prequantized(
 
 
 def _reader(weight: Quantized, kinds: Kinds, loaded: torch.Tensor) -> ReadCodes | None:
-    """Return a function that reads a saved weight's codes, if they have one of these types and
-    dequantize to ``loaded``."""
+    """Return a function that reads a saved weight's codes, if the codes have one of the types
+    ``kinds`` and dequantize to ``loaded``."""
 
     def read() -> Any:
         low_bit = weight.read_low_bit()
@@ -177,7 +177,8 @@ def _keep_experts(
 
 
 def _in_layers(name: str) -> str:
-    """Return a tensor's name from ``layers`` on. The part before it differs between classes."""
+    """Return a tensor's name without the part before ``layers.``, which differs between
+    classes."""
     return name[max(name.find("layers."), 0) :]
 
 
@@ -226,8 +227,9 @@ def as_codes(weight: LowBitCodes) -> Codes | None:
 
 
 def _from_table(weight: TableWeight) -> Int4Weight | None:
-    """Convert a weight with a lookup table. If all entries of the table are multiples of one
-    number, the integer table is exact; otherwise, scale the largest entry to 127, and round."""
+    """Convert a weight with a lookup table. If all entries of the table are multiples of the
+    smallest nonzero entry, the integer table is exact; otherwise, scale the largest entry to 127,
+    and round."""
     size = weight.codes.shape[1] // weight.scales.shape[1]
     sizes = weight.table.abs()
     if not can_group(size) or not sizes.max() > 0:

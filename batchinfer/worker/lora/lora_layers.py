@@ -194,7 +194,7 @@ class AdapterLoader:
         layout: KV layout of a pool for the model.
         numbers: numbers of the model's adapters, keyed by name.
         check: raises an error if the model's settings do not allow an adapter.
-        added: called with the new number of adapters after each load, which makes captured graphs
+        added: called with the new number of adapters after each load. A load makes captured graphs
             invalid.
         kernel: kernel for the adapters' matrices; None for torch.
     """
