@@ -35,7 +35,7 @@ _BYTES_PER_GRAPH = 8 * 2**20  # estimate for a graph of a few hundred kernels
 _GRAPH_SHARE = 1 / 64
 _TABLE_COPIES = 2  # packed tables for the transfer, and tables unpacked to rows of a fixed length
 # Number of tokens in a piece of a context, and the largest size of the partial results that layers
-# of the same window and shape share (`kernels/decode_plan.py`).
+# with the same window and shape share (`kernels/decode_plan.py`).
 _PIECE_TOKENS = 512
 _MAX_PIECES_BYTES = 256 * 2**20
 SCAN_CHUNK = 64  # `kernels/chunk_scan.py`
@@ -190,11 +190,11 @@ def fit_memory(
     """Plan the device's memory: size the KV pool and estimate the other parts.
 
     The pool has ``num_kv_blocks`` blocks or ``kv_cache_memory`` bytes, if one of them is set.
-    Otherwise a CUDA device's pool takes ``gpu_memory_utilization`` of its memory less weights,
-    activations, logits and graphs. A CPU's pool is as large as ``max_num_seqs`` sequences of
-    ``max_model_len`` tokens can use, and at most a quarter of the free memory. For a model without
-    attention layers, it is twice as large: one half holds the sequences' states, the other half
-    holds snapshots.
+    Otherwise the pool on a CUDA device takes what weights, activations, logits and graphs leave of
+    ``gpu_memory_utilization`` of the device's memory. A CPU's pool is as large as ``max_num_seqs``
+    sequences of ``max_model_len`` tokens can use, but takes at most a quarter of the free memory.
+    For a model without attention layers, the CPU's pool is twice as large: one half holds the
+    sequences' states, the other half holds snapshots.
 
     Raises:
         DeviceError: the pool does not fit, or cannot hold one block and a recurrent state. The

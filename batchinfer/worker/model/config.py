@@ -59,7 +59,7 @@ def check_family(folder: Path, raw: Mapping[str, Any]) -> str:
 
 
 def config_of(folder: Path) -> Any:
-    """Let transformers read a folder's config. It may raise errors of any type."""
+    """Let transformers read a folder's config. transformers may raise errors of any type."""
     with quiet_transformers():
         return AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
 

@@ -43,7 +43,7 @@ def is_wrapper(config: PreTrainedConfig) -> bool:
 
 
 def causal_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
-    """Return the class of the causal language model to run; None if the model writes no text.
+    """Return the class of the causal language model to run; None if the model generates no text.
 
     For the language models of some wrappers, transformers has no causal class. In this case, make
     a class from the body and a head, and register it with transformers.
@@ -70,7 +70,8 @@ def changed_logits(config: PreTrainedConfig) -> str | None:
 
 
 def saved_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
-    """Return transformers' class that weights were saved from; None if it writes no text."""
+    """Return the transformers class that weights were saved from; None if the class generates no
+    text."""
     if not is_wrapper(config):
         return causal_class(config)
     listed = [mapping[type(config)] for mapping in _WRAPPERS if type(config) in mapping]
@@ -165,8 +166,9 @@ def _extract(wrapper: PreTrainedModel) -> PreTrainedModel:
 
 
 def _without_towers(wrapper_class: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    """Return a subclass that has only the language model and the head. It keeps the name and module
-    of the class, because transformers looks up its rules for renaming tensors by them."""
+    """Return a subclass that has only the language model and the head. The subclass has the name
+    and module of ``wrapper_class``, because transformers uses these to look up the rules for
+    renaming tensors."""
 
     class Wrapper(wrapper_class):  # type: ignore[misc]
         def __init__(self, config: PreTrainedConfig) -> None:

@@ -28,7 +28,7 @@ _PARAMETERS_PER_BYTE = 4
 output head is counted twice."""
 _SMALL = 1 << 22
 """Models with at most this number of parameters always fit in memory. Their shapes are compared
-when they are loaded."""
+with those in the weight files when they are loaded."""
 _SEARCH_S = 3.0
 """Time limit of the search, in seconds of processor time, which other processes do not affect."""
 _TOKENS = 4
@@ -115,7 +115,8 @@ def _succeeds(attempt: Callable[[PreTrainedConfig], object], raw: Mapping[str, A
 
 
 def _changes(raw: Mapping[str, Any]) -> Iterator[tuple[str, Any, dict[str, Any]]]:
-    """Yield each key, its value, and a config in which the family's default or 1 replaces it."""
+    """Yield each key, its value, and a config in which the family's default or 1 replaces the
+    value."""
     for key, value in raw.items():
         if key != "model_type":
             yield key, value, {name: kept for name, kept in raw.items() if name != key}

@@ -23,7 +23,7 @@ _SAVED_TYPES = (
     "IntxWeightOnlyConfig",
     "Int8DynamicActivationIntxWeightConfig",
 )
-"""torchao configurations with which a checkpoint can be loaded. Each was tested on a CPU."""
+"""torchao configurations of the checkpoints that can be loaded. Each was tested on a CPU."""
 _PLAIN_TYPES = ("torch.dtype", "MappingType", "PerRow", "PerGroup", "PerAxis", "PerTensor")
 _PARTS = ("Algorithm", "Format", "Preference", "Granularity")
 _GROUPS = (128, 64, 32)
@@ -91,7 +91,8 @@ def _check_torchao(saved: Mapping[str, Any]) -> None:
 def quantization_of(config: Mapping[str, Any], wanted: str | None) -> str | None:
     """Return a description of a model's quantization, or None if the model is not quantized.
 
-    It names the checkpoint's format and ``wanted`` (``model.quantization``), or torchao's type.
+    The description names the checkpoint's format and ``wanted`` (``model.quantization``), or
+    torchao's type.
     """
     saved = saved_section(config)
     saved_as = choose_format(saved)

@@ -1,4 +1,4 @@
-"""Copies the first layers of a model, with sliding windows that are shorter than a few tokens.
+"""Copies the first layers of a model, and shortens their sliding windows to a few tokens.
 
 A family's code treats all layers of a kind alike. Comparing the first layer of each kind with
 transformers is therefore enough, and takes a hundredth of the time.
@@ -118,7 +118,7 @@ def _cut_vocabulary(text: Any) -> None:
 
 
 def _num_layers(model: PreTrainedModel) -> int:
-    """Return the number of first layers that include a layer of each kind.
+    """Return how many of the first layers to copy, so that they include a layer of each kind.
 
     Beyond ``_MAX_LAYERS``, a layer is included only if its modules are of other classes. In Bamba,
     for example, layer 9 is the first layer that attends.
@@ -158,7 +158,7 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _fill(model: nn.Module, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None) -> None:
-    """Replace the tensors of a model on the ``meta`` device by those with the same names in
+    """Replace the tensors of a model on the ``meta`` device with those that have the same names in
     ``tensors``. Tied weights stay tied."""
     cast: dict[int, torch.Tensor] = {}
     for prefix, module in model.named_modules():

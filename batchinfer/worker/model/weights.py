@@ -1,4 +1,5 @@
-"""Loads a model's weights, or makes random weights, and fixes LongRoPE frequencies."""
+"""Loads a model's weights, or makes random weights, and sets the LongRoPE frequencies for all
+steps."""
 
 from __future__ import annotations
 
@@ -295,7 +296,7 @@ def _fix(module: torch.nn.Module, max_model_len: int) -> None:
     alone = torch.tensor([[0, 1]], device=frequencies.device)
     with_last = torch.tensor([[0, 1, max_model_len - 1]], device=frequencies.device)
     # A call with the last position makes transformers choose the frequencies. Once the rope_type
-    # is "default", it keeps them.
+    # is "default", transformers keeps them.
     module(like, position_ids=with_last)
     module.rope_type = "default"  # type: ignore[assignment]
     expected = module(like, position_ids=with_last)

@@ -39,8 +39,8 @@ def convolve(
     Args:
         inputs: [T, channels].
         layer: number of the layer in the model.
-        before: [T, channels] factors of the inputs, or None.
-        after: [T, channels] factors of the outputs, or None.
+        before: [T, channels] factors by which the inputs are multiplied, or None.
+        after: [T, channels] factors by which the outputs are multiplied, or None.
     """
     out = torch.empty_like(inputs, memory_format=torch.contiguous_format)
     compute = choose_kernel(

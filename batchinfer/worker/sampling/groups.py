@@ -53,6 +53,6 @@ def group_samples(
 
 
 def is_filtered(batch: SamplingBatch, vocab: int) -> Bool:
-    """Return bool [K], True where top-k or top-p excludes any of ``vocab`` tokens."""
+    """Return bool [K], True where top-k or top-p can exclude some of ``vocab`` tokens."""
     filtered: Bool = ((batch.top_k > 0) & (batch.top_k < vocab)) | (batch.top_p < 1)
     return filtered

@@ -24,7 +24,8 @@ _Change = Callable[[Tensor, SamplingBatch, Int64], None]
 def run_processors(logits: Tensor, processed: Sequence[ProcessedRow]) -> None:
     """Run users' functions on their rows of ``logits`` [R, V], in place.
 
-    If functions set logits of a row to +inf, only these tokens remain, and are equally likely.
+    If functions set logits of a row to +inf, only the tokens with these logits remain, and they are
+    equally likely.
 
     Raises:
         TypeError, ValueError: a function returns something other than logits.

@@ -104,7 +104,8 @@ def _failures(maximum: Tensor, of_nothing: int) -> Tensor:
 
 
 def _random_bits(batch: SamplingBatch) -> Int64:
-    """Return uniform numbers [K] in [0, 2**RANDOM_BITS), which are the same in C and NumPy."""
+    """Return uniformly distributed integers [K] in [0, 2**RANDOM_BITS). C and NumPy give the same
+    integers."""
     keys = batch.seed, batch.stream, batch.sample_index, batch.position
     if not cpu_attention.supports(torch.float32):
         return random_bits(*keys)
@@ -195,7 +196,7 @@ def philox_4x32(counter: UInt64, key: UInt64) -> UInt64:
 
 
 def random_bits(seed: UInt64, stream: UInt64, sample_index: Int32, position: Int32) -> Int64:
-    """Return a uniform number in [0, 2**RANDOM_BITS) for each token to be drawn.
+    """Return a uniformly distributed integer in [0, 2**RANDOM_BITS) for each token to be drawn.
 
     The key is the seed. The counter is (low word of the stream, high word, sample index, position).
 

@@ -1,7 +1,8 @@
 """Draws samples on a CUDA device with Triton kernels that edit logits and draw tokens.
 
 All parameters of a step's samples are sent in one copy. Samples with edited logits have separate
-launches: one pair, or several pairs if the copies of their logits would take too much memory.
+launches: one of ``apply_penalties`` and one of ``sample``, or several pairs of these if the copies
+of their logits would take too much memory.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ class Draws:
 
 
 class SampleHandle:
-    """Samples of a step. The constructor starts to copy them to the host; ``result`` waits only for
+    """Samples of a step. The constructor starts copying them to the host; ``result`` waits only for
     this copy.
 
     Args:

@@ -5,7 +5,7 @@ the vocabulary are exact and do not depend on their order. A row therefore gets 
 alone, in any batch and in any chunk, with any number of samples. Rounding changes a probability by
 less than 1e-12 of the most likely token's probability.
 
-K samples draw from R rows of logits, which make D distinct distributions. L = largest number of
+K samples draw from R rows of logits, with D distinct distributions. L = largest number of
 alternatives that a sample reports; V = vocabulary size.
 """
 
@@ -28,8 +28,8 @@ from batchinfer.worker.sampling.top_k_top_p import integer_weights, left_out
 from batchinfer.worker.transfer import to_device
 
 _WORKSPACE_ELEMENTS = {"cpu": 2**19, "cuda": 2**24}
-"""Largest number of logits that torch processes at a time, but at least one row. On a CPU, this
-many logits fit into a cache."""
+"""Largest number of logits that torch processes at a time; a single row may have more. On a CPU,
+this many logits fit into a cache."""
 _WORKSPACE_BYTES_EACH = 64
 """Bytes of workspace per logit. Measured: 24 for temperature, 28 for a small top-k, 51 for a top-k
 of nearly the vocabulary, 54 for top-p on flat rows. The remaining bytes are for sorting
@@ -65,7 +65,7 @@ class Sampler:
 
     @torch.inference_mode()
     def __call__(self, logits: Tensor, batch: SamplingBatch) -> SampleHandle:
-        """Draw a token for every sample, and start to copy the results to the host.
+        """Draw a token for every sample, and start copying the results to the host.
 
         A sample is marked nonfinite if its unedited row contains NaN or +inf, or only -inf. If its
         bans and allowed ids exclude all tokens, it is also marked as having no token left. Its

@@ -111,15 +111,15 @@ def most_likely(logits: Tensor, size: int) -> Tensor:
 def _first_ids(values: Tensor, ids: Tensor, size: int) -> Tensor:
     """Return the ids of the ``size`` largest values, by descending value, then by ascending id.
 
-    Each value gets an int64 key. Its upper half is an integer that sorts like the value; its lower
-    half is the complement of the id. No two keys are equal, so any selection algorithm gives the
-    same result.
+    Each value gets an int64 key. The upper halves of the keys are integers in the same order as the
+    values; the lower halves are the complements of the ids. No two keys are equal, so any selection
+    algorithm gives the same result.
     """
     keys = (_ascending(values).long() << 32).add_(_ID_MASK - ids)
     return _ID_MASK - (keys.topk(size, dim=1).values & _ID_MASK)
 
 
 def _ascending(values: Tensor) -> Tensor:
-    """Return int32 numbers, of the same shape, that sort like float32 ``values``."""
+    """Map float32 ``values`` to int32 numbers that sort in the same order."""
     bits = (values + 0.0).view(torch.int32)  # -0.0 becomes 0.0, because they are equal
     return bits.bitwise_xor_((bits >> 31).bitwise_and_(_HIGHEST_INT32))

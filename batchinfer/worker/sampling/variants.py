@@ -1,7 +1,7 @@
 """Finds the variants of the sampling kernels that a job's steps may launch.
 
-It makes a batch of one sample for each variant. Drawing these batches before the first step
-compiles every variant, so that no step waits for the compiler.
+This module makes a batch of one sample for each variant. Drawing these batches before the first
+step compiles every variant, so that no step waits for the compiler.
 """
 
 from __future__ import annotations
@@ -132,7 +132,8 @@ class SamplingVariants:
 
 
 def _are_set(params: SamplingParams, own: Collection[str], unset: _Unset) -> set[bool]:
-    """Return {True} if a parameter has an effect in every row, {False} if in no row, or both."""
+    """Return {True} if one of these parameters has an effect in every row, {False} if none has an
+    effect in any row, and {True, False} if this may differ between rows."""
     fixed = {name: values for name, values in unset.items() if name not in own}
     if any(getattr(params, name) not in values for name, values in fixed.items()):
         return {True}

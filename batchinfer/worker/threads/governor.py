@@ -19,9 +19,10 @@ _LOG = logging.getLogger(__name__)
 
 _WINDOW_S = 0.25
 _WINDOW_STEPS = 6
-"""A window of steps is judged when it has this many steps that took ``_WINDOW_S`` seconds."""
+"""A window is judged when it has at least this many steps, which took ``_WINDOW_S`` seconds or
+more in total."""
 _PATIENCE_S = 2.0
-"""A window with fewer steps is judged when its steps took this many seconds."""
+"""A window with fewer steps is judged when its steps took this many seconds in total."""
 _SLOW = 2.0
 """Fewer threads are tried only if steps take at least this many times as long as on a quiet
 machine."""

@@ -122,8 +122,8 @@ TORCH_THREADS = TorchThreads()
 class StepThreads:
     """Threads that compute steps: always ``count``, or the number that a governor chooses.
 
-    torch has one number per Python thread, and other engines in the process may set another number,
-    so each step sets it again.
+    torch keeps a separate number of threads for each Python thread, and other engines in the
+    process may set another number, so each step sets the number again.
 
     Args:
         governed: true to let a governor choose up to ``count`` threads, unless the user set the

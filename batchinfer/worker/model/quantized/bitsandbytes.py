@@ -1,4 +1,4 @@
-"""Reads bitsandbytes' formats with 4 bits (NF4, FP4; nested scales or not) and 8 (LLM.int8()).
+"""Reads bitsandbytes' 4-bit formats (NF4 and FP4, with or without nested scales), and LLM.int8().
 
 Source: bitsandbytes' ``functional.py`` (``QuantState``, ``dequantize_4bit``,
 ``int8_vectorwise_dequant``). A 4-bit weight is a flat array of bytes. Each byte has two codes, with

@@ -57,7 +57,7 @@ class _Scheme:
         """Return how the group matches a module: 0: by name, 1: by pattern, 2: by class, 3: not at
         all.
 
-        Any class matches, because only linear layers are saved quantized.
+        Any class matches, because only linear layers are saved in quantized form.
         """
         if module in self.targets:
             return 0

@@ -30,7 +30,7 @@ class Format(Protocol):
     @property
     def ends(self) -> Mapping[str, str]:
         """Suffixes of the names of tensors that belong to a weight. Replacing a suffix with its
-        value gives the weight's name."""
+        value in this mapping gives the weight's name."""
         ...
 
     def weight(self, name: str, parts: Mapping[str, Stored]) -> Quantized | None:

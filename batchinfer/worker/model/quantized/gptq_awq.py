@@ -2,9 +2,9 @@
 
 GPTQ (source: GPTQModel's ``nn_modules/qlinear/torch.py`` and ``utils/model.py``): a word of
 ``qweight`` holds the numbers of neighboring inputs, and a word of ``qzeros`` those of neighboring
-outputs. The first number is in the lowest bits.
-The first version of the format (``checkpoint_format: gptq``; newer tools call the key ``format``)
-saves each zero point minus one; the second version (``gptq_v2``) saves the zero points themselves.
+outputs. The first number is in the lowest bits. The first version of the format
+(``checkpoint_format: gptq``; newer tools call the key ``format``) saves each zero point minus one;
+the second version (``gptq_v2``) saves the zero points themselves.
 
 AWQ (source: AutoAWQ's ``awq/modules/linear/gemm.py`` and ``awq/utils/packing_utils.py``): a word
 holds eight neighboring outputs in the order 0, 2, 4, 6, 1, 3, 5, 7. Numbers have a row for each
