@@ -63,7 +63,7 @@ class LaunchConfig:
 
 
 def tile_tokens(heads: Heads, most: int) -> int:
-    """Return tokens per tile: a power of two, such that keys and values fit `_TILE_BYTES`."""
+    """Return tokens per tile: a power of two, such that keys and values fit in `_TILE_BYTES`."""
     tokens = min(most, _TILE_BYTES // (heads.widths * heads.cache_bytes))
     return max(16, 1 << (tokens.bit_length() - 1))
 

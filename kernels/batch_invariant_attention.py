@@ -1,6 +1,6 @@
 """Batch-invariant paged attention: a token's bits depend only on its own context.
 
-It computes the formula of `paged_attention`. In `paged_attention`, decodes and chunks run in
+The formula is that of `paged_attention`. In `paged_attention`, decodes and chunks run in
 different kernels and may give the same token different bits. Here, one compiled kernel computes all
 tokens: in a chunk of any size, in a decode, after a cached prefix or a preemption, with any other
 sequences in the batch. It always sums over a token's context in this order:
@@ -98,7 +98,7 @@ def plan_batch_invariant(
         num_tokens: upper bound on the total query tokens of chunks.
         max_chunks: upper bound on the number of chunks.
         max_context_len: upper bound on `context_lens`.
-        num_launches: number of attention layers that use the list, each once.
+        num_launches: number of attention layers, each of which uses the list once.
         piece: positions per piece (default: `ALIGNED_PIECE`). The bits of results depend on it.
         splits: true to allow one item per piece of a decode if the partial results fit into the
             workspace.
@@ -182,7 +182,7 @@ def batch_invariant_attention(
 ) -> None:
     """Compute attention into `out`. The cache must already hold this step's keys and values.
 
-    Rows from query_starts[S] on are neither read in `query` nor written in `out`.
+    Rows of `query` and `out` from query_starts[S] onward are neither read nor written.
 
     Args:
         work: from `plan_batch_invariant` for the same lengths and window.

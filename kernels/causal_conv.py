@@ -10,8 +10,7 @@ from batchinfer.kernels.recurrent_state import PagedStates
 
 @dataclass(frozen=True)
 class CausalConvWeights:
-    """Weights of a convolution that treats each channel separately. Tensors are float32 and
-    contiguous."""
+    """Weights of a depthwise convolution. Tensors are float32 and contiguous."""
 
     conv: torch.Tensor
     """[conv_width, channels]"""
@@ -23,8 +22,8 @@ class CausalConvWeights:
 
 def causal_conv(
     inputs: torch.Tensor,  # [T, channels]
-    before: torch.Tensor | None = None,  # [T, channels] factors of the inputs
-    after: torch.Tensor | None = None,  # [T, channels] factors of the outputs
+    before: torch.Tensor | None = None,  # [T, channels]; multiplies the inputs
+    after: torch.Tensor | None = None,  # [T, channels]; multiplies the outputs
     *,
     weights: CausalConvWeights,
     states: PagedStates,

@@ -25,7 +25,7 @@ _MAX_ELEMENTS = 4096  # elements of a matrix that a program keeps in registers
 class ScanWork:
     """The sequences of a step that compute several tokens, and their chunks.
 
-    All recurrent layers share these lists. Other sequences have only one token in the step.
+    All recurrent layers share these lists. Other sequences have at most one token in the step.
     """
 
     sequences: ChunkWork

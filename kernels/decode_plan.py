@@ -67,13 +67,13 @@ def plan_decode(
     """List the pieces of all decodes: sequences with one query token.
 
     Args:
-        order: all sequences, with sequences that share a prefix adjacent. Ignored if there is a
-            window.
+        order: the indices of all sequences; sequences that share a prefix are adjacent. Ignored if
+            there is a window.
         shared_lens: number of leading tokens that each sequence of `order` shares with the previous
             sequence. These tokens are in the same blocks and come before the query tokens of both
             sequences. Ignored if there is a window.
         max_context_len: upper bound on `context_lens`.
-        num_launches: number of attention layers that use the list, each once.
+        num_launches: number of attention layers, each of which uses the list once.
         num_splits: largest number of pieces per context (default: from `max_context_len`). Any
             value gives correct results.
     """

@@ -22,7 +22,8 @@ from batchinfer.kernels.fp8 import FP8, as_readable, narrow
 from batchinfer.kernels.launch import OPTIONS, check_launchable
 
 BLOCK = 128
-"""Number of rows and of columns of a block of a weight, which share a scale."""
+"""Number of rows, and number of columns, in a block of a weight. The numbers of a block share a
+scale."""
 MOST = 448.0
 """The largest float8 e4m3fn number."""
 LEAST = 1e-10

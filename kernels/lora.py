@@ -42,7 +42,7 @@ def lora_shrink(
     x: torch.Tensor,  # [T, W], last dimension contiguous
     down: torch.Tensor,  # [A, R, W], contiguous
     rows: torch.Tensor,  # [N] int64, indices into x
-    starts: torch.Tensor,  # [any + 1] int32, ascending, at most N; only A adapters are computed
+    starts: torch.Tensor,  # [any + 1] int32, ascending, at most N; only the first A are computed
     *,
     lowered: torch.Tensor,  # [num_splits(W), N, R] float32, contiguous
 ) -> None:
@@ -79,7 +79,7 @@ def lora_expand(
     lowered: torch.Tensor,  # [P, N, R] float32, last dimension contiguous: pieces
     up: torch.Tensor,  # [A, M, R], contiguous
     rows: torch.Tensor,  # [N] int64, indices into out
-    starts: torch.Tensor,  # [any + 1] int32, ascending, at most N; only A adapters are computed
+    starts: torch.Tensor,  # [any + 1] int32, ascending, at most N; only the first A are computed
     *,
     out: torch.Tensor,  # [T, M], last dimension contiguous, changed in place
 ) -> None:

@@ -1,4 +1,4 @@
-"""Weights with 8 or 4 bits for the C kernels, and a reference of the int8 GEMMs in torch.
+"""Weights with 8 or 4 bits for the C kernels, and a reference in torch for the int8 GEMMs.
 
 A GEMM with int8 or 4-bit codes rounds each row of x to int8: its largest number becomes 127. Sums
 of products are integers, so they are the same on every processor and in any order. The few float
@@ -232,7 +232,8 @@ class Float8GroupedWeight:
         return cls(codes, scales, sizes.pop())
 
     def dequantized(self) -> torch.Tensor:
-        """Return the weight [out, in] in float32. GEMMs of bfloat16 rows round it to bfloat16."""
+        """Return the weight [out, in] in float32. GEMMs of bfloat16 rows use it rounded to
+        bfloat16."""
         spread = self.scales.repeat_interleave(self.group_size, 1)[:, : self.codes.shape[1]]
         return self.codes.float() * spread
 

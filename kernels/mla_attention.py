@@ -1,13 +1,13 @@
 """Multi-head latent attention (MLA) with absorbed projections: one latent per token for all heads.
 
-It computes the formula of `paged_attention` with one KV head whose values are the first elements of
-its keys. A tile of the cache is therefore loaded once and multiplied twice. A key has rank + rotary
+The formula is that of `paged_attention` with one KV head whose values are the first elements of its
+keys. A tile of the cache is therefore loaded once and multiplied twice. A key has rank + rotary
 elements, 512 + 64 in DeepSeek's models. The two parts are multiplied separately, because 576 would
 be padded to 1024.
 
-The rows of a program are query heads of a token, as many as have room for their outputs in
-registers. Programs for other heads of the token read the context again, usually from the L2 cache,
-because programs for the same piece run at the same time. The work lists are the same as for
+The rows of a program are query heads of a token: as many as the registers can hold outputs for.
+Programs for other heads of the token read the context again, usually from the L2 cache, because
+programs for the same piece run at the same time. The work lists are the same as for
 `paged_attention`, with these groups of query heads instead of KV heads.
 
 Sources: DeepSeek-V2 (2024, arXiv:2405.04434, section 2.1). FlashMLA (DeepSeek 2025) also keeps a
@@ -71,7 +71,7 @@ def mla_attention(
 ) -> None:
     """Compute attention into `out`. The cache must already hold this step's latents.
 
-    Rows from query_starts[S] on are neither read in `query` nor written in `out`.
+    Rows of `query` and `out` from query_starts[S] onward are neither read nor written.
 
     Args:
         work: from `plan_decode` for the same lengths and any number of KV heads; None if the step

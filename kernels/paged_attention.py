@@ -55,8 +55,8 @@ def paged_attention(
 ) -> None:
     """Compute attention into `out`. The cache must already hold this step's keys and values.
 
-    Rows from query_starts[S] on are neither read in `query` nor written in `out`. A sequence may
-    have no query token; a sequence with one query token and a context of 0 gets zeros.
+    Rows of `query` and `out` from query_starts[S] onward are neither read nor written. A sequence
+    may have no query token; a sequence with one query token and a context of 0 gets zeros.
 
     Args:
         work: from `plan_decode` for the same lengths and window; None if the step has no decodes.

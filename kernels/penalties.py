@@ -39,7 +39,7 @@ class EditedLogits(NamedTuple):
 def apply_penalties(
     logits: torch.Tensor,  # [R, V], last dimension contiguous
     *,
-    rows: torch.Tensor,  # [D] int32, row of logits of each distribution
+    rows: torch.Tensor,  # [D] int32, index of each distribution's row of logits
     bias_starts: torch.Tensor,  # [D + 1] int32, index of each distribution's first bias
     bias_ids: torch.Tensor,  # [B] int32
     bias_values: torch.Tensor,  # [B] float32

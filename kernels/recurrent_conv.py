@@ -68,8 +68,8 @@ def recurrent_conv(
 
 def causal_conv(
     inputs: torch.Tensor,  # [T, C]
-    before: torch.Tensor | None = None,  # [T, C] factors of the inputs
-    after: torch.Tensor | None = None,  # [T, C] factors of the outputs
+    before: torch.Tensor | None = None,  # [T, C]; multiplies the inputs
+    after: torch.Tensor | None = None,  # [T, C]; multiplies the outputs
     *,
     weights: CausalConvWeights,
     states: PagedStates,

@@ -125,6 +125,6 @@ class PagedStates:
     def _pieces(
         self, table: list[int], first: int, count: int, per_slot: int, size: int
     ) -> list[torch.Tensor]:
-        """Return views of ``count`` pieces from piece ``first`` on, with ``size`` elements each."""
+        """Return views of the pieces [first, first + count), which have ``size`` elements each."""
         at = (divmod(first + number, per_slot) for number in range(count))
         return [self.slots[table[slot], size * n : size * (n + 1)] for slot, n in at]

@@ -229,7 +229,7 @@ def lora_shrink(
     x: torch.Tensor,  # [T, W]
     down: torch.Tensor,  # [A, R, W]
     rows: torch.Tensor,  # [N] int64
-    starts: torch.Tensor,  # [any + 1] int32; only A adapters are computed
+    starts: torch.Tensor,  # [any + 1] int32; only the first A are computed
     *,
     lowered: torch.Tensor,  # [P, N, R] float32
 ) -> None:
@@ -244,7 +244,7 @@ def lora_expand(
     lowered: torch.Tensor,  # [P, N, R] float32
     up: torch.Tensor,  # [A, M, R]
     rows: torch.Tensor,  # [N] int64
-    starts: torch.Tensor,  # [any + 1] int32; only A adapters are computed
+    starts: torch.Tensor,  # [any + 1] int32; only the first A are computed
     *,
     out: torch.Tensor,  # [T, M]
 ) -> None:

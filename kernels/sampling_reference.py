@@ -36,7 +36,7 @@ def sample(
     logprobs: torch.Tensor,  # [K] float32
     failures: torch.Tensor,  # [K] int32
 ) -> None:
-    """Sort each distribution's tokens, apply top-k and top-p, and draw by id."""
+    """Sort each distribution's tokens, apply top-k and top-p, and draw in the order of ids."""
     for d, row in enumerate(rows.tolist()):
         raw = logits[row].float()
         maximum[row] = raw.amax()

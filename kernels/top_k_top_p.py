@@ -21,7 +21,7 @@ counted in the order of their ids. Most flat rows need one such pass, and none n
 
 Related work: the pivots of RTop-K and Qrita (Park et al. 2026, arXiv:2602.01518; vLLM,
 vllm/v1/sample/ops/topk_topp_triton.py), and FlashInfer's rejection sampling
-(include/flashinfer/sampling.cuh), which draws other tokens than inverse transform sampling.
+(include/flashinfer/sampling.cuh), which draws different tokens than inverse transform sampling.
 """
 
 from typing import NamedTuple
