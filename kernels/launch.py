@@ -6,8 +6,8 @@ import torch
 import triton
 from triton.runtime import driver
 
-# Triton reads this setting at import, when it decorates kernels. It is read at import here too, so
-# that both see the same value.
+# Triton reads this setting at import, when it decorates kernels. This module reads it at import
+# too, so that this module and Triton use the same value.
 INTERPRETED: bool = triton.knobs.runtime.interpret
 
 # Options of every launch: fuse multiply-adds. Without this option, Triton 3.9 warns that later

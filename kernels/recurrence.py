@@ -2,10 +2,10 @@
 Attention, Mamba-2 and Mamba-1.
 
 A program keeps some columns of a head's matrix in registers while it computes a sequence's tokens
-one after the other. A row's bits therefore depend neither on how it is cut into steps nor on other
-rows. With a work list (`PagedStates.scan_work`), chunked scans compute the sequences that have
-several tokens in the step. Their bits depend on where chunks begin: at the sequence's first token
-in the step, and every 64 tokens after it.
+one after the other. A sequence's bits therefore depend neither on how it is cut into steps nor on
+other sequences. With a work list (`PagedStates.scan_work`), chunked scans compute the sequences
+that have several tokens in the step. The bits of these sequences depend on where chunks begin: at
+the sequence's first token in the step, and every 64 tokens after it.
 
 References: `gated_delta.py`, `mamba2.py` and `mamba1.py`, with the same arguments.
 """

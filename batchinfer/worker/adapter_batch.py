@@ -15,7 +15,7 @@ class StepAdapters:
     """The tokens of a step that use an adapter, sorted by adapter.
 
     The indices are copied to the device with the step's other arrays. The host also knows where
-    each adapter's tokens begin and end, so it need not wait for the device. Kernels read
+    each adapter's tokens begin and end, so the host need not wait for the device. Kernels read
     ``starts`` on the device.
     """
 
@@ -27,8 +27,8 @@ class StepAdapters:
         """[A] indices of tokens in the step."""
         numbers = np.arange(1, int(step.adapters.max(initial=0)) + 2)
         self.starts: Int32 = np.searchsorted(by_token[self.tokens], numbers).astype(np.int32)
-        """[largest adapter number + 1] indices in ``tokens``: the first token of each adapter from
-        1 on, then the end of the last adapter's tokens."""
+        """[largest adapter number + 1] indices in ``tokens``: the first token of adapters 1, 2, and
+        so on, then the end of the last adapter's tokens."""
         spans = enumerate(pairwise(self.starts.tolist()), start=1)
         self._spans = [(adapter, span) for adapter, span in spans if span[0] < span[1]]
 

@@ -24,7 +24,7 @@ class raise_out_of_memory:  # noqa: N801
     """Turns an out-of-memory error inside the ``with`` block into ``OutOfMemory``.
 
     Frees the tensors of the functions that failed, and the CUDA memory that torch does not use.
-    It is a class because a generator would cost each step a microsecond.
+    This is a class instead of a generator, which would cost each step a microsecond.
     """
 
     def __enter__(self) -> None:

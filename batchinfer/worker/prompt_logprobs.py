@@ -1,8 +1,8 @@
 """Log-probabilities of a prompt's tokens, computed from a few rows of logits at a time.
 
-A prompt has a row of logits for each token. For 8,192 tokens and a vocabulary of 150,000, they take
-5 GB in float32. The model's body therefore runs once, and its head is called repeatedly on parts of
-the hidden states. Only the requested values of each call's logits are kept.
+A prompt has a row of logits for each token. For 8,192 tokens and a vocabulary of 150,000, the
+logits take 5 GB in float32. The model's body therefore runs once, and the model's head is called
+repeatedly on parts of the hidden states. Only the requested values of each call's logits are kept.
 """
 
 from __future__ import annotations

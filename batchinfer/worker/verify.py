@@ -39,8 +39,8 @@ def verify(before: torch.Tensor, after: torch.Tensor, tolerance: float) -> bool:
 
 
 def differing_rows(before: torch.Tensor, after: torch.Tensor, tolerance: float) -> torch.Tensor:
-    """Find rows of ``after`` that differ from the same row of ``before`` by more than ``tolerance``
-    times its norm.
+    """Find rows whose difference between ``before`` and ``after`` has a norm of more than
+    ``tolerance`` times the norm of the row in ``before``.
 
     Rows of ``before`` with NaN or infinite values never count as different: a job already reports
     them, as the row error ``nan_logits``.

@@ -2,7 +2,7 @@
    convolution of Mamba-1. The last inputs of a sequence are kept in pool slots.
 
    A channel's sum runs over the tokens in order, whether a token is in this step or in the state. A
-   row's bits therefore depend neither on how it is cut into steps nor on other rows. */
+   sequence's bits therefore depend neither on how it is cut into steps nor on other sequences. */
 
 #include "recurrent_state.h"
 

@@ -46,8 +46,8 @@ def gated_delta(
 ) -> None:
     """Run packed sequences through a layer and update their states in place.
 
-    Tensors are float32 or bfloat16; sums are float32. A row's bits depend only on its own tokens,
-    not on how they are cut into steps.
+    Tensors are float32 or bfloat16; sums are float32. A sequence's bits depend only on its own
+    tokens, not on how they are cut into steps.
     """
     buffers = workspace(len(beta), *workspace_widths(qkv.shape[1], weights))
     arguments = gated_delta_args(
@@ -79,7 +79,7 @@ def gated_delta_args(
     out: torch.Tensor,  # [T, Hv * Dv], last dimension contiguous
     buffers: Sequence[torch.Tensor],
 ) -> GatedDeltaArgs:
-    """Convert the arguments of ``gated_delta`` to those of the C function, which do not keep the
+    """Convert the arguments of ``gated_delta`` to those of the C function. These do not keep the
     tensors alive.
 
     Args:

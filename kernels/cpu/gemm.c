@@ -144,9 +144,9 @@ void gemm_team_bf16(const gemm_args *a, const gemm_rows *x) {
    this is faster than a barrier. */
 static int rows_are_few(const gemm_args *a) { return a->num_rows * a->in_features <= 1 << 14; }
 
-/* gemm_##type returns 0, or 1 if out of memory. It converts a few rows with plain calls, outside
-   the parallel region. It must not use `omp for` there, because the caller may be a thread of a
-   team that runs its own GEMM. */
+/* gemm_##type returns 0, or 1 if out of memory. If there are few rows, it converts them with plain
+   calls, outside the parallel region. It must not use `omp for` there, because the caller may be a
+   thread of a team in which each thread runs its own GEMM. */
 #define GEMM(type, ELEMENT)                                                                    \
     static void convert_row_at_##type(const gemm_rows *to, const gemm_args *a, int64_t row) {  \
         convert_row_##type(to, (const ELEMENT *)a->x + row * a->row_stride, row);                 \

@@ -228,8 +228,8 @@ static void any_tile(
 #undef CASE
 }
 
-/* Returns the number of rows per tile. It is smaller if pairs are summed, because these sums need
-   registers in addition to the group's sums. */
+/* Returns the largest number of rows per tile. The number is smaller if pairs are summed, because
+   these sums need registers in addition to the group's sums. */
 static int64_t tile_rows(int form) {
     return PAIRS_DEPTH && form == INT4_CODES && LANES == 8 ? 4 : TILE_ROWS;
 }

@@ -4,8 +4,8 @@
 
    Each channel has its own state, with a decay for each of the state's elements. A task is a block
    of channels of one sequence. Vectors hold adjacent channels, and the task's state stays in the L1
-   cache. The scan runs token by token, so that a row's bits depend neither on how it is cut into
-   steps nor on other rows. */
+   cache. The scan runs token by token, so that a sequence's bits depend neither on how it is cut
+   into steps nor on other sequences. */
 
 #include "recurrent_state.h"
 

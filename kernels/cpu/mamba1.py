@@ -40,8 +40,8 @@ def mamba1(
 ) -> None:
     """Run packed sequences through the scan of a layer and update their states in place.
 
-    Tensors are float32 or bfloat16; sums are float32. A row's bits depend only on its own tokens,
-    not on how they are cut into steps.
+    Tensors are float32 or bfloat16; sums are float32. A sequence's bits depend only on its own
+    tokens, not on how they are cut into steps.
     """
     inputs = values, dt, write, read, gate
     arguments = _Args(

@@ -1,7 +1,7 @@
 /* Mamba-2 over recurrent states in pool slots (Dao and Gu 2024, https://arxiv.org/abs/2405.21060).
 
-   As in gated_delta.c, the recurrence runs token by token, so that a row's bits depend neither on
-   how it is cut into steps nor on other rows.
+   As in gated_delta.c, the recurrence runs token by token, so that a sequence's bits depend neither
+   on how it is cut into steps nor on other sequences.
 
    There are four passes over the step, each split among the threads, with float32 results: the
    convolution; time steps and decays; the recurrence; the gated norm. */

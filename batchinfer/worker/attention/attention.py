@@ -106,7 +106,7 @@ def _is_batch_invariant(kernel: LinearKernel | None) -> bool:
 
 @dataclass(frozen=True)
 class AttentionKernel:
-    """The name of the attention kernel, and the reason if it is not a C kernel."""
+    """The name of the attention kernel. If it is a torch kernel, also why it is not a C kernel."""
 
     name: str
     why: str = ""

@@ -27,7 +27,7 @@ _SMALL_TOKENS = (16, 32, 64, 128)
 _SIZES_PER_OCTAVE = 4
 # There is no size between this number of tokens and the largest step. Such steps are rare, because
 # the scheduler fills the largest step while prompts wait. They also gain little from a graph,
-# because the device takes longer for them than the host.
+# because the device takes longer to run them than the host takes to launch them.
 _DENSE_TOKENS = 4096
 _SEQUENCES_RATIO = 4
 # In a small model, computing a row of logits takes about as long as a token's layers, so only few

@@ -34,7 +34,7 @@ class _Place(NamedTuple):
 
 
 class StepInputs:
-    """Device memory for a step's arrays, which one copy fills.
+    """Device memory for a step's arrays, filled by a single copy.
 
     The host writes the arrays into one buffer, padded to a size. Padding tokens follow the step's
     tokens and write no KV (their slot mapping is -1). Padding sequences have no tokens, come last

@@ -58,7 +58,7 @@ class LoraSum(nn.Module):
         self.add_module(str(adapter), layer_factors)
 
     def forward(self, layer: nn.Module, arguments: tuple[Any, ...], output: torch.Tensor) -> None:
-        """Add to the contiguous ``output`` [..., out] in place; ``arguments`` hold its input x."""
+        """Add to the contiguous ``output`` [..., out] in place; ``arguments`` hold the input x."""
         context = current_context()
         if context.adapters is None:
             return
@@ -152,7 +152,7 @@ class StackedLoraSum(nn.Module):
         self._ups = ups
 
     def forward(self, layer: nn.Module, arguments: tuple[Any, ...], output: torch.Tensor) -> None:
-        """Add to the contiguous ``output`` [..., out] in place; ``arguments`` hold its input x."""
+        """Add to the contiguous ``output`` [..., out] in place; ``arguments`` hold the input x."""
         from batchinfer.kernels.lora import lora_expand, lora_shrink, num_splits
 
         tensors = current_context().tensors

@@ -68,8 +68,8 @@ def _check_files(folder: Path, patterns: tuple[str, ...]) -> None:
 
 
 _PUBLISHED_WITH_CODE = frozenset({"deepseek_v3", "kimi_linear"})
-"""Families whose published models refer to their own code, because they are older than their class
-in transformers. transformers' class runs instead."""
+"""Families whose published models refer to their own code, because they were published before
+transformers had a class for them. The class from transformers runs instead."""
 
 
 def read_config(folder: Path) -> dict[str, Any]:

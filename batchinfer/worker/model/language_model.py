@@ -82,8 +82,8 @@ def saved_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
 
 def headless_names(config: PreTrainedConfig) -> dict[str, str]:
     """Return transformers' classes without an output head: a mapping from class name to the task
-    that such a model can run. It has the body's class and the class with a classification head, and
-    is empty for wrappers."""
+    that such a model can run. The mapping has the body's class and the class with a classification
+    head, and is empty for wrappers."""
     if is_wrapper(config):
         return {}
     tasks = {"embed": MODEL_MAPPING, "classify": MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING}

@@ -109,9 +109,9 @@ def _penalize(logits: Tensor, batch: SamplingBatch, rows: Int64) -> None:
     """Apply repetition, frequency and presence penalties.
 
     The repetition penalty (Keskar et al. 2019, arXiv:1909.05858) applies to tokens in the prompt or
-    the output: positive logits are divided by it, other logits are multiplied. Then, as in the
-    OpenAI API, a token that occurs c times in the output loses ``frequency * c``, and ``presence``
-    if c > 0.
+    the output: positive logits are divided by the penalty, and other logits are multiplied by it.
+    Then, as in the OpenAI API, a token that occurs c times in the output loses ``frequency * c``,
+    and ``presence`` if c > 0.
     """
     samples = _penalized_samples(batch)
     applies = rows[samples] >= 0

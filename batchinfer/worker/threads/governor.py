@@ -4,8 +4,8 @@ Every matrix multiplication waits for its slowest thread, so a thread without a 
 others. Such delays increase the run delay: the time for which threads were ready to run but did not
 run (the second number of ``/proc/PID/schedstat``, see the kernel's
 Documentation/scheduler/sched-stats.rst). If the run delay is large, the governor measures whether
-fewer threads are faster. It is used only for batch-invariant kernels, which give the same bits with
-any number of threads. Other kernels may split a row's sums among threads.
+fewer threads are faster. The governor is used only for batch-invariant kernels, which give the same
+bits with any number of threads. Other kernels may split a row's sums among threads.
 """
 
 from __future__ import annotations
