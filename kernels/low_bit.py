@@ -21,7 +21,7 @@ _INT4_MOST = 15
 _STEP = 8  # number of codes that the kernels read together; divides the size of a group
 # Largest number of columns per group. Sums of more products of 255 * 127 could exceed 32 bits.
 _MOST = 1 << 16
-# Rows with a smaller largest number become 0, because the inverses of their scales would overflow.
+# Rows with a smaller largest number become 0, because the inverses of their scales could overflow.
 _SMALLEST = _INT8_MOST * torch.finfo(torch.float32).tiny
 _CLIPS = (1.0, 0.92, 0.84)
 """Shares of a group's range to try. Numbers outside the smaller range are clipped."""

@@ -12,7 +12,7 @@ token was not among the candidates, a second launch continues the search. Weight
 their sums are exact in any order, and no bit depends on other rows.
 
 A draw returns the first token, by id, whose cumulative weight exceeds floor(u times the sum of kept
-weights). The sums of tiles tell which tile has this token. u is 24 random bits from Philox-4x32-10
+weights). The sums of tiles show which tile has this token. u is 24 random bits from Philox-4x32-10
 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"), divided by 2^24. The seed is
 the key, and (stream, sample index, position) is the counter.
 """

@@ -10,9 +10,9 @@ Masses are sums of integer weights, so that ties and sums are the same as on a C
 
 A pass over the row sums the weights above an interval of keys, and stores the tokens inside the
 interval (the candidates). If the prefix ends in the interval and all candidates fit into memory,
-bisection finds its end among them. Every lane of the program has the maximum of its logits. The
-first interval contains the k largest of these maxima (1,024 for top-p alone), and therefore at
-least k tokens. One pass is enough unless the row is flat.
+bisection finds its end among them. Every lane of the program keeps the maximum of the logits that
+it has read. The first interval contains the k largest of these maxima (1,024 for top-p alone), and
+therefore at least k tokens. One pass is enough unless the row is flat.
 
 For flat rows, `search_last_kept` continues. It estimates where the prefix ends from a sample, which
 is one tile per segment. Another pass stores the tokens of a smaller interval around this estimate.

@@ -4,13 +4,13 @@ Two checks run on a loaded model. They compare results and never look at the fam
 
 * The whole model runs two equal sequences in one packed row. Each layer must call paged attention
   once, in order, with the layout's shapes and its configured window. Both sequences must get the
-  same logits. They differ if a model ignores its positions or mixes neighboring tokens, for example
-  with a convolution, a recurrent state or a bias that depends on distance.
+  same logits. The logits differ if a model ignores its positions or mixes neighboring tokens, for
+  example with a convolution, a recurrent state or a bias that depends on distance.
 * A shallow copy of the model is compared with transformers' forward pass, which uses its own
-  attention and masks. This finds, for example, families that apply a sliding window only in the
-  attention mask: paged attention makes no mask, so it would ignore the window. The prompt is longer
-  than the window. transformers computes it in one pass; paged attention computes it in chunks and a
-  decode step.
+  attention and masks. This check finds, for example, families that apply a sliding window only in
+  the attention mask: paged attention makes no mask, so it would ignore the window. The prompt is
+  longer than the window. transformers computes the prompt in one pass; paged attention computes it
+  in chunks and a decode step.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ for frozen weights (torch/_inductor/fx_passes/mkldnn_fusion.py). ``torch`` is
 oneDNN's operators are private to torch, each kernel is first tried on a small layer, and not used
 if it fails.
 
-On a CUDA device torch multiplies. If the results must be batch-invariant, a Triton kernel does.
+On a CUDA device torch multiplies, or a Triton kernel if the results must be batch-invariant.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ def codes_kernel(method: str, dtype: torch.dtype) -> LinearKernel | None:
 
     For int8 and int4 weights, the kernel rounds rows to int8. Sums are then exact, so every
     processor gives the same bits. For float8 weights, the results have the same bits as those of
-    the C kernel without AMX tiles with the dequantized weight.
+    the C kernel without AMX tiles for the dequantized weight.
 
     Args:
         method: one of ``ON_CPU``.

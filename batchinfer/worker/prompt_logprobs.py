@@ -33,8 +33,8 @@ class PromptScorer:
     logits.
 
     Args:
-        model: transformers' causal language model: a body, then a head on the rows of hidden
-            states that ``logits_to_keep`` names.
+        model: transformers' causal language model: a body, and a head that is applied to the rows
+            of hidden states that ``logits_to_keep`` names.
         rows: rows of logits to compute at a time.
     """
 

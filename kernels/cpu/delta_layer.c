@@ -39,8 +39,7 @@ static void set_step(const delta_step_args *s, delta_layer_args *a) {
     a->delta.num_tokens = s->num_tokens, a->delta.num_threads = s->num_threads;
 }
 
-/* Returns the size in bytes of the memory that fits the converted rows of any of the layers'
-   GEMMs. */
+/* Returns how many bytes are enough for the converted rows of any one of the layers' GEMMs. */
 static int64_t rows_bytes(const delta_layer_args *layers, int64_t count) {
     int64_t bytes = 0;
     for (int64_t at = 0; at < count; at++) {

@@ -3,8 +3,8 @@
    Keys are [width][size], and values are [size][width], so that attention loads vectors of a key
    element at adjacent positions, or of adjacent elements of a value, without transposing. If the
    processor multiplies pairs of 16-bit elements, or tiles of such pairs, the two elements of a pair
-   are adjacent in memory. Keys have pairs of elements, [width / 2][size][2]; values have pairs of
-   positions, [size / 2][width][2]. If the width or the size is odd, there are no pairs.
+   are adjacent in memory. Keys have pairs of elements, [width / 2][size][2], if the width is even;
+   values have pairs of positions, [size / 2][width][2], if the size is even.
 
    float8 keys and values are never paired, because they are converted to floats first. */
 

@@ -159,9 +159,9 @@ INLINE void widen_e4m3(const uint8_t *from, float *to, int count) {
     }
 }
 
-/* Returns LANES float8 e4m3fn numbers, which must not be NaN, as floats divided by E4M3_UNIT. Where
-   the processor can convert 16-bit floats, the bits are read as such floats, whose exponent has
-   another bias. */
+/* Returns LANES float8 e4m3fn numbers, which must not be NaN, as floats divided by E4M3_UNIT. On
+   processors that can convert float16, the bits are moved to their places in a float16, whose
+   exponent has another bias. */
 #if defined(__AVX512F__)
 #define E4M3_UNIT 0x1p8f
 INLINE vec e4m3_lanes(const uint8_t *from) { /* 0xbfff clears the second copy of the sign */

@@ -28,8 +28,8 @@ class NativeAttention:
 
     Args:
         like: kernel of the model's linear layers. If it is a C kernel, attention uses the same
-            instructions, so that one name determines a row's bits. Otherwise, attention uses the
-            fastest instructions.
+            instructions, so that the name of one instruction set determines a row's bits.
+            Otherwise, attention uses the fastest instructions.
     """
 
     def __init__(self, cache: KVCache, like: LinearKernel | None = None) -> None:

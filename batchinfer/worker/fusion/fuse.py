@@ -41,7 +41,8 @@ _TOLERANCE = 2e-5
 """Tolerance for rounding errors of float32 sums."""
 
 _Factory = Callable[[Any, AttentionVariant | None], nn.Module]
-"""Makes a fused module from transformers' module and, for attention, its variant."""
+"""Makes a fused module from transformers' module and, for attention, the variant of attention that
+the module computes."""
 
 
 def fuse(model: nn.Module, layout: KVLayout, max_model_len: int) -> bool:

@@ -3,7 +3,7 @@
 Each module replaces a module of transformers and takes the same arguments. The modules do not suit
 all families, so ``fuse`` compares each with the original.
 
-A layer of Llama's shape ends its attention (or recurrence) and its MLP with ``residual + x @
+A layer with Llama's structure ends its attention (or recurrence) and its MLP with ``residual + x @
 weight.T``. A matrix multiplication can do such an addition at no cost. Per layer, this saves two
 kernel launches, each of which would read two tensors and write one.
 """
@@ -31,7 +31,7 @@ PROBE_TOKENS = (3, 7, 5, 3)
 _MIXERS = {"self_attn", "linear_attn"}
 """Names of modules that mix tokens."""
 _LAST_LINEARS = ("o_proj", "out_proj")
-"""Names of the last linear layer of a module that mixes tokens."""
+"""Possible names of the last linear layer of a module that mixes tokens."""
 _OTHER_PARTS = {"mlp", "input_layernorm", "post_attention_layernorm"}
 
 

@@ -28,7 +28,8 @@ _MAX_VOCAB_SIZE = 4096
 """Largest vocabulary of the copy. With the whole vocabulary, most of its weights would be
 embeddings."""
 _NOT_BY_LAYER = frozenset({"ssm_multipliers"})
-"""Lists in configs whose entries do not belong to layers, even if there are as many."""
+"""Lists in configs whose entries do not belong to layers, even if a list has as many entries as the
+model has layers."""
 _MAX_COPIED_BYTES = 2 << 30
 _SHARE_OF_FREE = 0.25
 
@@ -120,8 +121,8 @@ def _cut_vocabulary(text: Any) -> None:
 def _num_layers(model: PreTrainedModel) -> int:
     """Return how many of the first layers to copy, so that they include a layer of each kind.
 
-    Beyond ``_MAX_LAYERS``, a layer is included only if its modules are of other classes. In Bamba,
-    for example, layer 9 is the first layer that attends.
+    Beyond ``_MAX_LAYERS``, a layer is included only if no earlier layer has modules of the same
+    classes. In Bamba, for example, layer 9 is the first layer that attends.
     """
     num_layers: int = model.config.get_text_config().num_hidden_layers
     lists = (module for module in model.modules() if isinstance(module, nn.ModuleList))

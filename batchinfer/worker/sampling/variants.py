@@ -65,7 +65,7 @@ class SamplingVariants:
         own: Collection[str] = (),
         forced_tokens: bool = False,
     ) -> SamplingVariants:
-        """Return the variants for steps with samples of any of these parameters.
+        """Return the variants for steps whose samples have any of these parameters.
 
         Args:
             vocab: size of the model's vocabulary.

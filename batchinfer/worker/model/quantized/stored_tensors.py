@@ -55,7 +55,7 @@ class Quantized:
     shape: tuple[int, ...]
     """Shape of the weight: [out, in], or [experts, out, in]."""
     parts: Mapping[str, Stored]
-    """The tensors, keyed by suffix. Their first dimension is the experts, if there are any."""
+    """The tensors, keyed by suffix. Their first dimension indexes the experts, if there are any."""
     dequantize: Callable[[Tensors], torch.Tensor]
     """Converts the tensors of the weight, or of one expert, to the weight in float32."""
     by_expert: bool = False
