@@ -55,7 +55,8 @@ def seconds_per_token(shapes: list[tuple[int, int]], copies: int, dtype: torch.d
 
 
 def computed_tokens(rows: list[Row]) -> int:
-    """Count tokens to compute: those of the prefix tree, and a sample's outputs except the last."""
+    """Count the tokens to compute: each common prefix of prompts once, and the output tokens of
+    each sample except its last."""
     tree = {tuple(row.prompt[: at + 1]) for row in rows for at in range(len(row.prompt))}
     return len(tree) + sum(row.n * (row.output_len - 1) for row in rows)
 

@@ -1,6 +1,7 @@
 """Calls of all kernels at the shapes of real models, for ``compile_report.py``.
 
-All cases have 16-bit tensors: float32 attention is only for tests and comparisons.
+Tensors have 16 bits, or 8 bits in the cases with ``fp8`` in their names. No case has float32
+attention, which is only for tests and comparisons.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ def _attention(name: str, *kernels: str, fp8: bool = False, **shape: Any) -> Cas
 
 
 def _shared(name: str, *kernels: str, fp8: bool = False, **shape: Any) -> Case:
-    """A step with two decodes that share a piece."""
+    """A step with two decodes that share a piece of their contexts."""
 
     def launch() -> None:
         case = SharedCase(AttentionCase(name, ((1, 40), (1, 40)), **shape), (0, 1), (0, 32))
@@ -187,7 +188,8 @@ def _matmul(name: str, outputs: int, depth: int, adds: bool = False) -> Case:
 
 
 def _fp8_linears(name: str, outputs: int, width: int, *row_numbers: int) -> list[Case]:
-    """Linear layers with these numbers of rows, in float8 (`a8`) and in 16 bits (`a16`)."""
+    """Linear layers with float8 weights: for each number of rows, one with rows in float8 (`a8`)
+    and one with rows in 16 bits (`a16`)."""
     return [
         _fp8_linear(f"fp8_{name}_a{8 if rows_too else 16}_{rows}", outputs, width, rows, rows_too)
         for rows_too in (True, False)

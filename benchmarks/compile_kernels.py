@@ -1,4 +1,4 @@
-"""Compiles Triton kernels for NVIDIA GPUs on a machine without one, by calling their wrappers."""
+"""Compiles Triton kernels for NVIDIA GPUs without a GPU, by calling their wrappers."""
 
 from __future__ import annotations
 
@@ -82,8 +82,9 @@ def write(path: Path, rows: Iterable[Row]) -> None:
 
 
 def regressions(rows: Iterable[Row], kept: Iterable[Row]) -> list[str]:
-    """Return one line per regression from the stored rows: over 10 % more instructions, a larger
-    stack, or the loss of all tensor core instructions or of all 16-byte copies."""
+    """Compare rows with the stored ones, and return a line for each regression: over 10 % more
+    instructions, a larger stack, or the loss of all tensor core instructions or of all 16-byte
+    copies."""
     before = {(row.triton, row.name): row for row in kept}
     lines = []
     for row in rows:

@@ -31,9 +31,10 @@ _HEAD = (
 
 
 def report(targets: list[int], names: list[str], *, fresh: bool = False) -> list[Row]:
-    """Return the rows of cases for compute capabilities, and known rows of other Triton versions.
+    """Compile cases, and return their rows together with known rows of other Triton versions.
 
     Args:
+        targets: compute capabilities, such as 90.
         names: names of the cases; all cases if empty.
         fresh: compile kernels even if compiled.csv has them.
     """
@@ -68,7 +69,7 @@ def _print(rows: list[Row], against: list[Row]) -> None:
 
 
 def _keep(rows: list[Row], *, all_cases: bool) -> None:
-    """Replace rows of compiled.csv by new rows with the same name."""
+    """Replace the rows of compiled.csv that have the same names as the new rows."""
     kept = {(row.triton, row.name): row for row in [*read(COMPILED), *rows]}
     names = {row.name for row in rows}
     write(COMPILED, [row for row in kept.values() if not all_cases or row.name in names])

@@ -44,7 +44,7 @@ def run_once(engine: str, workload: str, dtype: str, args: argparse.Namespace) -
 
 
 def measure_bounds(args: argparse.Namespace) -> list[Run]:
-    """Measure the speed that the linear layers alone allow on this machine (`bound.py`)."""
+    """Measure how fast the linear layers alone would run on this machine (`bound.py`)."""
     bounds = []
     for dtype in args.dtypes:
         command = [*args.before, sys.executable, str(HERE / "bound.py")]
@@ -72,8 +72,8 @@ def measure(args: argparse.Namespace) -> list[Run]:
 
 
 def table(runs: list[Run], args: argparse.Namespace) -> str:
-    """Return a table of median output tokens/s; ratios are the first engine's speed divided by
-    each peer's."""
+    """Return a table of median output tokens/s. The ratios are the speed of the first engine
+    divided by the speed of each other engine."""
     lines = []
     for dtype in args.dtypes:
         engines = [*args.engines, "bound"]

@@ -135,7 +135,7 @@ def generate_batch(args: argparse.Namespace) -> Run:
 
 
 def openvino(args: argparse.Namespace) -> Run:
-    """Load OpenVINO GenAI for continuous batching with prefix caching; export the weights first."""
+    """Export the weights, and load OpenVINO GenAI for continuous batching with prefix caching."""
     import numpy as np
     import openvino as ov
     import openvino_genai as genai
@@ -172,7 +172,7 @@ def openvino(args: argparse.Namespace) -> Run:
 
     def run(rows: list[Row]) -> list[list[int]]:
         prompts = [ov.Tensor(np.array([row.prompt], dtype=np.int64)) for row in rows]
-        if args.prime:  # a prefix is cached when a request with it has finished
+        if args.prime:  # OpenVINO caches a prefix when a request with it has finished
             pipeline.generate(prompts[:1], [config(Row(rows[0].prompt, 1))])
         results = pipeline.generate(prompts, [config(row) for row in rows])
         return [[len(sample) for sample in result.m_generation_ids] for result in results]
@@ -181,13 +181,14 @@ def openvino(args: argparse.Namespace) -> Run:
 
 
 def openvino_primed(args: argparse.Namespace) -> Run:
-    """Load OpenVINO GenAI; before the rows, one request caches their prefix."""
+    """Load OpenVINO GenAI; before the rows run, one request caches their common prefix."""
     args.prime = True
     return openvino(args)
 
 
 def llama(args: argparse.Namespace) -> Run:
-    """Load llama.cpp through llama-cpp-python, with ``--quantization q8_0`` or ``--dtype``."""
+    """Load llama.cpp through llama-cpp-python; weights are q8_0 with ``--quantization q8_0``, else
+    they have ``--dtype``."""
     import llama
 
     return llama.make(args.model, args.quantization or args.dtype, args.threads)
@@ -267,7 +268,7 @@ def _exported_for_openvino(args: argparse.Namespace) -> str:
 
 
 def measure(run: Run, rows: list[Row]) -> dict[str, Any]:
-    """Warm up with one short row, then run all rows and measure the time."""
+    """Warm up with one short row, then run all rows; return their times, tokens and memory."""
     run([Row(list(range(400, 403)), 4, rows[0].n)])
     before = resource.getrusage(resource.RUSAGE_SELF)
     began = time.perf_counter()

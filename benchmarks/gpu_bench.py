@@ -25,7 +25,9 @@ _PROFILED_STEPS = (20, 60)  # first and last profiled step of W1
 _W1_REPEATS = 3
 _WARM_ROWS, _WARM_TOKENS = 64, 16
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
-"""Allowed relative errors of logits: order of sums in float32, rounding in bfloat16."""
+"""Allowed relative errors of logits, which come from the order of sums in float32, and from
+rounding in bfloat16.
+"""
 
 
 def bench(
@@ -40,7 +42,7 @@ def bench(
 ) -> None:
     """Measure workloads on one model, each after a warm-up with rows of the same kind.
 
-    While there is time, W1 is profiled and repeated, and its cell is replaced.
+    While there is time, W1 is profiled and repeated; each repetition replaces the cell of W1.
 
     Args:
         ends: value of `time.monotonic` at which this process must end.
@@ -85,7 +87,7 @@ def bench(
 
 
 def warm_up(jobs: list[Job]) -> list[Job]:
-    """Return rows with short outputs that compile all kernels that the workload needs.
+    """Return rows with short outputs, whose run compiles all kernels that the workload needs.
 
     If rows share prefixes, all rows are needed: in steps that are too large for a graph, the kernel
     that lists shared pieces is compiled once for each power of two of the number of sequences.
@@ -113,7 +115,8 @@ def requests(jobs: list[Job], vocab: int, seed: int) -> list[Request]:
 
 
 def _run(built: Ready, jobs: list[Job], seed: int) -> dict[str, Any]:
-    """Run all jobs and measure the time. Seeds give different prompts, so no prefix is cached."""
+    """Run all jobs and measure the time. Runs with different seeds have different prompts, so that
+    no run finds cached prefixes of another."""
     engine = built.engine
     todo = requests(jobs, built.vocab, seed)
     _synchronize()
@@ -157,7 +160,7 @@ def _cell(runs: list[dict[str, Any]], bound_s: float) -> dict[str, Any]:
 
 
 def _busy_share(built: Ready) -> float:
-    """Return the share of time in which a CUDA kernel ran, over some decode steps."""
+    """Run some decode steps, and return the share of the time in which a CUDA kernel ran."""
     engine = built.engine
     for request in requests(gpu_workload("W1"), built.vocab, seed=99):
         engine.add_request(request)
@@ -231,7 +234,8 @@ def _tokens(device: torch.device, jobs: list[Job]) -> dict[str, Any]:
 
 
 def _logits(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    """Compare the logits after a prompt, computed in two chunks, with float32 logits."""
+    """Compare the logits after a prompt, computed in two chunks, with those of transformers in
+    float32."""
     jobs = [Job(48, 0, 1)]
     settings = EngineConfig(max_num_seqs=4, max_num_batched_tokens=32, num_kv_blocks=32)
     built = ready("tiny", device, dtype, settings)

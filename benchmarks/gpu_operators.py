@@ -43,7 +43,8 @@ _MOST_WEIGHTS = 32
 
 
 def seconds(run: Callable[[], object], device: torch.device, repeats: int = 20) -> float:
-    """Return the median time of replays of a CUDA graph; on a CPU, the time of one run."""
+    """Capture ``run`` in a CUDA graph and return the median time of its replays; on a CPU, return
+    the time of one call."""
     if device.type == "cpu":
         began = time.perf_counter()
         run()
@@ -67,7 +68,7 @@ def seconds(run: Callable[[], object], device: torch.device, repeats: int = 20) 
 
 
 def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
-    """Measure copy bandwidth and matrix rate on random data."""
+    """Measure the bandwidth of copies and the FLOP/s of matrix products, on random data."""
     if device.type == "cpu":
         return Ceilings(_copy_rate(device, 2**22), _matrix_rate(device, dtype, 128), 8 * 2**30)
     properties = torch.cuda.get_device_properties(device)
@@ -268,7 +269,8 @@ def _timed_decode(
 def _shared(
     device: torch.device, heads: int, rows: int, samples: int, prefix: int, prompt: int
 ) -> dict[str, Any]:
-    """Measure a decode step of rows that share a prefix, with and without sharing."""
+    """Measure a decode step of rows with a common prefix: when the attention kernel reads the
+    prefix once for all rows, and when it reads the prefix again for each row."""
     count, context = rows * samples, prefix + prompt + _UNSHARED
     pool = Pool(device, [context] * count)
     for row in range(rows):

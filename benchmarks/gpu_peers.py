@@ -18,11 +18,11 @@ _BATCHES = (64, 128, 256)
 
 
 def generate(model_name: str, device: torch.device, tiny: bool) -> dict[str, Any]:
-    """Measure transformers' ``generate`` on rows sorted by output length; the best batch size
-    counts.
+    """Measure transformers' ``generate`` on rows sorted by output length, with the best of several
+    batch sizes.
 
-    Runs only the first batch of each size, with a time limit. This batch has the longest outputs
-    and wastes the least.
+    Runs only the first batch of each size, with a time limit. This batch has the longest outputs,
+    and the smallest share of steps in which some of its rows have already finished.
     """
     model = random_model(model_name, device, _dtype(tiny), "sdpa")
     jobs = gpu_workload("W1", tiny=tiny)

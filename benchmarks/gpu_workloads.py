@@ -35,7 +35,7 @@ def gpu_workload(name: str, *, tiny: bool = False) -> list[Job]:
 
 
 def _mixed(count: int, low: int, high: int) -> list[Job]:
-    """Return the uniform random lengths of nano-vllm's bench.py."""
+    """Return rows with the uniform random lengths that nano-vllm's bench.py draws."""
     draw = random.Random(0)
     prompt_lens = []
     for _ in range(count):

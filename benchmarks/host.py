@@ -2,10 +2,10 @@
 
     python benchmarks/host.py [--sequences 1024]
 
-Prints median and mean processor time per call to ``Engine.step`` with nearly all sequences running.
-It does so for steps that only decode and steps that also start rows, and for an engine that waits
-for each step's result and one that schedules the next step before it reads the last result. Rows
-have 100 to 1,023 prompt tokens and as many output tokens. The pool is never full.
+Prints median and mean processor time per call to ``Engine.step`` with nearly all sequences running:
+for steps that only decode, and for steps that also start rows. Two engines are measured: one waits
+for each step's result, the other schedules the next step before it reads the last result. Rows have
+100 to 1,023 prompt tokens and 100 to 1,023 output tokens. The pool is never full.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Timed:
 
 
 def steps(num_sequences: int, num_rows: int, *, runs_ahead: bool) -> Iterator[Timed]:
-    """Run ``num_rows`` rows in ``num_sequences`` slots."""
+    """Run ``num_rows`` rows, up to ``num_sequences`` at a time, and yield the time of each step."""
     pool = BlockPool(NUM_BLOCKS, BLOCK_SIZE, enable_prefix_caching=True)
     table = SequenceTable(num_sequences, 4096, BLOCK_SIZE)
     engine = Engine(Scheduler(pool, table, STEP_TOKENS), StubRunner(), runs_ahead=runs_ahead)

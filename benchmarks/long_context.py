@@ -133,7 +133,7 @@ def largest_errors(folder: Path, runner: Watched, completion: Completion) -> dic
 
 
 def planned_mib(lines: list[str]) -> float:
-    """Return the sum of planned uses in the lines about memory."""
+    """Return the planned memory in MiB: the sum of the lines about memory that name a use."""
     planned = [line for line in lines if not line.startswith(("available", "swap space"))]
     return sum(float(line.split()[-2].replace(",", "")) for line in planned)
 

@@ -33,9 +33,9 @@ ENGINES = {
 }
 FEW_ROWS = ("D1", "D4", "D8")
 MODELS = {"small": (make_small, 0.25), "large": (make_large, 0.125)}
-"""Function that creates each model, and the share of the workloads' rows that it runs."""
+"""The function that creates each model, and the share of a workload's rows to run with it."""
 SHARES = {"llama-q8_0": 0.5}
-"""Share of those rows for engines that are several times slower than the other engines."""
+"""Factor that reduces this share for engines that are several times slower than the others."""
 
 Run = dict[str, Any]
 

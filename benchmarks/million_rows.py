@@ -7,14 +7,14 @@ r"""Measures memory, resuming and commits of a job with many short rows and a fa
 
 Only the engine's runner is fake: it returns one token immediately, and writes to host memory when a
 block is swapped out. The job is killed (kill -9) after nine tenths of its rows, then resumed. With
-``--prefixes``, each row begins with one of that many texts, chosen at random. Prints the following
-numbers, and exits with 1 if a bound is exceeded:
+``--prefixes N``, each row begins with one of N texts, chosen at random. Prints the following
+numbers, and exits with code 1 if a bound is exceeded:
 
 - memory: growth of resident memory over the last three quarters of the first run (least squares),
-  at most 1 MB per 100,000 rows; and the peak of the last run, and of its child processes together
-  without shared memory;
+  at most 1 MB per 100,000 rows; the peak of the last run; and the peak of its child processes
+  together, without shared memory;
 - swap: blocks that the last run copied to the host; at most 1 % of them are never used again;
-- resume: time from the call that runs the job to its first step, at most 10 s;
+- resume: time from the call to ``run_job`` to the first step of the resumed run, at most 10 s;
 - commits: seconds for writing segments, parts and records, at most 1 % of the time that the job's
   tokens (prompts and outputs) take at 20,000 tokens/s.
 
@@ -94,7 +94,7 @@ def write_input(folder: Path, num_rows: int, num_prefixes: int) -> None:
 
 
 def job(folder: Path, num_blocks: int, order: str) -> JobSpec:
-    """Return the job."""
+    """Return the job that this benchmark runs."""
     return JobSpec.model_validate(
         {
             "model": {"name": "stub"},
@@ -120,7 +120,7 @@ class SwappingStub(StubRunner):
         self._num_overwritten = 0
 
     def submit(self, step: Step) -> Ready:
-        """Return a result of the right shape."""
+        """Simulate the step's swaps, and return a result of the right shape."""
         for slot in step.swap_outs[:, 1].tolist():
             self._host[slot] = 1
             self._num_overwritten += slot in self._unread
@@ -167,7 +167,7 @@ def build(
     log: Callable[[str], None],
     **_: object,
 ) -> StubBuilt:
-    """Replace ``build_engine``."""
+    """Stand in for ``build_engine``, with a runner that computes nothing."""
     num_blocks = engine.num_kv_blocks
     assert num_blocks is not None
     pool = BlockPool(
@@ -192,7 +192,7 @@ def host_blocks(engine: EngineConfig) -> int:
 
 
 class Stopwatch:
-    """Sums the time spent in functions, which may be nested."""
+    """Sums the time spent in functions; a timed function may call another one."""
 
     def __init__(self) -> None:
         self.seconds = 0.0

@@ -2,12 +2,13 @@
 
     python benchmarks/reuse.py [--rows 1000000] [--new 1000] [--folder DIR] [--json FILE]
 
-First, a tenth of ``--rows`` short prompts run on a runner that computes nothing, to measure the
-cost of row keys. Then a job with all rows gets the same answer for every row, and two jobs reuse
-its output: one with ``--new`` additional rows at the end of its input, and one with as many random
-rows replaced, so that every part waits for some. Prints, for each job, seconds of wall time and of
-processor time (including children), computed rows, the keys' share of the processor time, and bytes
-of keys per row on disk.
+The first job measures the cost of row keys: it has a tenth of ``--rows`` rows, and a runner that
+computes nothing. The output to reuse is made by a job with all rows, which writes the same answer
+for every row. Two more jobs reuse this output. The input of one has ``--new`` additional rows at
+its end. In the input of the other, as many random rows are replaced, so that nearly every part has
+new rows. Prints, for each measured job, seconds of wall time and of processor time (including
+children), computed rows, the share of the processor time that row keys take, and bytes of keys per
+row on disk.
 """
 
 from __future__ import annotations

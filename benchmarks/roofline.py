@@ -1,9 +1,9 @@
 """Computes the shortest time for a workload on a device that runs operators one after the other.
 
-Each operator takes the longer of its FLOPs at the measured matrix rate and its bytes at the
-measured copy bandwidth. This is the speed of an engine with perfect kernels and no gaps between
-them. The schedule uses chunked prefill, runs decodes first, and reserves the blocks of
-a whole row at admission.
+Each operator takes the longer of two times: the time for its FLOPs at the measured speed of matrix
+products, and the time for its bytes at the measured copy bandwidth. The sum is the time of an
+engine with perfect kernels and no gaps between them. The schedule prefills prompts in chunks, runs
+decodes first, and reserves the blocks of a whole row at admission.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Shape:
     @property
     def activation_bytes(self) -> int:
         """Bytes of activations read and written per token, for all layers, if each operator
-        between GEMMs takes one pass."""
+        between GEMMs reads its inputs and writes its outputs once."""
         query, key = self.heads * self.width, self.kv_heads * self.width
         elements = 10 * self.hidden + 3 * (query + 2 * key) + 3 * query + 6 * self.inner
         return self.layers * elements * self.element_bytes
@@ -121,8 +121,8 @@ def sequential_seconds(
 ) -> float:
     """Return seconds for all jobs.
 
-    A shared prefix is computed and stored once, and read again for every sequence: from the L2
-    cache if one layer of it fits.
+    A shared prefix is computed and stored once, and read again for every sequence. These reads
+    come from the L2 cache if the keys and values of one layer fit in it.
     """
 
     def blocks(tokens: int) -> int:

@@ -1,11 +1,11 @@
-"""Compares scoring with transformers: rows with one long context and four short choices.
+"""Compares a scoring job with transformers, on rows with a long context and four short choices.
 
     python benchmarks/scoring.py FOLDER [--rows 200] [--context 256] [--batch 32]
 
-Both run the model ``small`` of models.py in float32: a job with ``task: score``, timed without
-loading, and transformers' forward pass over left-padded batches of contexts and choices, with
-logits of the choices only. Checks that log-likelihoods agree within 1e-4 per token, and prints a
-JSON line.
+Both run the model ``small`` of models.py in float32. The job has ``task: score`` and is timed
+without loading. transformers runs its forward pass over left-padded batches of contexts and
+choices, and computes logits only for the choices. Checks that log-likelihoods agree within 1e-4 per
+token, and prints a JSON line.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ Row = tuple[list[int], list[list[int]]]
 
 
 def make_rows(count: int, context: int) -> list[Row]:
-    """Return random rows: contexts of ``context`` tokens +- an eighth, choices of 2 to 8 tokens."""
+    """Return random rows: the length of a context is within an eighth of ``context`` tokens, and a
+    choice has 2 to 8 tokens."""
     rng = np.random.default_rng(0)
 
     def ids(shortest: int, longest: int) -> list[int]:

@@ -4,7 +4,7 @@
 
 Simulates jobs of Qwen3.6-35B-A3B on an H200. A split reserves the states of a fixed number of
 sequences, and its KV pool has the rest of the memory. Prints the estimated seconds of each job, and
-the most sequences that ran at once.
+the largest number of sequences that ran at once.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ MODEL: dict[str, Any] = {
     "vocab_size": 248320,
 }
 JOBS = {"short": ((100, 100),), "long": ((12_000, 500),), "mixed": ((100, 100), (12_000, 500))}
-"""Lengths of prompts and answers, in tokens. Rows take turns."""
+"""Each job's pairs (tokens of a prompt, tokens of its answer), which its rows use in turn."""
 SPLITS = (128, 256, 512)
-"""Sequences for which a split reserves states."""
+"""Numbers of sequences for which a split reserves states."""
 MAX_NUM_SEQS, MAX_MODEL_LEN, BLOCK_SIZE = 1024, 16_384, 16
 USABLE = 0.9
 """Share of the GPU's memory for weights and pool."""
@@ -64,7 +64,7 @@ def requests(lengths: tuple[tuple[int, int], ...], rows: int) -> Iterator[Reques
 
 
 def main(rows: int) -> None:
-    """Print a line for each job and way to use the memory."""
+    """Print a line for each job and each way to divide the memory."""
     layout = KVLayout.from_config(MODEL, block_size=BLOCK_SIZE, dtype="bfloat16")
     cost, device = ModelCost.from_config(MODEL, "bfloat16"), DEVICES["h200"]
     free = USABLE * device.memory_bytes - cost.weight_bytes

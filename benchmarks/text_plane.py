@@ -38,7 +38,7 @@ MESSAGES = [
 
 @dataclass(frozen=True)
 class NoEngine:
-    """The part of the result of ``build_engine`` that prompts need."""
+    """Stands in for the result of ``build_engine``, with only what making prompts needs."""
 
     tokenizer: Any
     eos_token_ids: frozenset[int] = frozenset({0})
@@ -60,7 +60,7 @@ def datasets(folder: Path) -> Iterator[tuple[str, Path, dict[str, Any]]]:
 
 
 def rows_per_second(spec: JobSpec, seconds: float) -> str:
-    """Read a job's rows repeatedly for some seconds, and return the rates as text."""
+    """Read a job's rows again and again for ``seconds``, and return the rates as text."""
     job = open_job(spec, open_input(spec))
     tokenizer = make_tokenizer(spec.model.config())
     loaded: LoadedJob | None = load(job, lambda *_, **__: NoEngine(tokenizer))

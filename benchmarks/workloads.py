@@ -22,7 +22,7 @@ def workload(name: str, scale: float = 1.0) -> list[Row]:
     """Return the rows of W1 (mixed lengths), W2 (a shared prefix of 512 tokens), W3 (8 samples per
     row), or D1, D2 and so on (that number of rows that decode together).
 
-    ``scale`` selects a share of the rows, from the first row on.
+    ``scale`` is the share of the rows of W1 to W3 to return, starting with the first row.
     """
     rng = np.random.default_rng(0)
 

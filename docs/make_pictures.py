@@ -1,9 +1,9 @@
 """Draw the memory charts of a finished job: ``python docs/make_pictures.py OUT FOLDER``.
 
-Writes ``memory.svg`` (memory that the rows used, and that reserving would have taken) and
-``pool.svg`` (blocks of the pool that the rows held), in the colors of the report's light theme. The
-pictures in ``docs/gallery`` were made by hand: screenshots of reports in Chromium, 1,200 pixels
-wide, and terminal output of runs, as SVG.
+Writes ``memory.svg`` (the memory that the rows used, and the memory that would have been reserved
+for full-length answers) and ``pool.svg`` (the blocks of the pool that the rows held), in the colors
+of the report's light theme. The pictures in ``docs/gallery`` were made by hand: screenshots of
+reports in Chromium, 1,200 pixels wide, and terminal output of runs, as SVG.
 """
 
 from __future__ import annotations

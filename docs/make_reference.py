@@ -81,7 +81,8 @@ def _table(
 
 
 def _resolved(value: Mapping[str, Any], records: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Resolve a ``$ref``, even inside ``anyOf``; the keys next to it override the record's."""
+    """Resolve a ``$ref``, even inside ``anyOf``; keys next to the ``$ref`` override those of its
+    record."""
     for choice in value.get("anyOf", ()):
         if "$ref" in choice:
             return {**value, **_resolved(choice, records)}
@@ -123,7 +124,7 @@ def _is_required(schema: Mapping[str, Any], key: str) -> str:
 
 
 def _default(value: Mapping[str, Any]) -> Any:
-    """Return a key's default; the schema omits that of mappings, which is empty."""
+    """Return a key's default; the schema omits the default of a mapping, which is an empty one."""
     return value.get("default", {} if value.get("type") == "object" else None)
 
 

@@ -1,7 +1,7 @@
 """Trains two adapters for the quickstart's model, and writes rows that use them.
 
-The model answers in JSON. With the adapter `lines` it answers with one line per value, with `first`
-only with the first value.
+The model answers in JSON. With the adapter `lines`, it answers with one line per value; with the
+adapter `first`, it answers with the first value only.
 
     python jobs/adapters/train.py        # writes lines/, first/ and rows.parquet next to this file
 """
@@ -47,7 +47,7 @@ def json_rows(seed: int) -> Iterator[Row]:
 
 
 def train(name: str) -> None:
-    """Train an adapter for the answers that a function returns, and save it in 16 bits."""
+    """Train an adapter to give the answers of its function in ``ADAPTERS``; save it in 16 bits."""
     torch.manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(QUICKSTART / "model")
     base = AutoModelForCausalLM.from_pretrained(QUICKSTART / "model", dtype=torch.float32)
@@ -94,7 +94,7 @@ def train(name: str) -> None:
 
 
 def write_rows() -> None:
-    """Return rows of the quickstart, each with the name of an adapter or null."""
+    """Write rows of the quickstart, each with the name of an adapter or null."""
     rows = pq.read_table(QUICKSTART / "prompts.parquet").to_pylist()
     chosen = [row for row in rows if row["answer"].startswith("{")][:NUM_ROWS]
     for row, name in zip(chosen, cycle((None, *ADAPTERS)), strict=False):

@@ -16,7 +16,7 @@ NUM_PIECES = 8
 
 
 def documents(rows: list[dict[str, str]]) -> pa.Table:
-    """Return rows that ask about their last document, after different other documents."""
+    """Return rows with several documents each, whose instruction belongs to the last document."""
     asked = rows[:NUM_ROWS]
     others = rows[NUM_ROWS:]
     long = []

@@ -57,7 +57,7 @@ class Values:
         self._held_out = split == "prompts"
 
     def pick(self, choices: tuple[str, ...] | list[str]) -> str:
-        """Return a random choice, for words that both splits share."""
+        """Return a random choice among words that both splits use."""
         return self.rng.choice(choices)
 
     def owns(self, value: str) -> bool:

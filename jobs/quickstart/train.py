@@ -1,8 +1,9 @@
 """Trains the quickstart's tokenizer and model on text from `make_data.py`.
 
-The model is a small Llama with a byte-level BPE tokenizer. It learns in two stages. The first steps
-mostly have only an instruction's first sentence, which is cheap; in these steps the model learns to
-look up and copy values. Later steps have the whole instruction, like the quickstart job.
+The model is a small Llama with a byte-level BPE tokenizer. It learns in two stages. In the first
+steps, most rows have only the first sentence of their instruction, which saves time; in these
+steps, the model learns to look up and copy values. In later steps, rows have their whole
+instruction, as in the quickstart job.
 
     torchrun --nproc-per-node 2 jobs/quickstart/train.py        # writes jobs/quickstart/model/
 
@@ -30,10 +31,10 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTra
 HERE = Path(__file__).resolve().parent
 PAD, BOS, IM_START, IM_END = SPECIALS = ("<|pad|>", "<|bos|>", "<|im_start|>", "<|im_end|>")
 
-# A space is part of a lower-case word's token, but not of a capital's or a digit's, so that names
-# and numbers have the same tokens after a space and after a quotation mark and are easy to copy.
-# Numbers are split into pairs of digits: single digits occur so often in a document that the
-# preceding digit does not determine the next.
+# A space belongs to the token of the lower-case word after it, but not to the token of a
+# capitalized word or a number after it. So names and numbers have the same tokens after a space and
+# after a quotation mark, and are easy to copy. Numbers are split into pairs of digits: single
+# digits occur so often in a document that the preceding digit does not determine the next.
 WORDS = r" ?\p{Ll}+|\p{Lu}+\p{Ll}*|\p{N}{1,2}| ?[^\s\p{L}\p{N}]+|\s+|."
 
 CHAT_TEMPLATE = (
@@ -163,7 +164,7 @@ class Encoder:
         return self._encode(f"{BOS}{IM_START}system\n{text}{IM_END}\n{IM_START}user\n")
 
     def encode(self, row: Row, whole: bool) -> Example:
-        """Tokenize a row; `whole`: with the whole instruction instead of its first sentence."""
+        """Tokenize a row, with its whole instruction if ``whole``, else only the first sentence."""
         system = (self._long if whole else self._short)[row.task]
         document = self._encode(f"{row.document}{IM_END}\n{IM_START}assistant\n")
         answer = self._encode(f"{row.answer}{IM_END}")
@@ -263,8 +264,8 @@ def exact_match(model: LlamaForCausalLM, batch_list: list[Batch]) -> dict[str, f
 
 
 def learning_rate(step: int, args: argparse.Namespace) -> float:
-    """Return the learning rate factor: linear warm-up, plateau, linear decay from `decay_from`
-    on."""
+    """Return the factor of the learning rate: linear warm-up, plateau, and a linear decay that
+    starts at step `decay_from`."""
     if step < args.decay_from:
         share = min(1.0, (step + 1) / args.warmup)
     else:

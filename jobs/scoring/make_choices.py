@@ -16,8 +16,8 @@ NUM_CHOICES = 4
 
 
 def with_choices(rows: list[dict[str, str]]) -> pa.Table:
-    """Return rows whose wrong answers are the answers of the next rows of the same task; the
-    position of the correct answer varies."""
+    """Return rows with choices: the wrong ones are the correct answers of later rows of the same
+    task, and the position of the correct one varies."""
     by_task: dict[str, list[str]] = {}
     for row in rows:
         by_task.setdefault(row["task"], []).append(row["answer"])
