@@ -11,7 +11,7 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-# torch and huggingface_hub read these when they are imported, here and in child processes.
+# torch and huggingface_hub read these variables on import, here and in child processes.
 os.environ |= {
     # Tiny models are slower on several threads, even more so on a busy machine.
     "OMP_NUM_THREADS": "1",
@@ -45,7 +45,7 @@ except ImportError:
     providers = None
 
 if not torch.cuda.is_available():
-    # Triton reads this when it is imported, which transformers does.
+    # Triton reads this variable on import, and transformers imports Triton.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 if settings is not None:
@@ -83,7 +83,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def llm(model: Path) -> LLM:
-    """Return an LLM with that model; tests must undo their changes to it."""
+    """Return an LLM that has loaded ``model``; tests must undo their changes to it."""
     from batchinfer import LLM
 
     return LLM(model, num_kv_blocks=128)
@@ -102,7 +102,7 @@ def triton_interpreter_is_fast() -> None:
 
 @pytest.fixture(autouse=True)
 def fsync_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let fsync return at once: `tests/faults` tests power failures without a real disk."""
+    """Make fsync do nothing, to save time: `tests/faults` simulates power failures in memory."""
     monkeypatch.setattr(os, "fsync", lambda _descriptor: None)
 
 

@@ -1,8 +1,8 @@
-"""Start fork servers of text processes by forking a process that has imported their modules.
+"""Starts fork servers of text processes by forking a process that has imported their modules.
 
-Each job and each `LLM` starts a Python process whose imports take a sixth of a second. Of the
-thousand such processes in a test run, only the first does these imports. The real start is tested
-in `tests/text/processes`, and by all tests that run the program.
+Each job and each `LLM` starts such a server, a Python process whose imports take a sixth of a
+second. A test run starts a thousand of them, but with this module imports them only once. The real
+start is tested in `tests/text/processes`, and by all tests that run the program.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _SERVE = "import sys; sys.path[:] = sys.argv[1:]; from tests.fork_servers import
 
 
 def fork_servers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let `TextProcesses` fork their server until the test ends."""
+    """Make `TextProcesses` fork its server instead of starting a process, until the test ends."""
     if hasattr(os, "pidfd_open"):
         known = {name: getattr(subprocess, name) for name in ("DEVNULL", "TimeoutExpired")}
         monkeypatch.setattr(server_process, "subprocess", SimpleNamespace(Popen=_start, **known))
@@ -87,7 +87,7 @@ _server: _Server | None = None
 def _start(
     command: list[str], *, stdin: int, stdout: int, stderr: IO[bytes], env: dict[str, str]
 ) -> _Forked:
-    """Replace `subprocess.Popen` for fork servers; `stdout` is ignored: fork servers print
+    """Replace `subprocess.Popen` for fork servers; `stdout` is ignored, because they print
     nothing."""
     global _server
     if _server is None or _server.owner != os.getpid():
@@ -96,7 +96,7 @@ def _start(
 
 
 def serve() -> None:
-    """Fork servers for the process at the other end of stdin, a socket, until it ends."""
+    """Fork servers on request of the process at the other end of stdin, a socket, until it ends."""
     leave_signals_to_parent()
     asked = Connection(os.dup(0))
     os.dup2(os.open(os.devnull, os.O_RDWR), 1)

@@ -1,4 +1,7 @@
-"""Checks what each room of the package may import, and that the program starts without torch."""
+"""Checks what each room of the package may import, and that the program starts without torch.
+
+A room is a folder of modules, or a module outside of such folders.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ from batchinfer.job.spec.tasks import TASK_SPECS, TaskName
 
 PACKAGE = Path(__file__).parent.parent / "batchinfer"
 MOST_MODULES = 15
-"""Largest number of modules in a folder, so that it can still be read as one room."""
+"""Largest allowed number of modules in a folder, so that a reader can survey it."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +33,8 @@ class Room:
     Args:
         name: dotted name below ``batchinfer``.
         holds: the room's purpose.
-        may_import: rooms, or planes for all their rooms, among the rooms above it in ``ROOMS``.
+        may_import: names of rooms, or of planes, which stand for all their rooms. Only those above
+            this room in ``ROOMS`` may be imported.
     """
 
     name: str
@@ -52,9 +56,9 @@ def described(name: str, may_import: tuple[str, ...] = ()) -> Room:
     return Room(name, docstring.splitlines()[0], may_import)
 
 
-# From the lowest room to the highest: a room may import only rooms above it in this list, and of
-# these only the rooms that the last column names. So there are no import cycles, and a new room
-# goes below all rooms that it needs.
+# A room may import only rooms above it in this list, and of these only the ones that its last
+# argument names. Hence rooms do not import each other in cycles. Add a new room below all the rooms
+# that it imports.
 ROOMS = [
     Room("errors", "errors that a user can cause and fix, with their exit codes"),
     Room("near_names", "suggestions for misspelled names"),
@@ -242,7 +246,7 @@ _BELOW = {f"batchinfer.{name}": name for name in MODULES} | {"batchinfer": "__in
 
 
 def known(name: str) -> str:
-    """Return the module that an import of ``name`` reads, or "" if it is not part of batchinfer."""
+    """Return the module that an import of ``name`` loads, or "" if it is not part of batchinfer."""
     return next((_BELOW[n] for n in (name, name.rpartition(".")[0]) if n in _BELOW), "")
 
 
@@ -309,7 +313,7 @@ def test_a_folder_is_read_as_one_room(folder: Path) -> None:
 
 
 def test_modules_have_no_circular_imports() -> None:
-    """Imports inside functions count too: of any two modules, one must be below the other."""
+    """Imports inside functions count, too."""
     graph = {
         name: {found for whole in imported(path) if (found := known(whole)) not in ("", name)}
         for name, path in MODULES.items()
@@ -332,7 +336,7 @@ def test_docstrings_describe_only_existing_arguments() -> None:
 
 
 def test_only_task_lists_compare_task_names() -> None:
-    """Other code asks a task's ``TaskSpec`` or ``Task`` instead of comparing its name."""
+    """Other code must use the attributes of a task's ``TaskSpec`` or ``Task`` instead."""
     assert get_args(TaskName) == tuple(TASK_SPECS) == tuple(TASKS)
     tests = [
         f"{path}:{node.lineno}"
@@ -346,7 +350,7 @@ def test_only_task_lists_compare_task_names() -> None:
 
 
 def test_the_top_level_kernels_are_not_a_package() -> None:
-    """A PyPI package called ``kernels`` exists, and transformers imports it if it can."""
+    """If they were one, transformers would mistake it for the PyPI package ``kernels``."""
     assert not (PACKAGE.parent / "kernels" / "__init__.py").exists()
 
 

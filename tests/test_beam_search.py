@@ -1,4 +1,4 @@
-"""Beam search through the whole engine finds the beams and scores of transformers' ``generate``."""
+"""Beam search in the whole engine finds the same beams and scores as transformers' ``generate``."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Setup:
-    """A way to run the same rows."""
+    """Settings of an engine; all settings must give the same beams."""
 
     block_size: int = 16
     num_blocks: int = 2048
@@ -59,7 +59,7 @@ def prompts() -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory):
-    """Return a function that loads a family's tiny checkpoint, once."""
+    """Return a function that loads a family's tiny checkpoint, each only once."""
 
     @functools.cache
     def load(family: str) -> LoadedModel:
@@ -72,7 +72,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory):
 def run(
     loaded: LoadedModel, setup: Setup, params: list[SamplingParams]
 ) -> tuple[dict[int, Completion], list[StepStats]]:
-    """Run the prompts, each with its parameters, through an engine with the loaded model."""
+    """Run the prompts, each with its own parameters, on an engine with the loaded model."""
     cache = KVCache(loaded.layout(setup.block_size), setup.num_blocks, CPU, torch.float32)
     cache.pool[:-1].fill_(torch.nan)  # old contents must not be read
     size, windows, per_state = setup.block_size, cache.layout.windows, cache.layout.slots_per_state
@@ -135,13 +135,13 @@ def _model(family: str) -> torch.nn.Module:
 
 
 def _ended(token_ids: list[int]) -> list[int]:
-    """Remove transformers' padding."""
+    """Remove the padding that transformers adds after an end-of-sequence token."""
     ends = [at for at, token in enumerate(token_ids) if token in EOS]
     return token_ids[: ends[0] + 1] if ends else token_ids
 
 
 def assert_found(family: str, completion: Completion) -> None:
-    """Check that beams, their order and scores equal the reference, except for ties."""
+    """Check that beams, their order and their scores equal the reference, except for ties."""
     params, row = completion.request.params, completion.request.row_id
     assert completion.error_code is None
     assert params.beam_width is not None
@@ -210,7 +210,7 @@ def test_beam_search_with_sliding_windows_and_sinks(family: str, checkpoint) -> 
 def test_beams_of_recurrent_layers_copy_states(family: str, checkpoint) -> None:
     """A group that is preempted forks again from the state at its common prefix."""
     model = checkpoint(family)
-    num_blocks = 8 * model.layout(4).slots_per_state + 24  # for two groups, until they grow
+    num_blocks = 8 * model.layout(4).slots_per_state + 24  # enough for two groups until they grow
     small = Setup(block_size=4, num_blocks=num_blocks, misleading=True)
     for setup in (Setup(), replace(small, max_tokens=9), replace(small, runs_ahead=True)):
         completions, steps = run(model, setup, searches(4, 1.0, 4))
@@ -258,7 +258,7 @@ def test_beams_do_not_depend_on_other_rows(runs_ahead: bool, checkpoint) -> None
 
 
 def test_four_beams_take_half_the_blocks_of_four_sequences(checkpoint) -> None:
-    """Beams share the blocks of 256 prompt tokens, and fork late in 64 output tokens."""
+    """Beams share the blocks of 256 prompt tokens, and fork late in the 64 output tokens."""
     rng = np.random.default_rng(3)
     request = Request(
         0,

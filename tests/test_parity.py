@@ -1,4 +1,4 @@
-"""Greedy jobs through the whole engine choose the same tokens as transformers' models."""
+"""Greedy jobs on the whole engine choose the same tokens as transformers' models."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FAMILIES = (
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory):
-    """Return a function that loads a family's tiny checkpoint, once."""
+    """Return a function that loads a family's tiny checkpoint, each only once."""
 
     @functools.cache
     def load(family: str) -> LoadedModel:
@@ -72,8 +72,8 @@ def test_greedy_equals_transformers(family: str, setup: Setup, checkpoint) -> No
 @pytest.mark.parametrize(
     "family",
     [
-        "gemma4_text",  # wider heads in full attention, layers that attend to another's KV
-        "gemma3n_text",  # layers that attend to another's KV
+        "gemma4_text",  # wider heads in full attention, layers that use another layer's KV
+        "gemma3n_text",  # layers that use another layer's KV
         "mimo_v2_flash",  # fewer heads in full attention, values narrower than keys
         "llama4_text",
     ],
@@ -135,7 +135,7 @@ def test_one_step_ahead_in_a_small_pool_greedy_equals_transformers(family: str, 
 def test_rows_that_attend_together_equal_transformers(
     family: str, checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows have prefixes of 177 and 161 tokens, and 8 samples each."""
+    """Rows have 8 samples each, and share prefixes of 177 and 161 tokens."""
     told = []
     monkeypatch.setattr(
         shared_prefix, "SharedPrefixes", lambda *of: told.append(SharedPrefixes(*of)) or told[-1]
@@ -148,7 +148,7 @@ def test_rows_that_attend_together_equal_transformers(
 
 
 def test_llm_generate_equals_transformers(checkpoint) -> None:
-    """Compare with ``generate``; the other tests read logits."""
+    """Compare with ``generate``; the other tests compare with the logits of transformers."""
     completions, _ = run(checkpoint("llama"), Setup())
     model = eager("llama")
     for row, prompt in enumerate(prompts()):
@@ -177,6 +177,6 @@ def test_sampled_tokens_do_not_depend_on_other_rows(other: Setup, checkpoint) ->
 
 
 def test_preempted_rows_equal_transformers(checkpoint) -> None:
-    """The setup must preempt rows whose blocks other rows then take."""
+    """The setup must preempt rows, and other rows must then overwrite their blocks."""
     _, steps = run(checkpoint("llama"), SETUPS["rows_preempted"])
     assert sum(step.recomputed_tokens for step in steps) > 10

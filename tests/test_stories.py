@@ -1,7 +1,7 @@
-"""Events in the life of a job, from the command line, each command in its own process.
+"""Events in the life of a job that runs from the command line, each time in a new process.
 
-A tiny model answers each row with ``TOKENS`` tokens. So the run's own metric of drawn tokens shows
-exactly what it computed again.
+A tiny model answers each row with ``TOKENS`` tokens. So a run's own metric of drawn tokens shows
+exactly how much it computed again.
 """
 
 from __future__ import annotations
@@ -73,14 +73,14 @@ class Place:
         """Return the number of tokens that the latest run drew.
 
         A token counts when the next one is computed from it, or when it ends its row. So each token
-        counts once even if runs are interrupted.
+        counts only once, even if runs are interrupted.
         """
         told = self.metrics.read_text()
         drawn = re.search(r"^batchinfer_output_tokens_total{.*} (.*)$", told, re.MULTILINE)
         return 0 if drawn is None else int(float(drawn[1]))
 
     def here(self, *options: str) -> None:
-        """Run the job in this process, which is fast."""
+        """Run the job in this process, which is faster."""
         arguments = ["run", str(self.folder / "job.yaml"), *QUIET, *options]
         assert CliRunner().invoke(app, arguments).exit_code == 0
 

@@ -1,8 +1,8 @@
 """Run the commands and files that the README and the documentation show.
 
-They run in order, in a folder laid out like a clone of the repository, on the quickstart's model.
-A ``run`` or ``plan`` without ``--limit`` gets a limit. Of commands that take too long, or that
-another test runs, only the options are checked.
+They run in order, in a folder laid out like a clone of the repository, with the quickstart's model.
+A ``run`` or ``plan`` without ``--limit`` gets a limit. Commands that take too long, or that another
+test runs, do not run here; only their options are checked.
 """
 
 from __future__ import annotations
@@ -57,7 +57,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Return a function that runs a shell line; batchinfer runs here, to import torch only once."""
+    """Return a function that runs a shell line.
+
+    batchinfer runs in this process, so that torch is imported only once.
+    """
 
     def run_line(line: str) -> None:
         words = shlex.split(line, comments=True)
@@ -84,7 +87,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 
 
 def recipe(target: str) -> list[str]:
-    """Return the commands of a target of the Makefile."""
+    """Return the commands of a Makefile target."""
     found = re.search(rf"^{target}:.*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), re.M)
     assert found, f"the Makefile has no target {target}"
     return [line.strip() for line in found[1].splitlines()]
@@ -134,9 +137,9 @@ def _run_block(block: Block, run: Run) -> None:
 
 
 def _check_yaml(block: Block) -> None:
-    """Save a complete job file for later commands; of a partial one, check the keys."""
+    """If a job file is complete, save it for later commands; otherwise check only its keys."""
     data = parse_yaml(block.text, block.name).data
-    # An empty block, or a file for Kubernetes or SkyPilot, which other tests check.
+    # The block is empty, or a file for Kubernetes or SkyPilot, which other tests check.
     if data is None or {"apiVersion", "num_nodes"} & data.keys():
         return
     variables = dict.fromkeys(data.get("vars") or {}, "2026-11-20")

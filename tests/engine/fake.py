@@ -1,4 +1,4 @@
-"""A runner without a model, which keeps tokens in place of KV and checks what it reads."""
+"""A runner without a model: it stores tokens instead of keys and values, and checks its reads."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NextToken = Callable[[bytes, int, int, int], int]
 """Maps (context tokens as bytes, random stream, sample index, position) to a token id."""
 
 MakeEngine = Callable[..., tuple[Engine, "FakeRunner"]]
-"""``make_engine``, for engines that run ahead or for engines that do not."""
+"""``make_engine`` with a fixed value of ``runs_ahead``."""
 
 EOS = 0
 EMPTY = -1
@@ -167,7 +167,7 @@ class FakeRunner:
         return whole
 
     def _scored(self, step: Step, contexts: list[bytes]) -> StepResult | None:
-        """Return scores that differ for all contexts and tokens."""
+        """Return a score for each token, which depends on the token and its context."""
         if step.scored is None:
             return None
         tokens, judged_by = step.scored.token_ids, []
@@ -255,7 +255,7 @@ def _allowed(step: Step, sample: int, token: int) -> int:
 def expected(
     request: Request, sample: int, next_token: NextToken = hashed, window: int = 0
 ) -> list[int]:
-    """Return the tokens that a sample must have, whatever other rows run.
+    """Return the tokens that a sample must have, regardless of which other rows run.
 
     Args:
         window: the number of tokens that a model sees if all its layers have windows; 0: all.

@@ -73,8 +73,8 @@ def _slots(block: Block, *, has_own: bool) -> list[int]:
 
 
 def check_beam_groups(table: SequenceTable) -> None:
-    """Assert that groups run whole or as just their leader, and that their beams are equally
-    long."""
+    """Assert that of each group all beams run or only the leader, and that the beams have equal
+    lengths."""
     for leader in {sequence.group[0] for sequence in table.running() if sequence.state.search}:
         group, size = leader.group, leader.request.group_size
         rows = [beam.row for beam in group if beam.row >= 0]
@@ -100,7 +100,7 @@ def check_states(scheduler: Scheduler) -> None:
 
 
 def check_reuse_hints(hints: ReuseHints) -> None:
-    """Assert that indexed blocks know the sequences that wait for them."""
+    """Assert that each indexed block counts the sequences that wait for it."""
     waiters = Counter(block for blocks in hints._waiting.values() for block in blocks)
     for block in (*waiters, *hints._pool.index.blocks()):
         assert block.waiters == waiters[block]
@@ -119,7 +119,7 @@ def check_pool(
         pool: a pool between two steps or calls.
         tables: the block tables of the running sequences.
         num_evicted: for each sequence, the number of leading blocks that left each window; by
-            default, none did.
+            default, 0.
         states: the recurrent state of each sequence.
     """
     counts: Counter[Block] = Counter()
@@ -148,7 +148,7 @@ def check_pool(
 
 
 def _check_states(pool: BlockPool, states: Sequences[RecurrentState]) -> list[int]:
-    """Assert that states know which sequences use them; return their slots.
+    """Assert that states count the sequences and snapshots that use them; return their slots.
 
     Args:
         states: the states of the running sequences.

@@ -47,7 +47,7 @@ def test_preempted_group_continues_whole(caching: bool, max_tokens: int) -> None
 
 
 def test_small_pool_preempts_and_finds_the_same(make_engine: MakeEngine) -> None:
-    """The length forecast expects short rows, but they are long."""
+    """The engine forecasts short rows, but they are long."""
     requests = [beams(row, [row + 1] * 6, 3, max_tokens=40) for row in range(30)]
     engine, _ = make_engine(num_blocks=60, block_size=4)
     engine.scheduler.output_lengths.observe(np.full(500, 2), np.ones(500, dtype=np.bool_))
@@ -78,7 +78,7 @@ def test_beams_take_half_the_blocks_of_separate_sequences(make_engine: MakeEngin
 
 
 def test_block_is_copied_when_beams_fork_in_it(make_engine: MakeEngine) -> None:
-    """The prompt has one and a half blocks; three beams need two copies of the half block."""
+    """The prompt takes one and a half blocks; three beams need two copies of the half block."""
     engine, runner = make_engine(num_blocks=50, block_size=4)
     request = beams(0, [1, 2, 3, 4, 5, 6], 3, max_tokens=2, ignore_eos=True)
     _, steps = run_all(engine, [request])
@@ -118,7 +118,7 @@ def test_a_search_with_more_beams_than_max_num_seqs_runs_alone(make_engine: Make
 
 @pytest.mark.parametrize("max_num_seqs", [2, 64])
 def test_beams_keep_to_their_grammar(make_engine: MakeEngine, max_num_seqs: int) -> None:
-    """When a beam forks, so does its grammar."""
+    """When a beam forks, its grammar state forks, too."""
     requests = [
         constrained(beams(row, [row, 1], 3, max_tokens=3 + row), SmallToy(salt=row))
         for row in range(8)
@@ -151,7 +151,7 @@ def test_search_that_can_never_run_gets_an_error(
     make_engine: MakeEngine, settings: dict[str, int], message: str
 ) -> None:
     engine, _ = make_engine(**{"num_blocks": 13, **settings})
-    # 5 prompt tokens: all beams share a block of 4; 11 more computed tokens take 3 blocks per beam.
+    # All beams share a block of 4 prompt tokens; each computes 12 more tokens, which take 3 blocks.
     request = beams(0, [1] * 5, 4, max_tokens=12)
     completions, _ = run_all(engine, [request])
     assert completions[0].error_code == "does_not_fit"

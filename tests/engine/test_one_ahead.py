@@ -1,4 +1,4 @@
-"""The engine submits a step before it reads the result of the step before."""
+"""The engine submits a step before it reads the result of the previous step."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_an_end_token_costs_one_extra_token_and_an_end_by_length_none(
 
 
 def test_blocks_of_a_row_that_ends_by_length_serve_the_next_step(make_engine: MakeEngine) -> None:
-    """The pool holds one row; the next row gets its blocks before its last token is read."""
+    """The pool holds one row; the next row gets its blocks before the last token is read."""
     engine, _ = make_engine(2)
     requests = [make_request(row, [row + 1] * 5, max_tokens=3, ignore_eos=True) for row in range(4)]
     completions, steps = run_all(engine, requests)
@@ -181,7 +181,7 @@ def test_rows_that_are_all_penalized_run_together() -> None:
 
 
 def test_samples_fork_into_the_table_row_of_a_row_that_ended() -> None:
-    """Before row 0's only token is read, row 6, which also has samples, gets its table row."""
+    """Row 6, which also has samples, gets row 0's table row before row 0's only token is read."""
     engine, _ = make_engine(100, max_tokens=30, runs_ahead=True)
     lengths, samples = [1, 4, 9, 9, 9, 9, 4], [2, 2, 1, 1, 1, 1, 2]
     requests = [
@@ -249,11 +249,11 @@ def test_rows_aborted_in_flight_leave_nothing_behind(make_engine: MakeEngine, st
 
 
 class StepError(Exception):
-    """An error of the device."""
+    """Simulates an error of the device."""
 
 
 class Fails(FakeRunner):
-    """Makes one step fail without writing, when it is submitted or when it is read."""
+    """Makes one step fail without writes, when it is submitted or when its result is read."""
 
     def __init__(self, num_blocks: int, block_size: int, next_token: NextToken = hashed) -> None:
         super().__init__(num_blocks, block_size, next_token)

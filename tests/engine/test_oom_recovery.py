@@ -38,9 +38,9 @@ class Failed:
 
 
 class Scarce(FakeRunner):
-    """Lacks memory for some steps, and writes garbage into their slots.
+    """Runs out of memory in some steps, and writes garbage into their slots.
 
-    Steps that were submitted before the failure is read fail too.
+    Steps that are submitted before the failure is read fail, too.
     """
 
     def __init__(self, *args: Any) -> None:
@@ -104,7 +104,7 @@ def scarce(num_blocks: int = 24, **options: Any) -> tuple[Engine, Scarce]:
 def run(
     engine: Engine, requests: list[Request]
 ) -> tuple[list[Completion], list[StepStats], list[Recovered]]:
-    """Run all requests; check their outputs, and that the pool is empty afterwards."""
+    """Run all requests; check their outputs, and that all blocks are free afterwards."""
     for request in requests:
         engine.add_request(request)
     completions: list[Completion] = []
@@ -153,7 +153,7 @@ def test_any_step_may_fail(setup: str, runs_ahead: bool, when: When) -> None:
     assert not recoveries
     num_steps, most = runner.num_submitted, engine.scheduler.max_num_batched_tokens
     assert num_steps > 10
-    # Each value of ``when`` tests every other step, so both together test all steps.
+    # One value of ``when`` tests even steps, the other one odd steps.
     for at in range(when == "read", num_steps, 2):
         engine, runner = scarce(**options)
         runner.fails_at, runner.when = {at}, when
@@ -229,7 +229,7 @@ def test_a_prompt_that_was_computed_is_not_computed_again() -> None:
     runner.fails_at = {4}
     (done,), steps, (event,) = run(engine, [make_request(0, [7] * 16, max_tokens=8)])
     assert (event.num_preempted, done.stats.preemptions) == (1, 1)
-    # The row had drawn three tokens and fed back two; the prompt's last block is lost too.
+    # The row had drawn three tokens and computed two of them; the prompt's last block is lost, too.
     assert 3 <= done.stats.recomputed_tokens <= 4
     assert sum(step.prefill_tokens for step in steps) == 16 + done.stats.recomputed_tokens
 

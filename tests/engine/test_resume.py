@@ -47,7 +47,7 @@ def ends_seldom(context: bytes, stream: int, sample: int, position: int) -> int:
 
 
 def workload() -> list[Request]:
-    """Return a row of each kind; some share a prefix."""
+    """Return rows of each kind; some share a prefix."""
     return [
         make_request(0, [5] * 9 + [1], max_tokens=30),
         make_request(1, [5] * 9 + [2], max_tokens=30, n=3),
@@ -81,7 +81,7 @@ class Outputs:
             )
 
     def of(self, request: Request) -> Request:
-        """Return the request with the output that is known."""
+        """Return the request with the partial output that is known so far."""
         kept = self._kept.get(request.row_id)
         return request if kept is None else replace(request, partial_output=kept.partial())
 
@@ -130,9 +130,9 @@ def unbroken(requests: list[Request], **options: Any) -> dict[int, object]:
 def test_interrupted_rows_continue_without_a_difference(
     cuts: list[int], every: int, ahead: bool, num_blocks: int
 ) -> None:
-    """Stop at random steps, several times; output is reported every few steps.
+    """Stop at random steps, several times; report output every few steps.
 
-    The statistics also add up to the tokens that were computed.
+    Also check that the statistics add up to the tokens that were computed.
     """
     rows = {request.row_id: request for request in workload()}
     wanted = unbroken(workload(), runs_ahead=ahead)
@@ -152,7 +152,7 @@ def test_interrupted_rows_continue_without_a_difference(
                 kept = completion.stats
                 computed_once += kept.prompt_tokens - kept.cached_tokens
                 recomputed += kept.recomputed_tokens
-            # Reported output goes to disk together with the rows finished until then.
+            # Reported output is written to disk together with the rows that have finished.
             if number % every == 0 or completions or number == cut:
                 whole = number % 5 == 0
                 outputs.add(f"{run}", tracker.take(engine.states, [], report_all=whole))
@@ -163,7 +163,7 @@ def test_interrupted_rows_continue_without_a_difference(
         prefill += sum(one.prefill_tokens for one in untold)
     assert found == wanted
     lost = prefill - computed_once - recomputed
-    # Each stop loses at most the prompts, of up to 30 tokens, without a first token yet.
+    # Each stop loses at most the prompts of rows that have not drawn a token yet.
     assert 0 <= lost <= sum(r.num_prompt_tokens for r in rows.values()) * len(cuts)
 
 
@@ -263,7 +263,7 @@ def test_samples_that_are_all_finished_need_no_step() -> None:
 
 
 def test_a_run_reports_given_tokens_with_its_first_new_token() -> None:
-    """A run reports given tokens only with a new one, so that repeated deaths show no progress."""
+    """Otherwise, runs that die before they draw a token would seem to make progress."""
     request = make_request(0, [1, 2, 3, 4, 5], max_tokens=8)
     ids = np.array([3, 4], dtype=np.int32)
     partial = PartialOutput((PartialSample(0, ids, -2.0, None),), (), make_stats())
@@ -282,7 +282,7 @@ def test_a_run_reports_given_tokens_with_its_first_new_token() -> None:
 
 
 def test_a_row_that_starts_over_is_reported_again() -> None:
-    """The row's logits were NaN, perhaps because of blocks that it shares with another row."""
+    """A row starts over if its logits are NaN, perhaps because of blocks from another row."""
     engine, _ = make_engine(64)
     engine.add_request(make_request(0, [1, 2, 3, 4, 5], max_tokens=8, n=2))
     tracker = OutputTracker()

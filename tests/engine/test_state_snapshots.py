@@ -59,7 +59,7 @@ def test_branch_points_are_where_later_rows_part(
         starts = [at for before in run[:turn] for at, _ in points.get(before, ())
                   if common(prompts[row], prompts[before]) >= at]  # fmt: skip
         shared = max((common(prompts[row], prompts[before]) for before in run[:turn]), default=0)
-        # A row finds a state that is only a few tokens short of its longest common prefix.
+        # A row finds a state that is at most a few tokens shorter than its longest shared prefix.
         assert min(shared, len(prompts[row]) - 1) - max(starts, default=0) < 2 * MIN_GAIN
 
 
@@ -144,8 +144,8 @@ def test_prompts_are_computed_once_in_a_pool_full_of_states(
 def test_waiting_samples_do_not_displace_a_prefix_that_many_rows_share(
     make_engine: MakeEngine,
 ) -> None:
-    """In a pool of 8 states, samples of a row wait. The states of their prompts have one follower
-    each, and the state of the shared prompt has up to 63."""
+    """In a pool of 8 states, samples of rows wait. Up to 63 rows need the state of the shared
+    prefix, but only a row's own samples need the state of its whole prompt."""
     prompts = tree((1, 1, 64), (60, 0, 0, 7))
     distinct = 60 + 64 * 7
     engine, _ = make_engine(8, 4, max_tokens=1024, slots_per_state=1, windows=())
@@ -160,7 +160,7 @@ def test_prompts_of_a_tree_are_computed_once_with_windows(
 ) -> None:
     prompts = tree((2, 2, 4), (37, 21, 13, 7))
     distinct = 37 + 2 * 21 + 4 * 13 + 16 * 7
-    # Slots suffice for all tokens but not for all windows, so slots without a snapshot are freed.
+    # There are slots for all tokens but not for all windows, so slots without a snapshot are freed.
     engine, _ = make_engine(150, 4, max_tokens=16, slots_per_state=3, windows=windows)
     requests = requests_of(prompts, max_tokens=3)
     completions, steps = run_all(engine, requests)

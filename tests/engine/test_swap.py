@@ -28,13 +28,13 @@ from tests.engine.workloads import assert_expected
 
 
 def ends_late(context: bytes, stream: int, sample: int, position: int) -> int:
-    """End each row after 4 tokens, but row 40 and later rows after 40 tokens."""
+    """End rows 0 to 39 after 4 tokens, and later rows after 40 tokens."""
     ends = 4 if stream < 40 else 40
     return EOS if position == ends - 1 else hashed(context, stream, sample, position)
 
 
 def crowd(n: int = 1) -> list[Request]:
-    """Return more rows than the pool holds; the forecast is wrong for the last third."""
+    """Return more rows than the pool holds; the last third is longer than the engine forecasts."""
     return [make_request(row, [row + 1] * 5, max_tokens=64, n=n) for row in range(60)]
 
 
@@ -45,7 +45,7 @@ def crowd(n: int = 1) -> list[Request]:
 def test_rows_that_exceed_the_pool_run_with_any_host_memory(
     make_engine: MakeEngine, n: int, num_blocks: int, host_blocks: int
 ) -> None:
-    """A pool of 18 blocks holds one of the longest rows."""
+    """A pool of 18 blocks has room for only one of the longest rows."""
     engine, _ = make_engine(
         num_blocks, next_token=ends_late, host_blocks=host_blocks, preemption="swap"
     )
@@ -110,7 +110,7 @@ def preempt_and_evict(engine: Engine) -> StepStats:
 
 
 def test_block_that_returned_is_not_copied_to_the_host_again() -> None:
-    """Its host slot still holds it; only the last block changed and is copied again."""
+    """The host still holds its contents; only the last block changed and is copied again."""
     engine, _ = make_engine(10, host_blocks=100, preemption="swap")
     engine.add_request(make_request(0, [7] * 16, max_tokens=8, ignore_eos=True))
     engine.step()
@@ -151,7 +151,11 @@ def test_copies_of_a_failed_step_are_not_used(make_engine: MakeEngine) -> None:
 
 
 def documents(num: int, questions: int, *, told: bool) -> list[Request]:
-    """Return rounds of one question about each document, with unrelated rows in between."""
+    """Return rows that ask ``questions`` times about each document, and unrelated rows.
+
+    Args:
+        told: whether rows have a hint that a later row asks about the same document.
+    """
     requests = []
     for asked in range(questions):
         for document in range(num):
@@ -169,7 +173,7 @@ def documents(num: int, questions: int, *, told: bool) -> list[Request]:
 def test_hints_about_later_rows_save_more_than_lru(
     make_engine: MakeEngine, host_blocks: int
 ) -> None:
-    """Half of the rows share nothing; each document returns after 8 rows."""
+    """Half of the rows share nothing; every tenth row asks about the same document."""
     computed, swapped = {}, {}
     for told in (False, True):
         engine, _ = make_engine(44, max_num_seqs=2, host_blocks=host_blocks, preemption="swap")
@@ -188,7 +192,7 @@ def test_hints_about_later_rows_save_more_than_lru(
 
 
 def in_prefix_order(prompts: list[list[int]]) -> list[Request]:
-    """Return sorted prompts; each has a hint of the prefix that it shares with the next."""
+    """Return requests in the order of their prompts; hints say what the next one shares."""
     prompts = sorted(prompts)
     common = [common_tokens(*map(token_key, pair)) for pair in pairwise(prompts)] + [0]
     return [
@@ -198,7 +202,7 @@ def in_prefix_order(prompts: list[list[int]]) -> list[Request]:
 
 
 def in_rounds(prompts: list[list[int]], rounds: int) -> list[Request]:
-    """Return all prompts several times; hints say that they come again."""
+    """Return requests for all prompts, several times; hints say that prompts come again."""
     return [
         replace(
             make_request(at * len(prompts) + number, prompt, max_tokens=2, ignore_eos=True),
@@ -210,7 +214,7 @@ def in_rounds(prompts: list[list[int]], rounds: int) -> list[Request]:
 
 
 def test_short_prefixes_are_not_copied_to_the_host(make_engine: MakeEngine) -> None:
-    """Neighbors share a token or two, which is not worth the copy of a block."""
+    """Neighboring rows share only a token or two, so copying a block does not pay off."""
     rng = np.random.default_rng(3)
     prompts = [rng.integers(1, 9, rng.integers(4, 12)).tolist() for _ in range(300)]
     engine, _ = make_engine(24, max_num_seqs=4, host_blocks=500, preemption="auto", block_size=8)
@@ -257,7 +261,7 @@ def test_a_partly_copied_block_stays_for_rows_that_need_all_of_it(
     engine, _ = make_engine(24, max_num_seqs=1, host_blocks=500, preemption="auto")
     _, steps = run_all(engine, in_rounds(groups, rounds=3))
     assert sum(step.cow_copies for step in steps) > 10
-    # Each group is computed once, except for copied tokens; later rows compute their last tokens.
+    # Each group is computed once, except for copied tokens; later rows compute only a last token.
     computed = sum(step.prefill_tokens for step in steps)
     assert computed <= 20 * 25 + 2 * 20
     assert sum(step.swapped_out_blocks for step in steps) == 20 * 6
@@ -326,7 +330,7 @@ def test_rows_with_states_run_with_any_host_memory(
 def test_planned_snapshots_that_leave_the_pool_are_not_computed_again(
     make_engine: MakeEngine, windows: tuple[int, ...]
 ) -> None:
-    """The pool holds three states, and 128 rows of a tree with four samples need more."""
+    """The pool holds three states; 128 rows with shared prefixes and four samples need more."""
     prompts = tree((4, 4, 8), (137, 61, 43, 19))
     distinct = 137 + 4 * 61 + 16 * 43 + 128 * 19
     points = planned(prompts, list(range(len(prompts))))

@@ -1,8 +1,8 @@
-"""A Hypothesis state machine: jobs over files that lose unsynced data when the power fails.
+"""A Hypothesis state machine: jobs on a file system that loses unsynced data at power failures.
 
-It runs a job, cuts the power after any change to the file system, and resumes the job. It also
-retries rows with errors and updates finished jobs. Each run must keep all rows that were promised
-to be on disk, and the finished output must be right.
+It runs a job, simulates a power failure after any change to the file system, and resumes the job.
+It also retries rows with errors and updates finished jobs. Each run must keep all rows that were
+promised to be on disk, and the finished output must be right.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class CommitProtocol(RuleBasedStateMachine):
 
     files_type: type[LossyFiles] = LossyFiles
     of_updates = False
-    """Whether to begin with the update of a finished job."""
+    """Whether to begin with an update of a finished job."""
     num_crashes = 0
 
     @initialize(fails=st.booleans())

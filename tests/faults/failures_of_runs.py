@@ -165,7 +165,7 @@ def _and_release(
 
 
 def _keeping(number: int, name: str) -> Failure:
-    """Return a failure on a file system that cannot delete files of this name."""
+    """Return a failure on a file system that cannot delete files whose names start with ``name``."""
 
     def failure(place: Place) -> list[str]:
         delete = LocalFiles.delete
@@ -224,7 +224,7 @@ def _empty_folder(place: Place) -> list[str]:
 
 
 def _text_file(name: str, content: bytes) -> Failure:
-    """Return a failure of a job over a text file."""
+    """Return a failure of a job that reads a text file."""
 
     def failure(place: Place) -> list[str]:
         place.job(JOB.replace("in.parquet", name))

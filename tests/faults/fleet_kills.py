@@ -26,9 +26,9 @@ class Kills:
 
     jobs: int = 0
     again_s: list[float] = field(default_factory=list)
-    """Seconds of work on finished rows that each kill lost."""
+    """For each kill, the seconds since the first of the finished rows that it lost had finished."""
     rows_again: int = 0
-    """Finished rows that kills lost."""
+    """Number of finished rows that kills lost."""
 
 
 def kill_workers(folder: Path, kills: int, seed: int) -> Kills:

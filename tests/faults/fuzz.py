@@ -49,7 +49,7 @@ class Found:
 def run_cases(
     case: Case, count: int, seed: int, folder: Path, jobs: int, most_s: float = MOST_S
 ) -> Found:
-    """Run cases 0 to ``count`` in ``jobs`` processes; each case may take ``most_s`` seconds."""
+    """Run ``count`` cases in ``jobs`` processes; each case may take ``most_s`` seconds."""
     shares = [range(job, count, jobs) for job in range(jobs)]
     worker = partial(_run_worker, case, seed, folder, most_s)
     found = Found()

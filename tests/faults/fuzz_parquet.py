@@ -1,4 +1,4 @@
-"""Damaged Parquet files give exactly the original rows, or a message that names the file.
+"""Damaged Parquet files yield exactly the original rows, or a message that names the file.
 
 The files have page checksums. The damage excludes one case that checksums cannot detect: two whole
 pages of the same kind that change places.
@@ -87,7 +87,7 @@ def _rows(columns: Iterable[tuple[str, pa.Array]]) -> Rows:
 
 
 def case(number: int, seed: int, folder: Path) -> str:
-    """Read one damaged file, and run some of the files as jobs."""
+    """Read one damaged file; for some numbers, also run a job on the file."""
     random = Random(f"{seed} parquet {number}")
     path = folder / "in.parquet"
     data = random.choice(_good_files())

@@ -1,4 +1,4 @@
-"""Random models with recurrent layers choose the tokens of transformers, however rows run."""
+"""Random models with recurrent layers choose the same tokens as in transformers in any setup."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MOST_S = 300.0
 SETUPS = 3
 """Number of ways to run each model."""
 _TIMES_AS_FAR = 5.0
-"""Largest error of our logits relative to the error of transformers', both against float64."""
+"""Largest allowed ratio of our logits' error to that of transformers, both against float64."""
 _TIES = {torch.float32: 1e-3, torch.bfloat16: 0.05}
 """Differences of logits, in standard deviations, that count as ties."""
 _MOST_WORSE = {torch.float32: 0.0, torch.bfloat16: 0.05}
@@ -47,7 +47,7 @@ def case(number: int, seed: int, folder: Path) -> str:
             model: Any = tiny_model(family, seed=random.randrange(1000), **changes).to(dtype)
             model(torch.tensor([[1, 2, 3]]), use_cache=False)
             break
-        except Exception:  # transformers has no such model
+        except Exception:  # transformers does not support this config
             continue
     else:
         raise ViolationError(f"{family}: no model could be drawn")

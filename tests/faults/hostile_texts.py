@@ -1,4 +1,4 @@
-"""Templates and tokenizers that loop, grow, panic or abort, handwritten and mutated.
+"""Handwritten and mutated templates and tokenizers that loop, grow, panic or abort.
 
 A case is a job over three rows, of which the middle one makes the template or the tokenizer fail.
 The job must end with an error or a prompt for that row, and with the right prompts for the others.
@@ -33,10 +33,10 @@ from tests.job.datasets import write_parquet
 from tests.job.fakes import FakeBuild, FakeBuilt, byte_tokenizer, job
 
 MOST_S = 180.0
-"""Maximum number of seconds that a case may take, which runs its job twice.
+"""Maximum number of seconds for a case, which runs its job twice.
 
-A row may take 2.5 s of processor time together with others, then 10 s alone in the same process and
-10 s in a new one.
+A row may take 2.5 s of processor time together with other rows, then 10 s alone in the same process
+and 10 s in a new one.
 """
 MOST_TO_STOP_S = 5.0
 MOST_BYTES = Limits().memory_bytes + 2**28
@@ -119,7 +119,7 @@ Change = Callable[[dict[str, Any]], None]
 
 
 def split(pattern: str) -> Change:
-    """Split texts at the matches of a regular expression."""
+    """Return a change: split texts at the matches of a regular expression."""
 
     def change(tokenizer: dict[str, Any]) -> None:
         pieces = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated"}
@@ -130,7 +130,7 @@ def split(pattern: str) -> Change:
 
 
 def replace(pattern: str, content: str, times: int) -> Change:
-    """Replace the matches of a regular expression, several times."""
+    """Return a change: replace the matches of a regular expression, several times."""
 
     def change(tokenizer: dict[str, Any]) -> None:
         one = {"type": "Replace", "pattern": {"Regex": pattern}, "content": content}
@@ -140,7 +140,7 @@ def replace(pattern: str, content: str, times: int) -> Change:
 
 
 def normalized(*kinds: str) -> Change:
-    """Normalize texts."""
+    """Return a change: normalize texts."""
 
     def change(tokenizer: dict[str, Any]) -> None:
         steps = [{"type": kind} for kind in kinds]
@@ -150,7 +150,7 @@ def normalized(*kinds: str) -> Change:
 
 
 def word_piece(tokenizer: dict[str, Any]) -> None:
-    """Search for the longest piece in words of any length, which takes quadratic time."""
+    """Use a WordPiece model, whose search for the longest piece takes quadratic time."""
     alphabet = tokenizer["model"]["vocab"]
     continued = {f"##{text}": len(alphabet) + id_ for text, id_ in alphabet.items()}
     tokenizer["model"] = {
@@ -209,7 +209,7 @@ class Hostile:
 
 
 def hostile(number: int, seed: int) -> Hostile:
-    """Return a handwritten case, or for higher numbers a mutation of one."""
+    """Return a handwritten case, or a mutation of one if ``number`` is higher."""
     if number < len(TEMPLATES):
         return Hostile(TEMPLATES[number], None, BAD)
     number -= len(TEMPLATES)
@@ -234,7 +234,7 @@ def _both(first: Change, second: Change) -> Change:
 
 def _mutated_template(random: Random) -> str:
     first, second = random.choices(TEMPLATES, k=2)
-    macro = "{% macro m() %}" + first + "{% endmacro %}"  # the macro then sees the names it sets
+    macro = "{% macro m() %}" + first + "{% endmacro %}"  # the macro sees the names it sets
     forms = [
         first + second,
         macro + "{% for again in range(9) %}{{ m() }}{% endfor %}",
@@ -335,7 +335,7 @@ def _errors(spec: JobSpec, build: HostileBuild) -> list[dict[str, str] | None]:
 
 
 def _stopped(spec: JobSpec, build: HostileBuild, folder: Path, random: Random) -> float:
-    """Return the seconds from SIGTERM to the end of the job."""
+    """Send SIGTERM to a job; return the seconds from the signal to the end of the job."""
     child = start(spec, build, Pace(1e9, 4096), folder)
     code, waited = child.signal_after(random.uniform(*_STOP_AFTER_S), signal.SIGTERM)
     if code not in (ExitCode.OK, ExitCode.INTERRUPTED, -signal.SIGTERM):

@@ -1,7 +1,7 @@
 """Jobs that are killed on an engine without a model.
 
 ``python -m tests.faults.kill_scenarios SCENARIO FOLDER`` prints the results of a scenario as JSON.
-It is a program of its own because it forks.
+It is a separate program because it forks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SHARD = Role(Shard(0, 2))
 
 
 def echo_job(folder: Path, **sections: dict[str, Any]) -> JobSpec:
-    """Return a job of 60 rows in 6 parts."""
+    """Return a job with 60 rows in 6 parts."""
     prompts = [f"{row if row % 5 else 'x'} asks" for row in range(60)]
     write_parquet(folder / "in" / "x.parquet", {"prompt": prompts})
     return job(folder, engine={"max_num_seqs": 8}, **sections)
@@ -54,7 +54,7 @@ def _killed(killer: Killer, points: list[str]) -> dict[str, object]:
 
 
 def kill_a_run(folder: Path) -> dict[str, object]:
-    """Kill runs at each failpoint, when it is reached the first, a middle or the last time."""
+    """Kill a run at each failpoint: the first, a middle or the last time that it is reached."""
     killer = Killer(folder, echo_job(folder), FakeBuild(max_num_seqs=8), OFTEN)
     killer.run_unbroken()
     points = enumerate(killer.points().values())
@@ -123,7 +123,7 @@ def _given_up(killer: Killer, failpoint: str) -> dict[str, object]:
 
 
 def stop_and_race(folder: Path) -> dict[str, object]:
-    """Stop runs by SIGTERM at random times; start two runs at once for one output."""
+    """Stop runs with SIGTERM at random times; start two runs at once for one output."""
     killer = Killer(folder, echo_job(folder), FakeBuild(max_num_seqs=8), OFTEN)
     killer.run_unbroken()
     waited = killer.stop_at_random(3, Random(1))
@@ -132,6 +132,6 @@ def stop_and_race(folder: Path) -> dict[str, object]:
 
 if __name__ == "__main__":
     print(json.dumps(globals()[sys.argv[1]](Path(sys.argv[2]))), flush=True)
-    # Skip the interpreter's shutdown: libraries' thread pools sometimes abort in a process that
-    # has forked.
+    # Skip the interpreter's shutdown: in a process that has forked, the thread pools of
+    # libraries sometimes abort.
     os._exit(0)

@@ -1,7 +1,8 @@
 """Kills runs of a job at failpoints or random times, and checks the output afterwards.
 
-A run is a process forked from one that has imported everything and computed nothing, so that it
-starts at once. Outputs are read without batchinfer's code, whose threads do not survive a fork.
+Each run is forked from a process that has imported all modules but has run no job, so that the run
+starts at once. Outputs are read without batchinfer's code, because its threads do not survive a
+fork.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ class Child:
         """Send a signal after some seconds, unless the process ends before that.
 
         Returns:
-            The process's exit status, and the seconds from the signal to its end.
+            The process's exit status, and the seconds from the signal to the process's end.
         """
         until = time.monotonic() + seconds
         while time.monotonic() < until:
@@ -85,7 +86,7 @@ class Child:
         return self.wait(), time.monotonic() - sent
 
     def has_ended(self) -> bool:
-        """Return True if the process has ended; ``wait`` then returns its exit status."""
+        """Return True if the process has ended; ``wait`` still returns its exit status."""
         return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
     def wait(self) -> int:
@@ -105,10 +106,11 @@ def start(
     """Run a job in a new process.
 
     Args:
-        build: makes the engine; None: the real one.
-        folder: for the process's ``log``, and for ``finished`` with a line for each finished row.
+        build: builds the engine; None: use the real engine.
+        folder: where the process writes ``log``, and ``finished`` with a line for each finished
+            row.
         failpoint: the failpoint at which the process kills itself.
-        prepare: called first in the process.
+        prepare: called in the new process before the job runs.
         options: further options of ``run_job``.
     """
     # SIGTERM waits until ``prepare`` has set its handler.
@@ -163,7 +165,7 @@ class InBucket:
 
     def begin(self, place: Path) -> None:
         self._count += 1
-        # Failpoints of files in this folder have its name, so it must be the same for all jobs.
+        # Names of failpoints contain this folder's name, so it must be the same for all jobs.
         self._key = f"killed/{self._count}/out/"
         self.path = f"{LAKE}/{self._key}"
 
@@ -185,7 +187,7 @@ class Outcome:
     kills: int = 0
     jobs: int = 0
     again_s: list[float] = field(default_factory=list)
-    """Seconds of work on finished rows that each kill lost."""
+    """For each kill, the seconds since the first of the finished rows that it lost had finished."""
     rows_again: int = 0
     """Number of finished rows that kills lost."""
     given_up: int = 0
@@ -199,7 +201,7 @@ class Killer:
     Args:
         folder: folder of all runs.
         spec: the job; its output path is replaced.
-        build: makes the engine; None: the real one.
+        build: builds the engine; None: use the real engine.
         output: where the output goes.
         role: the process's role, such as a shard; None: the process computes the whole job.
         finished: a finished output that each job updates; None: jobs start without output.
@@ -235,8 +237,8 @@ class Killer:
                 raise ViolationError("the updated output differs from a new output")
 
     def points(self) -> dict[str, list[str]]:
-        """Return, for each failpoint's name, the first, a middle and the last time it is
-        reached."""
+        """Return, for each failpoint, the first, a middle and the last time that it is reached, as
+        ``NAME:COUNT``."""
         times = {name: {1, (last + 1) // 2, last} for name, last in self._reached.items()}
         return {name: [f"{name}:{at}" for at in sorted(times[name])] for name in sorted(times)}
 
@@ -258,7 +260,7 @@ class Killer:
         self._check(self._run(LONG_S, update=self._may_update(random)))
 
     def stop_at_random(self, stops: int, random: Random) -> list[float]:
-        """Stop jobs by SIGTERM at random times, and finish each job.
+        """Stop jobs with SIGTERM at random times, and finish each job.
 
         Returns:
             Seconds from each signal to the end of the process.
@@ -296,7 +298,7 @@ class Killer:
         return codes
 
     def run_until_done(self, failpoint: str, most: int) -> int:
-        """Run a job that kills itself at ``failpoint`` until it ends; return the exit status."""
+        """Kill a job's runs at ``failpoint`` until one is not killed; return its exit status."""
         self._begin()
         for _ in range(most):
             code = self._run(LONG_S, failpoint)
@@ -385,14 +387,14 @@ class Killer:
         return rows
 
     def _may_update(self, random: Random) -> bool:
-        """Choose if the next run gets ``--update``: an update that has begun continues either
-        way."""
+        """Return True if no update has begun; otherwise choose at random, because an update that
+        has begun continues with or without ``--update``."""
         pattern = r"_batchinfer/next/[^/]+/_batchinfer/manifest.*\.json"
         has_begun = any(re.fullmatch(pattern, name) for name in self.output.files())
         return not has_begun or random.random() < 0.5
 
     def _check_one_generation(self) -> None:
-        """Check that readers see one generation with ``_SUCCESS``, or the record of a swap."""
+        """Check that there are parts of one generation, or no ``_SUCCESS`` but a swap's record."""
         assert self.finished is not None
         files = self.output.files()
         old = {p.name: p.read_bytes() for p in (self.finished / "data").iterdir()}
@@ -417,7 +419,7 @@ class Killer:
         self.outcome.jobs += 1
 
     def _retry_given_up(self) -> None:
-        """Run rows with ``crashed_engine`` again; no row kills the process here."""
+        """Run rows with ``crashed_engine`` again, without kills."""
         errors = [row["error"]["code"] for row in self.rows() if row["error"]]
         if given_up := errors.count("crashed_engine"):
             self.outcome.given_up += given_up
@@ -442,7 +444,7 @@ def _log_failpoints(path: Path) -> None:
 
 
 def _hold_first_part(release: Path) -> None:
-    """Before the first part is published, wait until a file exists."""
+    """Make this process wait for the file ``release`` before it publishes its first part."""
     failpoint = filesystem.failpoint
 
     def wait(name: str) -> None:

@@ -91,7 +91,7 @@ class LostTokens:
     most_bytes: int = 0
     """Largest size of all token files at any time, in bytes."""
     num_with_suspects: int = 0
-    """Number of kills of runs that suspected rows of crashing the engine."""
+    """Number of killed runs that suspected rows of crashing the engine."""
 
 
 class LongKiller(Killer):

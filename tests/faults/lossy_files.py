@@ -1,4 +1,4 @@
-"""A file system in memory that may lose, tear and reorder data that is not synced."""
+"""A file system in memory that may lose, tear or reorder writes that are not synced."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class File:
 
 @dataclass
 class Folder:
-    """A folder: for each name, its nodes since the folder's last sync, oldest first."""
+    """A folder: for each name, the nodes it has had since the folder's last sync, oldest first."""
 
     names: dict[str, list[Node | None]] = field(default_factory=dict)
 
@@ -112,7 +112,7 @@ class LossyFiles:
         return FileStat(len(node.data), node.mtime_ns) if isinstance(node, File) else FileStat(0, 0)
 
     def after_power_loss(self, random: Random) -> LossyFiles:
-        """Return a file system as a power failure may leave it.
+        """Return the file system as a power failure may leave it.
 
         A name refers to any of the nodes that it has referred to since its folder's last sync. A
         file holds its synced data, or part of its new data.
@@ -144,7 +144,7 @@ class NeverSynced(LossyFiles):
 
 
 def _folder_found(folder: Folder, random: Random, loss: float, seen: dict[int, Node]) -> Folder:
-    """Return a folder as a power failure leaves it.
+    """Return a folder as a power failure may leave it.
 
     Args:
         folder: the folder before the failure.

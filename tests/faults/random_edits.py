@@ -1,4 +1,4 @@
-"""Random edits of inputs and jobs; an updated output must equal a new output."""
+"""Random edits of inputs and jobs; an updated output must equal the output of a new job."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.job.fakes import TellingBuild, drawn, echo, job
 from tests.job.output.test_resume import stop_at
 
 Key = tuple[str, int, tuple[str, int] | None]
-"""Inputs of a row's answer: prompt, ``max_tokens``, and the key of its random numbers or None."""
+"""What a row's answer depends on: prompt, ``max_tokens``, and the key of its random numbers."""
 
 
 @dataclass(frozen=True)
@@ -130,8 +130,8 @@ def update_at_random(folder: Path, random: Random, rounds: int) -> int:
         The number of rows that updates copied.
 
     Raises:
-        ViolationError: an update computed rows other than those with new keys, or an output differs
-            from a new output.
+        ViolationError: an update computed other rows than those with new keys, or an output differs
+            from that of a new job.
     """
     editor = Editor(random)
     plan = Plan({"a": editor.new_rows(6), "c": editor.new_rows(5)})
@@ -159,7 +159,7 @@ def update_at_random(folder: Path, random: Random, rounds: int) -> int:
 
 
 def _run(plan: Plan, folder: Path, out: str, stop_after: int | None = None) -> set[int]:
-    """Update the output; return the rows that the engine computed."""
+    """Update the output; return the ids of the rows that the engine computed."""
     build = TellingBuild(max_num_seqs=4, next_token=drawn if plan.temperature else echo)
     if stop_after is not None:
         build.before_step = stop_at(stop_after)

@@ -42,7 +42,7 @@ from tests.job.stores import environment, s3_server
 Row = tuple[str, str, str]
 """What was tested, the results, and ``ok`` or a word in capitals."""
 MOST_LOST_S = 10.0
-"""Seconds of work on finished rows that a kill may lose."""
+"""A kill may lose finished rows of the last this many seconds."""
 KILLS_PER_GIVEN_UP = 50
 """One row may be given up per this many kills: on a busy machine, runs die soon after loading."""
 MOST_TOKENS_LOST_S = 5.0
@@ -152,7 +152,7 @@ def races(folder: Path, count: int, options: Namespace) -> Iterator[Row]:
 
 
 def kills_in_a_store(folder: Path, count: int, options: Namespace) -> Iterator[Row]:
-    """Kill runs that write to a store: at random times, at failpoints, by a row; race two runs."""
+    """Kill runs that write to a store: at random times, at failpoints, by a fatal row. Race two runs."""
     random, num_races = Random(options.seed), max(1, count // 5)
     with s3_server() as address:
         os.environ.update(environment(address))
@@ -178,7 +178,7 @@ def kills_in_a_store(folder: Path, count: int, options: Namespace) -> Iterator[R
 
 def retries(folder: Path, count: int, options: Namespace) -> Iterator[Row]:
     codes = retry_on_a_repaired_model(folder, count)
-    # Content hashes of weights count, so a run with the repaired model is another job.
+    # A job is identified by the hashes of weights, too: with the repaired model, it is another job.
     expected = [ExitCode.TOO_MANY_ROW_ERRORS] * (count + 1) + [ExitCode.LOCKED, ExitCode.OK]
     yield (
         f"a broken model run {count} times and retried; then repaired, run, and retried",
@@ -201,7 +201,7 @@ def random_edits(folder: Path, count: int, options: Namespace) -> Iterator[Row]:
 
 
 def _crash_states(*, of_updates: bool) -> Callable[..., Iterator[Row]]:
-    """Return a stage that cuts the power in random sequences of runs, retries and updates."""
+    """Return a stage of power failures in random sequences of runs, retries and updates."""
 
     def run(folder: Path, count: int, options: Namespace) -> Iterator[Row]:
         tried, what = 0, "power failures of updates" if of_updates else "power failures"

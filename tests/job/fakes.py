@@ -43,12 +43,12 @@ def byte_tokenizer() -> Tokenizer:
 
 
 def grammars() -> GrammarCompiler:
-    """Return a compiler of grammars for the byte tokenizer."""
+    """Return a grammar compiler for the byte tokenizer."""
     return GrammarCompiler(byte_tokenizer(), frozenset({EOS}), 257)
 
 
 def echo(context: bytes, stream: int, sample: int, position: int) -> int:
-    """Return the prompt's token at ``position``, and EOS after its last token."""
+    """Return the prompt's token at ``position``, or EOS if the prompt is shorter."""
     tokens = np.frombuffer(context, dtype=np.int32)
     return int(tokens[position]) if 2 * position < len(tokens) else EOS
 
@@ -90,7 +90,7 @@ class FakeBuilt:
 
 
 def _nothing(_number: int) -> None:
-    """A module-level function, because a lambda cannot be sent to another process."""
+    """Do nothing; not a lambda, because a lambda cannot be sent to another process."""
 
 
 class FakeBuild:

@@ -1,4 +1,4 @@
-"""S3 servers on this machine, some of which fail requests."""
+"""S3 servers on this machine, some of which answer with errors."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def between(address: str, answer: Callable[[Request], int | None]) -> Iterator[s
         address: the server to forward to.
         answer: returns the status to send for a request. None: forward the request, with any
             change that ``answer`` made, and return the response. Negative: forward the request, but
-            return the status without its sign.
+            answer with the status without its sign.
     """
 
     class Handler(BaseHTTPRequestHandler):

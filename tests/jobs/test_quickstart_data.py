@@ -50,7 +50,7 @@ def messages(row: dict[str, str]) -> list[dict[str, str]]:
 
 
 def leaves(answer: str) -> list[str]:
-    """Return the values in an answer: of a JSON object, or the plain text without its lead."""
+    """Return the values of an answer in JSON, or the text of another answer without "Ship to"."""
     if answer.startswith("{"):
         return [str(value) for value in json.loads(answer).values()]
     return [answer.removeprefix("Ship to ")]

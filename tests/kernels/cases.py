@@ -1,8 +1,8 @@
-"""Inputs for comparing attention and cache kernels with their references, with odd shapes.
+"""Inputs with odd shapes, for comparing attention and cache kernels with their references.
 
 A case is a shape; `build_*` makes its tensors from a seed, on a device, in a dtype. Memory that a
-kernel must not read holds NaN: stale cache contents, and outputs before the call. Table entries
-after a sequence's last block point outside the pool.
+kernel must not read, such as unused cache slots and outputs before the call, holds NaN. Table
+entries after a sequence's last block point outside the pool.
 """
 
 from dataclasses import dataclass
@@ -33,13 +33,13 @@ class Case:
 
 @dataclass(frozen=True)
 class AttentionCase(Case):
-    """A step; `lens` has (query_len, context_len) for every sequence."""
+    """The shape of a step; `lens` has (query_len, context_len) for every sequence."""
 
     lens: tuple[tuple[int, int], ...]
     num_heads: int = 4
     num_kv_heads: int = 2
     key_width: int = 16
-    value_width: int = 0  # 0: equal to the key's width
+    value_width: int = 0  # 0: equal to `key_width`
     block_size: int = 16
     sliding_window: int = 0
     softcap: float = 0.0
@@ -63,7 +63,7 @@ class AttentionInputs:
 _DECODES = ((1, 1), (1, 15), (1, 16), (1, 17), (1, 257))
 _MIXED = ((7, 7), (1, 33), (64, 64), (1, 257), (7, 40), (1, 1), (64, 100))
 
-# Small cases, which also run in Triton's interpreter. It takes milliseconds per program.
+# Cases small enough for Triton's interpreter, which takes milliseconds per program.
 INTERPRETED_ATTENTION_CASES = (
     AttentionCase("decodes", _DECODES, num_heads=4, num_kv_heads=1, key_width=40),
     AttentionCase("decodes_split", _DECODES, num_heads=3, num_kv_heads=1, num_splits=3),
@@ -100,8 +100,8 @@ _GROUPS = ((1, 1), (8, 8), (3, 1), (12, 4), (8, 2), (8, 1), (16, 2), (71, 1), (1
 _WIDTHS = ((16, 16), (40, 40), (64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256))
 _LONG = ((1, 4097), (1, 1), (1, 511), (1, 512), (1, 513), (1, 1025), (300, 1111), (2, 700))
 
-# Cases for a GPU: each group with two of the widths, and all features at real lengths. Each shape
-# is compiled, so not all combinations are tested.
+# Cases for a GPU: each pair of head counts with two of the widths, and all features at realistic
+# lengths. Not all combinations are tested, because each shape must be compiled.
 ATTENTION_CASES = (
     *INTERPRETED_ATTENTION_CASES,
     *(
@@ -214,7 +214,7 @@ def without_launch_options(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def attend_paged(**arguments: Any) -> None:
-    """Run `paged_attention` with work lists for these arguments, unless they have work lists."""
+    """Run `paged_attention`, with new work lists unless the arguments include some."""
     query, values, starts = (arguments[n] for n in ("query", "value_cache", "query_starts"))
     work, chunks = arguments.get("work"), arguments.get("chunks")
     if work is None:
@@ -239,7 +239,7 @@ def reference_attention(**arguments: Any) -> None:
 
 
 def check_attention(inputs: AttentionInputs) -> None:
-    """Check that `paged_attention` gives the reference's output, which is finite."""
+    """Check that `paged_attention` matches the reference, whose output must be finite."""
     got, expected = inputs.with_fresh_out(), inputs.with_fresh_out()
     attend_paged(**got)
     reference_attention(**expected)
@@ -249,7 +249,7 @@ def check_attention(inputs: AttentionInputs) -> None:
 
 
 def transposed(values: torch.Tensor) -> torch.Tensor:
-    """Return a view of `values` stored by columns, like float8 values on a GPU."""
+    """Return a view of the memory of `values` in column order, like float8 values on a GPU."""
     strides = (*values.stride()[:2], 1, values.shape[2])
     return values.as_strided(values.shape, strides, values.storage_offset())
 
@@ -312,7 +312,7 @@ def build_write(
 
 @dataclass(frozen=True)
 class CopyCase(Case):
-    """Copy `num_pairs` of `num_slots` blocks."""
+    """Copy `num_pairs` blocks within a pool of `num_slots`."""
 
     num_slots: int
     slot_elems: int
@@ -365,7 +365,7 @@ TABLES_CASES = (
 
 
 def build_tables(case: TablesCase, device: torch.device | str) -> dict[str, torch.Tensor]:
-    """Return the arguments of `unpack_block_tables`; other elements are invalid."""
+    """Return the arguments of `unpack_block_tables`; the large tables hold invalid entries."""
     generator = torch.Generator().manual_seed(0)
     size = case.groups * case.count * case.width
     packed = torch.randint(0, 999, (size + 3,), generator=generator, dtype=torch.int32)

@@ -28,7 +28,7 @@ ODD_CASES = (_ODD_WIDTHS, replace(_ODD_WIDTHS, name="odd_widths_and_blocks", blo
 
 
 def _on_a_cpu(case: AttentionCase) -> AttentionCase:
-    """Return the case without options of GPU launches, and with small heads if it is large."""
+    """Return the case without GPU launch options, and with few narrow heads if it is large."""
     case = replace(case, num_splits=None)
     return replace(case, num_heads=4, num_kv_heads=2, key_width=40) if len(case.lens) > 50 else case
 

@@ -1,10 +1,11 @@
-/* Tests of the C kernels without Python, for emulated processors. Products and attention of
-   pseudorandom inputs are compared with plain loops in double, and results of rows alone with
-   results of rows together. Encoder layers are in encoder_driver.h.
+/* Tests the C kernels without Python, so that emulators of other processors can run it. It compares
+   products and attention of pseudorandom inputs with plain loops in double precision, and checks
+   that a row's result is the same alone and together with other rows. The tests of encoder layers
+   are in encoder_driver.h.
 
    Compiled with kernels/cpu/{encoder_layers,gemm,gemm_groups,gemm_int8,paged_attention,row_ops,amx_tiles}.c.
-   It prints the instructions that were used and a hash of all outputs' bits. The exit code is 1 if a
-   check failed. */
+   For each kernel, it prints the name of the instructions that ran, and a hash of the bits of all
+   outputs. The exit code is 1 if a check failed. */
 
 #include <math.h>
 #include <stdio.h>
@@ -31,8 +32,8 @@ const char *attend_instructions_f32(int kernel);
 const char *attend_instructions_bf16(int kernel);
 
 static uint64_t state;
-static float scale = 1.0f; /* of the random inputs */
-static int bits = 4;       /* per grouped code */
+static float scale = 1.0f; /* bound of the random inputs */
+static int bits = 4;       /* per code of a GROUPS weight */
 static int attend_by;
 static int failures;
 static uint64_t hash;
@@ -55,7 +56,7 @@ static void expect(int holds, const char *what, int is_bf16, int rows) {
     printf("WRONG: %s, %s, %d rows\n", what, is_bf16 ? "bf16" : "f32", rows);
 }
 
-/* An array of either type. */
+/* An array of float32 or bfloat16 numbers. */
 typedef struct {
     int is_bf16;
     size_t count;
@@ -104,7 +105,7 @@ static float to_int8(array a, size_t from, int count, int8_t *codes) {
     return most * (1.0f / 127.0f);
 }
 
-/* `a` as floats; if `rounded`, with each row rounded to int8. */
+/* Returns `a` as float32; if `rounded`, each row of `width` numbers is first rounded to int8. */
 static array as_floats(array a, int rounded, int width) {
     array floats = {0, a.count, malloc(a.count * sizeof(float))};
     for (size_t i = 0; i < a.count; i++) put(floats, i, get(a, i));
@@ -124,7 +125,8 @@ typedef struct {
     float *scales;
 } coded;
 
-/* Codes of a weight. INT8: each output is rounded. GROUPS: random codes, which replace the weight. */
+/* Returns codes of a weight. INT8: each output's row is rounded. GROUPS: the codes are random, and
+   the weight is overwritten with their values. */
 static coded coded_of(array weight, int kind, int in) {
     const int groups = (in + GROUP - 1) / GROUP, middle = 1 << (bits - 1);
     const size_t outs = weight.count / in;
@@ -158,7 +160,7 @@ static array packed_of(array weight, int kernel, int kind, coded c, int in, int 
 static void check_product(int is_bf16, int kernel, int kind, int in, int outs) {
     array x = make(is_bf16, (size_t)MOST_ROWS * in, 1);
     array weight = make(is_bf16 && kind != GROUPS, (size_t)outs * in, 1);
-    array bias = make(is_bf16, outs, scale == 1.0f); /* 0 if a bias would hide tiny products */
+    array bias = make(is_bf16, outs, scale == 1.0f); /* 0 if inputs are tiny: it would hide them */
     array out = make(is_bf16, (size_t)MOST_ROWS * outs, scale == 1.0f);
     array some = make(is_bf16, (size_t)MOST_ROWS * outs, 0), there = make(is_bf16, out.count, 0);
     const coded codes = coded_of(weight, kind, in);
@@ -182,7 +184,8 @@ static void check_product(int is_bf16, int kernel, int kind, int in, int outs) {
     add_to_hash(out.at, out.count * (is_bf16 ? 2 : 4));
     multiply_rows(x, packed, bias, out, 0, MOST_ROWS, in, outs, 0);
     add_to_hash(out.at, out.count * (is_bf16 ? 2 : 4));
-    /* Add the product to its own negative, which was rounded: the last bits of its sums remain. */
+    /* Add the product to the negative of the output. Because the output was rounded, the low bits
+       of the sums remain, so the hash covers them, too. */
     for (size_t i = 0; i < out.count; i++) put(some, i, -get(out, i));
     multiply_rows(x, packed, bias, some, 0, MOST_ROWS, in, outs, 1);
     add_to_hash(some.at, out.count * (is_bf16 ? 2 : 4));
@@ -199,7 +202,8 @@ static void check_product(int is_bf16, int kernel, int kind, int in, int outs) {
 
 enum { HEADS = 6, KV_HEADS = 2, TOKENS = 150, TABLE = TOKENS };
 
-/* Attention of the last `count` of `end` tokens, written to the beginning of `out`. */
+/* Computes the attention of the last `count` of the first `end` tokens and writes it to the start
+   of `out`. */
 static void attend_to(
     array query, array keys, array values, const int32_t *table, int size, int width, int end,
     int count, int window, array out) {

@@ -147,7 +147,7 @@ def check_bits_of_a_sequence(
     monkeypatch: pytest.MonkeyPatch,
     pack: Callable[[torch.Tensor], torch.Tensor] = gemm.pack,
 ) -> None:
-    """Compare sequences alone, in steps with one task and with many, on 1 and on 3 threads."""
+    """Check that a sequence has the same bits alone and with others, on 1 and on 3 threads."""
     case = EncoderCase("", 2, 16, 32, 48, (60, *(30,) * 18, *(9,) * 20))
     layers = EncoderLayers(case, dtype, pack)
     together = layers.run(layers.hidden, case.lengths).split(case.lengths)

@@ -1,8 +1,9 @@
-/* An OpenMP runtime for tests in which threads take turns: one runs until it waits at a barrier, then
-   the next one does. If a barrier is missing, the first thread always reads what the last one has not
-   computed yet.
+/* An OpenMP runtime for tests. Its threads take turns: one runs until it waits at a barrier, then
+   the next one runs. If a barrier is missing, the first thread always reads data that the last one
+   has not computed yet.
 
-   The functions are those that GCC's code calls (libgomp/libgomp_g.h). Loops are divided into chunks. */
+   It defines the functions that code compiled by GCC calls (libgomp/libgomp_g.h). The chunks of a
+   loop are assigned to the threads in turn. */
 
 #include <pthread.h>
 #include <stdbool.h>
@@ -19,7 +20,7 @@ typedef struct {
 typedef struct {
     team *of;
     int id;
-    long at, end, size; /* of a loop: this thread's next chunk begins at `at` */
+    long at, end, size; /* in a loop: this thread's next chunk begins at `at` */
 } member;
 
 static _Thread_local member me;

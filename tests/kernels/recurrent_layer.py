@@ -25,11 +25,11 @@ def at_once(lengths: list[int]) -> Cuts:
 
 
 class RecurrentLayer:
-    """The middle one of three layers, and the inputs of some sequences.
+    """The second of three recurrent layers, and its inputs for some sequences.
 
     Args:
-        text: config whose layers are all recurrent.
-        lengths: tokens of each sequence.
+        text: text config of a model whose layers are all recurrent.
+        lengths: number of tokens of each sequence.
         slot_bytes: minimum size of a slot in bytes.
     """
 
@@ -116,7 +116,7 @@ class RecurrentLayer:
         torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
 
     def assert_same_bits(self, kernel: Any, cuts: Cuts, device: str = "cpu") -> None:
-        """Compare all sequences at once with sequences in steps, and with each sequence alone."""
+        """Check that sequences in steps, and alone, have the bits of all sequences in one step."""
         whole = self.run(kernel, device=device)
         assert torch.equal(self.run(kernel, cuts, device), whole)
         inputs, lengths, tables = self.inputs, self.lengths, self.tables
@@ -128,7 +128,7 @@ class RecurrentLayer:
 
 
 def _on(weights: Any, device: str) -> Any:
-    """Return weights with all tensors on a device."""
+    """Return a copy of the weights with all tensors on a device."""
     values = {field.name: getattr(weights, field.name) for field in fields(weights)}
     return replace(
         weights, **{name: x.to(device) for name, x in values.items() if torch.is_tensor(x)}

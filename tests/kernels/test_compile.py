@@ -1,5 +1,6 @@
-"""Compiles all kernels for GPUs on machines without one, including bfloat16, which Triton's
-interpreter computes wrongly.
+"""Compiles all kernels for GPUs, on machines without one.
+
+This also covers bfloat16, which Triton's interpreter computes wrongly.
 
 Only kernels that differ from `benchmarks/compiled.csv` are compiled; `benchmarks/README.md` says
 how to update that table.
@@ -31,12 +32,12 @@ from sass import main_loop, parse  # noqa: E402
 
 # Maximum bytes of shared memory per program, on an A100, and on an H100 or H200.
 SHARED_MEMORY = {"sm_80": 163 * 2**10, "sm_90": 227 * 2**10}
-# These spill a few bytes, in the second launch, which only processes flat rows.
+# Kernels that spill a few bytes, but only in the second launch, which processes only flat rows.
 KNOWN_SPILLS = {"sm_80 sample_filters sample_rest", "sm_90 sample_filters sample_rest"}
 
 
 def report(cache: Path, *options: str, path: Path = ROOT) -> None:
-    """Run the script with the Triton package in `path`, or else the installed one."""
+    """Run `compile_report.py` with the Triton package in `path`, or else the installed one."""
     environment = os.environ | {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": f"{path}:{ROOT}"}
     command = [sys.executable, str(BENCHMARKS / "compile_report.py"), *options]
     done = subprocess.run(
@@ -61,7 +62,7 @@ def test_every_kernel_refuses_the_cpu_without_the_interpreter(
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[Row]:
-    """Rows of all kernels, after checking that no kernel got worse."""
+    """Check that no kernel got worse, and return the table rows of all kernels."""
     folder = tmp_path_factory.mktemp("compiled")
     report(folder, "--check", "--out", str(folder / "rows.csv"))
     return read(folder / "rows.csv")
@@ -94,7 +95,7 @@ def test_float8_linears_use_warp_group_instructions_on_sm_90(compiled: list[Row]
 
 
 def check_kept(version: str, path: Path, folder: Path) -> None:
-    """Compile some kernels again, and compare them with the stored table."""
+    """Compile some kernels again, and compare their rows with the stored table."""
     chosen = ["--cases", "d64", "rotary_d128_norms", "--targets", "90"]
     report(folder, "--fresh", *chosen, "--out", str(folder / "rows.csv"), path=path)
     rows = read(folder / "rows.csv")

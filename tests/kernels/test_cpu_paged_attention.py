@@ -44,7 +44,7 @@ def test_cpu_attention_over_float8_equals_reference(
 
 @pytest.mark.parametrize("width", [3, 16, 40])
 def test_cpu_attention_converts_every_float8_exactly(width: int) -> None:
-    """If a token sees one position, its output is the value there."""
+    """The output of a token that sees only one position is the value at this position."""
     codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
     values = codes[:, None, None, None].expand(256, 1, 1, width).contiguous()
     table = torch.arange(256, dtype=torch.int32)[:, None]
@@ -85,7 +85,7 @@ def test_cpu_kv_write_equals_reference(case: WriteCase, dtype: torch.dtype) -> N
 def test_token_bits_do_not_depend_on_chunks(
     dtype: torch.dtype, block_size: int, window: int, width: int, fp8: bool
 ) -> None:
-    """Compute a prompt whole, in chunks, in single tokens, and with each token as a sequence."""
+    """Compute a prompt at once, in chunks, token by token, and with each token as a sequence."""
     torch.manual_seed(0)
     length, num_heads, num_kv_heads = 300, 6, 2
     blocks = -(-length // block_size)
@@ -134,7 +134,7 @@ def test_token_bits_do_not_depend_on_chunks(
 
 @dataclass(frozen=True)
 class Branches:
-    """Sequences in the order of their tree of shared prefixes."""
+    """Sequences whose shared prefixes form a tree, in the order of the tree."""
 
     tokens: tuple[tuple[int, int], ...]  # (query tokens, context) of each sequence
     shared: tuple[int, ...]  # tokens shared with the previous sequence
@@ -174,7 +174,7 @@ def test_shared_prefixes_change_no_bits(
     queries = [torch.randn(n, num_heads, width).to(dtype) for n in query_lens]
 
     def attend(order: list[int], *, shares: bool) -> list[torch.Tensor]:
-        """Return outputs by sequence; ``order`` is their order in the step."""
+        """Return the output of each sequence; ``order`` is the order of the sequences in the step."""
         query = torch.cat([queries[at] for at in order])
         lens = [query_lens[at] for at in order]
         out = torch.full_like(query, torch.nan)
@@ -205,7 +205,7 @@ def test_shared_prefixes_change_no_bits(
 
 
 def tables_of(branches: Branches, block_size: int) -> torch.Tensor:
-    """Return block tables [S, width] that share the blocks of ``branches``."""
+    """Return block tables [S, width] with the shared blocks that ``branches`` describes."""
     longest = max(context for _, context in branches.tokens)
     width = -(-longest // block_size)
     tables = torch.arange(len(branches.tokens) * width, dtype=torch.int32).view(-1, width)

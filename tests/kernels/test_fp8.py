@@ -56,7 +56,7 @@ def _there_and_back(x_ptr, code_ptr, back_ptr, SIZE: tl.constexpr):  # noqa: N80
 
 @on_both_devices
 def test_float8_conversion_rounds_like_torch_and_saturates(device: str) -> None:
-    """All float16 numbers, and midpoints between adjacent float8 numbers, in float32."""
+    """Convert all float16 numbers, and midpoints between adjacent float8 numbers, as float32."""
     halves = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.float16).float()
     codes = torch.arange(127, dtype=torch.uint8).view(FP8).float()
     middles = torch.stack([(codes[1:] + codes[:-1]) / 2 * (1 + e) for e in (-1e-6, 0.0, 1e-6)])
@@ -192,7 +192,7 @@ def test_attention_over_float8_equals_reference_on_gpu(
 def test_decodes_with_float8_gemms_equal_reference(
     case: AttentionCase | SharedCase, interpreter: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Decode as on an H100, but in float16, because the interpreter computes bfloat16 wrongly."""
+    """Decode as on an H100, but in float16: Triton's interpreter computes bfloat16 wrongly."""
     seen, original = [], decode_attention.multiplies_float8
 
     def multiplies_float8(query: torch.dtype, heads: Heads, *, transposed: bool) -> bool:
@@ -215,7 +215,7 @@ def split_at(
     num_splits: int | None = 1,
     block_size: int = 16,
 ) -> torch.Tensor:
-    """Return the output of one head with these scores, and values of one column."""
+    """Return the output of one head with these scores; all columns of its values are `values`."""
     num_slots = len(scores) // block_size
     by_blocks = (num_slots, 1, block_size, 1)
     key_cache = scores.view(by_blocks).repeat(1, 1, 1, 16) / 16
@@ -260,7 +260,7 @@ def test_float8_weights_match_their_values_for_all_tile_and_block_sizes(
 def test_float8_weights_keep_small_weights_if_another_tile_has_large_ones(
     first: float, interpreter: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first token of a text often has nearly all weight.
+    """The first token of a text often has nearly all the attention weight.
 
     Weights are rounded to multiples of 2^-18 of the largest weight in their tile, so each may be
     off by half of that.

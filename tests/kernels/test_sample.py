@@ -87,7 +87,7 @@ def test_row_with_nan_or_infinity_fails_without_affecting_other_rows(
 
 
 def edits_of(logits: torch.Tensor, restricted: list[int]) -> EditedLogits:
-    """Return edits that add 1 to every fifth token, with NaN in values that must not be read."""
+    """Return edits that add 1 to every fifth logit, with NaN in values that must not be read."""
     present = torch.zeros(logits.shape[0], -(-logits.shape[1] // 32) * 32, dtype=torch.int64)
     present[:, : logits.shape[1] : 5] = 1
     words = (present.view(len(logits), -1, 32) << torch.arange(32)).sum(2)

@@ -39,7 +39,7 @@ INSTRUCT = (
 
 
 def _byte_level() -> Any:
-    """Return a tokenizer like GPT-2's, Qwen's and Llama 3's; ``<think>`` is added, not special."""
+    """Return a tokenizer like GPT-2's; ``<think>`` is an added token, but not a special one."""
     backend = Backend(models.BPE())
     backend.normalizer = normalizers.NFC()
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -99,7 +99,7 @@ def _sentencepiece() -> Any:
 
 
 def wrap(reference: Any, *, chat_template: str | None = None) -> Tokenizer:
-    """Return our tokenizer with the backend of transformers' tokenizer, as the loader makes it."""
+    """Make our tokenizer from a tokenizer of transformers, as the loader does."""
     backend = reference.backend_tokenizer
     added = backend.get_added_tokens_decoder().values()
     return Tokenizer(
@@ -141,7 +141,7 @@ def chatml(chatml_reference: Any) -> Tokenizer:
 
 @pytest.fixture(scope="session")
 def chatml_without_template(chatml_reference: Any) -> Tokenizer:
-    """Return our byte-level tokenizer of a model without a chat template."""
+    """Return our byte-level tokenizer without a chat template."""
     return wrap(chatml_reference)
 
 

@@ -82,7 +82,7 @@ def prompt(row: int, prefix: int) -> np.ndarray:
 
 
 def logits_of(loaded: LoadedModel, setup: Setup) -> dict[tuple[int, int, int], bytes]:
-    """Return the logits of every row, sample and output position."""
+    """Run rows; return their logits, keyed by row, sample and output position."""
     cache = KVCache(loaded.layout(8), setup.num_blocks, CPU, getattr(torch, loaded.dtype))
     windows = cache.layout.windows
     pool = BlockPool(setup.num_blocks, 8, enable_prefix_caching=setup.caching, windows=windows)

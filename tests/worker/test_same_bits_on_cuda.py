@@ -1,4 +1,4 @@
-"""With `engine.deterministic`, a row's tokens and logprobs have the same bits on CUDA too.
+"""With `engine.deterministic`, the bits of a row's tokens and logprobs are reproducible on CUDA.
 
 They depend neither on other rows nor on the schedule. Tested in Triton's interpreter and on GPUs.
 """
@@ -67,7 +67,7 @@ OTHERS = {
 
 @dataclass(frozen=True)
 class Prepared:
-    """A model whose rows keep their bits, and the function that captures its steps."""
+    """A model prepared for ``engine.deterministic``, and the function that captures its steps."""
 
     model: torch.nn.Module
     layout: KVLayout
@@ -76,7 +76,7 @@ class Prepared:
 
 
 class RecordingSampler(Sampler):
-    """Keeps the bits of every sample: its logits, its token and its logprob."""
+    """Records the bits of every sample: its logits, its token and its logprob."""
 
     def __init__(self) -> None:
         self.bits: dict[tuple[int, int, int], bytes] = {}
@@ -96,7 +96,7 @@ class RecordingSampler(Sampler):
 
 
 def bits_of(prepared: Prepared, setup: Setup) -> dict[tuple[int, int, int], bytes]:
-    """Return the bits of every row, sample and output position."""
+    """Run rows, and return the bits of the samples, keyed by row, sample and output position."""
     weight = next(prepared.model.parameters())
     cache = KVCache(prepared.layout, setup.num_blocks, weight.device, weight.dtype)
     windows = prepared.layout.windows
@@ -135,19 +135,19 @@ def bits_of(prepared: Prepared, setup: Setup) -> dict[tuple[int, int, int], byte
 
 
 def prompt(row: int) -> np.ndarray:
-    """Return a prompt that shares its first 9 tokens with other rows."""
+    """Return a prompt that shares its first 9 tokens with every other row."""
     shared, own = np.random.default_rng(row % 2), np.random.default_rng(100 + row)
     ids = [shared.integers(2, 190, 9), own.integers(2, 190, 1 + 6 * row)]
     return np.concatenate(ids).astype(np.int32)
 
 
 def replayed(run: Run) -> Run:
-    """Do not capture; a replay calls ``run`` again."""
+    """Capture nothing: a replay calls ``run`` again."""
     return run
 
 
 def wait_for_nothing(self: HostCopy, tensor: torch.Tensor) -> None:
-    """Keep the tensor: without a device there is no pinned memory."""
+    """Keep the tensor itself: without a device there is no pinned memory."""
     self._event, self._host = None, tensor
 
 

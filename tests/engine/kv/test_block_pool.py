@@ -71,7 +71,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(count=st.integers(0, 16))
     def grant(self, count: int) -> None:
-        """If k blocks are available, k blocks are granted, however scattered."""
+        """Allocate ``count`` blocks; if as many are available, this must succeed."""
         if count <= self.pool.num_available:
             table = [self.allocate() for _ in range(count)]
             self.step(table)
@@ -331,7 +331,7 @@ def evict_all(pool: BlockPool) -> None:
 
 
 def test_a_step_does_not_fill_a_host_slot_that_it_reads() -> None:
-    """A step copies to the host first, so a filled slot would be read with other contents."""
+    """A step copies to the host before it copies from the host, so it would read new contents."""
     pool, reuse_hints = small_pool(2, 2)
     first = indexed(pool, [1, 1, 1, 1, 2, 2, 2, 2])
     waiting_for(reuse_hints, first)
@@ -346,7 +346,7 @@ def test_a_step_does_not_fill_a_host_slot_that_it_reads() -> None:
 
 
 def test_a_step_does_not_fill_a_host_slot_that_it_reads_after_its_block_left_the_index() -> None:
-    """Another row failed, so the block leaves the index, but its user still gets its contents."""
+    """A failed row's blocks leave the index; a row that will read one still gets its contents."""
     pool, reuse_hints = small_pool(4, 2)
     first = indexed(pool, [1, 1, 1, 1, 2, 2, 2, 2])
     waiting_for(reuse_hints, first)
@@ -426,7 +426,7 @@ def test_the_last_row_to_arrive_decides_whether_a_block_is_used_later() -> None:
 
 @pytest.mark.parametrize("submitted", [False, True])
 def test_blocks_that_a_failed_step_moved_are_not_found(submitted: bool) -> None:
-    """This holds for blocks that the step took to the host and for blocks it brought back."""
+    """This holds for blocks that the step copied to the host and for blocks that it copied back."""
     pool, reuse_hints = small_pool(2, 4)
     there = indexed(pool, [1] * SIZE)
     waiting_for(reuse_hints, there)

@@ -17,7 +17,7 @@ SIZE = 4
 
 
 def most_held(prompt: int, output: int, chunk: int, windows: tuple[int, ...]) -> int:
-    """Return the most slots that a single row ever holds, counted position by position."""
+    """Return the most slots that a single row ever holds, counted step by step."""
     most, computed = 0, 0
     while computed < prompt + output - 1:
         num_new = min(chunk, prompt - computed) if computed < prompt else 1
@@ -33,7 +33,7 @@ def most_held(prompt: int, output: int, chunk: int, windows: tuple[int, ...]) ->
 def test_a_row_holds_what_its_windows_see(
     make_engine: MakeEngine, windows: tuple[int, ...], chunk: int
 ) -> None:
-    """50 prompt and 40 output tokens take 23 blocks of full attention, or 3 for a window of 9."""
+    """90 tokens take 23 slots with full attention, but only 3 with a window of 9 tokens."""
     engine, _ = make_engine(200, max_tokens=chunk, windows=windows, caching=False)
     request = make_request(0, list(range(1, 51)), max_tokens=40, ignore_eos=True)
     completions, steps = run_all(engine, [request])
@@ -45,7 +45,7 @@ def test_a_row_holds_what_its_windows_see(
 
 
 def test_blocks_that_left_the_window_serve_other_rows(make_engine: MakeEngine) -> None:
-    """Eight rows of 23 blocks run in 40 slots: each needs 3 slots, and 5 more for a chunk."""
+    """Eight rows of 23 blocks run in 40 slots: a row needs 3 slots, or up to 8 for a chunk."""
     requests = [make_request(row, [row + 1] * 50, max_tokens=40) for row in range(8)]
     engine, _ = make_engine(40, max_tokens=16, windows=(9,))
     completions, steps = run_all(engine, requests)
@@ -74,7 +74,7 @@ def test_a_prefix_hit_needs_the_last_window_only(windows: tuple[int, ...]) -> No
 
 @pytest.mark.parametrize("windows", [(9,), (0, 9)])
 def test_a_hit_without_its_window_is_shortened_and_later_repaired(windows: tuple[int, ...]) -> None:
-    """Block 5 lost its slot in a window: a hit must end before it, or two blocks after it."""
+    """Block 5 lost its window slot: a hit must end before it, or at least two blocks after it."""
     prompt = list(range(1, 33))
     engine, _ = make_engine(60, windows=windows)
     run_all(engine, [make_request(0, prompt, max_tokens=1)])
@@ -118,7 +118,7 @@ def test_index_entries_without_blocks_are_removed() -> None:
 @pytest.mark.parametrize("windows", [(2,), (0, 2)])
 @pytest.mark.parametrize("caching", [False, True])
 def test_beams_that_forked_long_ago_return(windows: tuple[int, ...], caching: bool) -> None:
-    """Beams fork more than a window back, or resume from blocks that they left."""
+    """Preempted beams return that forked more than a window ago."""
     engine, _ = make_engine(600, 1, windows=windows, max_tokens=16, caching=caching)
     request = beams(0, [3, 4, 5, 6, 7], 6, max_tokens=40, ignore_eos=True)
     completions, _ = run_preempting(engine, [request], every=7)

@@ -28,9 +28,9 @@ def common_blocks(left: list[int], right: list[int]) -> int:
 
 
 def told(order: np.ndarray, shared: np.ndarray) -> dict[tuple[int, int], int]:
-    """Return the prefix length that the order gives each pair of sequences.
+    """Return the length of the shared prefix of each pair of sequences.
 
-    It is the smallest value between the two sequences in the order.
+    It is the minimum of ``shared`` between the two sequences in ``order``.
     """
     return {
         (int(order[i]), int(order[j])): int(shared[i + 1 : j + 1].min())
@@ -81,7 +81,7 @@ def check(step: Step) -> None:
 def test_steps_list_the_shared_prefixes_of_their_sequences(
     make_engine: MakeEngine, data: st.DataObject
 ) -> None:
-    """Prefixes have two levels, rows have samples, and rows start and end at different times."""
+    """Prefixes have two levels, and rows have several samples and start and end at any time."""
     engine, runner = make_engine(
         num_blocks=data.draw(st.sampled_from([40, 200])),
         block_size=BLOCK_SIZE,

@@ -29,7 +29,7 @@ class Disturbed:
     """Builds engines; one of them fails once, before its step ``at``.
 
     Args:
-        how: the signal to send, or ``device`` or ``bug`` for an error.
+        how: the signal to send; or ``device`` or ``bug``, for such an error.
         pid: the process that gets the signal; 0 means the engine's own process.
         kernels: the first engine uses different kernels.
         never: no engine can be built.
@@ -92,7 +92,7 @@ class Paced:
 
 
 def log_finished_rows(path: Path) -> None:
-    """Append a line with id and time to a file for each row that this process finishes."""
+    """For each row that this process finishes, append a line with its id and the time to a file."""
     add, file = PartWriter.add, path.open("ab", buffering=0)
 
     def add_and_log(self: PartWriter, row: FinishedRow) -> None:

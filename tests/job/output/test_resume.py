@@ -62,7 +62,7 @@ def table(tmp_path: Path) -> pa.Table:
 
 
 def on_disk(tmp_path: Path) -> list[int]:
-    """Return the rows in segments."""
+    """Return the ids of the rows in segments."""
     paths = sorted((tmp_path / "out" / "_batchinfer" / "segments").iterdir())
     return sorted(row for path in paths for row in pq.read_table(path)["row_id"].to_pylist())
 

@@ -1,6 +1,6 @@
-"""Whole jobs that reuse rows: only new rows run, but the output equals that of a full run.
+"""Whole jobs that reuse rows: only new rows run, and the output equals that of a full run.
 
-The fake engine answers with the prompt, or draws from everything that a sample may depend on.
+The fake engine answers with the prompt, or with a hash of everything that a sample may depend on.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Story:
     def run(
         self, out: str, *reuse: str, build: TellingBuild | None = None, **sections: Any
     ) -> list[int]:
-        """Run a job into ``out``; return the rows that its engine ran."""
+        """Run a job with the output ``out``; return the ids of the rows that its engine ran."""
         build = build or TellingBuild()
         spec = self.spec(out, reuse, **sections)
         assert run_job(spec, build=build, quiet=True) is ExitCode.OK
@@ -144,7 +144,7 @@ def test_outputs_with_other_parts_filter_order_or_explode_are_reused(story: Stor
 
 
 def test_samples_of_moved_rows_are_drawn_again(story: Story) -> None:
-    """By default a row's position seeds its samples; a row with its own seed keeps its samples."""
+    """By default, a row's position seeds its samples; a row with its own seed keeps its samples."""
     story.write(numbered(20), sampling_params=[None] * 18 + ['{"seed": 5}'] * 2)
     draw = {"sampling": DRAW}
     story.run("one", build=TellingBuild(next_token=drawn), **draw)
@@ -405,7 +405,7 @@ def _draws(sections: dict[str, Any]) -> bool:
 
 
 def _identities(prompts: list[str], sections: dict[str, Any]) -> list[tuple[Any, ...]]:
-    """Return the facts that decide each row's answer, for the rows within the limit."""
+    """Return what each row's answer depends on, for the rows within the limit."""
     most = sections.get("sampling", {}).get("max_tokens", 8)
     limit = sections.get("input", {}).get("limit", len(prompts))
     return [

@@ -109,7 +109,7 @@ def test_prefix_sharing_of_a_resumed_job(tmp_path: Path) -> None:
     assert run_job(spec, build=FakeBuild(max_num_seqs=4), quiet=True) is ExitCode.OK
     sharing = summary(tmp_path)["sharing"]
     assert sharing["prompt_tokens"] == sum(map(len, prompts))
-    # The second run planned its rows without the rows finished in the first.
+    # The second run planned its rows without those that the first run had finished.
     assert prefixes(prompts) < sharing["distinct_tokens"] <= prefixes(prompts) + 40
     requests = pq.read_table(tmp_path / "out" / "stats" / "requests.parquet")
     assert sharing["distinct_tokens"] == pc.sum(requests["distinct_tokens"]).as_py()

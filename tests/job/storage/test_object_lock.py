@@ -171,7 +171,7 @@ def test_objects_of_dead_runs_are_overwritten(state: StorePath) -> None:
 
 
 def test_delete_lists_objects_before_it_checks_the_lock(state: StorePath) -> None:
-    """Then nothing slow happens between the check and the delete."""
+    """In this order, nothing slow happens between the check and the delete."""
     sleeper = Run(state)
     sleeper.lock.acquire()
     path = state.parent / "_SUCCESS"

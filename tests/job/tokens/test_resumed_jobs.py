@@ -1,4 +1,4 @@
-"""Jobs of long answers that are interrupted: no token is drawn twice, and no output differs."""
+"""Interrupted jobs with long answers: no token is drawn twice, and outputs stay the same."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ OF_ROWS: list[dict[str, Any]] = [
     GREEDY,
     {"max_tokens": 1},
 ]
-"""Sampling parameters of rows of each kind; greedy rows share a prompt."""
+"""Sampling parameters for each kind of row; greedy rows share a prompt."""
 MIXED: dict[str, dict[str, Any]] = {"sampling": SEEDED}
 ACCEPTED = {"sampling": SEEDED, "accept": {"regex": "A[A-D]*$", "k": 2, "max_tries": 8}}
 THINKING = {
@@ -50,7 +50,7 @@ THINKING = {
 
 
 class Killed(BaseException):
-    """An exception that no code of the program catches."""
+    """An exception that the program never catches."""
 
 
 def build(at: int = -1, end: Callable[[], None] = lambda: None) -> FakeBuild:
@@ -99,7 +99,7 @@ def rows_of(folder: Path, name: str) -> pa.Table:
 
 
 def facts_of(folder: Path, name: str) -> tuple[dict[str, int], int]:
-    """Return ``tokens`` of the summary, and the number of tokens decoded in all runs."""
+    """Return the ``tokens`` entry of the summary, and the number of tokens decoded in all runs."""
     summary = json.loads((folder / name / "summary.json").read_bytes())
     steps = pq.read_table(folder / name / "stats" / "steps.parquet")
     tokens = summary["tokens"]
@@ -142,7 +142,7 @@ def test_resumed_job_draws_no_token_twice(
         assert tokens["output"] == unbroken["output"]
         assert tokens["lost"] == unbroken["lost"] == 0
         assert tokens["recomputed"] > unbroken["recomputed"]
-        # Tokens that a grammar forced, but no step computed, count as recomputed after the resume.
+        # Tokens that a grammar forced before a step computed them count as recomputed after resuming.
         assert decoded_once - 2 * len(" and ") <= decoded <= decoded_once
         assert not token_files(tmp_path, name)
 

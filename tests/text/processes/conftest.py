@@ -66,7 +66,7 @@ def make_processes() -> Iterator[MakeProcesses]:
 def prompts_of(
     processes: TextProcesses, template: str = "{{ text }}", **more: Any
 ) -> WorkerPrompts:
-    """Return a builder of prompts from a template over column ``text``."""
+    """Return a prompt builder for a template that uses the column ``text``."""
     config = PromptConfig(template=template)
     facts: dict[str, Any] = {"max_model_len": 10**8, "columns": ["text"], **more}
     return processes.prompts(partial(PromptBuilder, config, **facts))

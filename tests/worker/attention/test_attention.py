@@ -36,7 +36,7 @@ def cpu_backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 
 
 class Parity:
-    """Two copies of a model: one runs eagerly in transformers, one over a pool filled with NaN."""
+    """Two copies of a model: one is run by transformers, one with a KV pool filled with NaN."""
 
     def __init__(
         self, family: str, block_size: int, dtype: torch.dtype = torch.float32, *, fp8: bool = False
@@ -154,7 +154,7 @@ def test_sixteen_bit_models_stay_near_eager(dtype: torch.dtype) -> None:
 def test_fp8_cache_equals_rounded_keys_and_values(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Both runs use torch, because a difference in the last bit can round to the next float8 value.
+    # Both runs use torch, because a difference in the last bit can change the float8 value.
     monkeypatch.setattr(cpu_attention, "supports", lambda dtype: False)
     stored, rounded = (Parity(family, block_size=16, fp8=fp8) for fp8 in (True, False))
     write = rounded.cache.write
@@ -178,7 +178,7 @@ def test_fp8_cache_equals_rounded_keys_and_values(
 @pytest.mark.skipif(not cpu_attention.supports(torch.float32), reason="no C compiler here")
 @pytest.mark.parametrize("block_size", [5, 16])
 def test_c_kernels_read_an_fp8_cache(block_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The results equal torch's, unless a key or value rounds to the next float8 value."""
+    """The results equal torch's, unless a key or value is rounded to an adjacent float8 value."""
     monkeypatch.undo()
     own = Parity("llama", block_size, fp8=True)
     with monkeypatch.context() as patch:

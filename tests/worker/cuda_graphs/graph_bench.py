@@ -29,7 +29,7 @@ NUM_LAYERS = 1
 
 
 def eager(run: Run) -> Run:
-    """Do not capture; a replay calls ``run`` again, which sees new inputs only in its tensors."""
+    """Capture nothing: a replay calls ``run`` again, which sees new inputs only in its tensors."""
     return run
 
 
@@ -129,7 +129,7 @@ class Bench:
         return size
 
     def replayed(self, step: Step, prev_token_ids: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the logits from a graph, which is captured now if it was not before."""
+        """Return the logits from a graph; capture the graph first if this has not been done."""
         if self.graphs.size_for(step) != self.size_of(step):
             self.graphs.capture(self.size_of(step))
         size = self.graphs.size_for(step)

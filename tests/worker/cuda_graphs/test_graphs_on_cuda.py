@@ -23,7 +23,7 @@ from tests.models import VOCAB_SIZE, tiny_model
 from tests.worker.on_triton import pretend_cuda
 from tests.worker.step_maker import StepMaker
 
-# Padding rows hold arbitrary values, about which NumPy warns in the interpreter.
+# Padding rows hold arbitrary values, which cause NumPy warnings in the interpreter.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 MAX_SEQS, MAX_MODEL_LEN, BLOCK_SIZE = 9, 128, 16

@@ -1,4 +1,4 @@
-"""Step graphs, whose inputs stay at fixed addresses; here a replay runs the computation again."""
+"""Step graphs on a CPU, where a replay runs the computation again on inputs at fixed addresses."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.worker.on_triton import pretend_cuda, traced
 from tests.worker.step_maker import HandSequence
 from tests.worker.test_model_runner import greedy
 
-# Padding rows hold arbitrary values, about which NumPy warns in the interpreter.
+# Padding rows hold arbitrary values, which cause NumPy warnings in the interpreter.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
@@ -38,7 +38,7 @@ def on_triton(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def no_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make copies to the host keep their tensor: without a device there is no pinned memory."""
+    """Make ``HostCopy`` keep the tensor itself: without a device there is no pinned memory."""
 
     def keep(self: HostCopy, tensor: torch.Tensor) -> None:
         self._event, self._host = None, tensor
@@ -58,10 +58,10 @@ def leave_something_behind(bench: Bench, size: GraphSize) -> None:
 
 
 def every_token(bench: Bench, parts: list[tuple[int, int]], seed: int = 0) -> Step:
-    """Return a step.
+    """Return a step of new sequences.
 
     Args:
-        parts: (tokens computed before, tokens to compute now) of each sequence.
+        parts: for each sequence: (tokens computed before, tokens to compute now).
     """
     sequences = bench.partly_filled(parts, seed)
     return bench.maker.step([(s, new) for s, (_, new) in zip(sequences, parts, strict=True)])
@@ -87,10 +87,10 @@ def test_a_decode_step_gives_the_plain_logits_and_touches_no_other_slot(
 @pytest.mark.long
 @settings(max_examples=1, phases=[Phase.explicit, Phase.generate])
 @example(parts=[(19, 1), (0, 1), (7, 6), (32, 5), (0, 3)], seed=0)  # decodes and chunks
-@example(parts=[(0, 2)], seed=1)  # of the smallest size
+@example(parts=[(0, 2)], seed=1)  # a step of the smallest size
 @example(
     parts=[(17, 1)] * 4 + [(0, 29), (3, 2), (50, 2), (9, 1)], seed=2
-)  # of the largest size, without padding
+)  # a step of the largest size, without padding
 @given(
     st.lists(st.tuples(st.integers(0, 30), st.integers(1, 8)), min_size=1, max_size=4),
     st.integers(min_value=0, max_value=9),
@@ -214,7 +214,7 @@ def test_rows_with_adapters_equal_peft_in_any_batch(tmp_path: Path) -> None:
     sequences = bench.partly_filled([(0, n) for n in (13, 5, 1, 9)])
     numbers = [2, 0, 1, 2]
     for with_adapters in (numbers, [0, 0, 0, 0], [1, 1, 1, 1]):
-        # Run prompts, then decodes; then run the same with other adapters.
+        # Run prompts, then decodes. The next iteration does the same with other adapters.
         for sequence in sequences:
             sequence.num_computed = 0
         for tokens in (10**6, 1):

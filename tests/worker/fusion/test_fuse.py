@@ -1,4 +1,4 @@
-"""Fusion replaces only modules that compute the same as the fused module."""
+"""Fusion replaces only modules whose results the fused module reproduces."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.worker.step_maker import StepMaker
 
 MAX_MODEL_LEN = 512
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-SWAPPED = {  # three attention layers, gated MLPs and norms each
+SWAPPED = {  # numbers of fused attention layers, gated MLPs and norms
     "llama": (3, 3, 7),
     "qwen2": (3, 3, 7),
     "qwen3": (3, 3, 7),
@@ -43,7 +43,7 @@ SWAPPED = {  # three attention layers, gated MLPs and norms each
 
 @pytest.fixture(autouse=True, params=["native", "torch"])
 def cpu_operations(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run with the C kernels, and with the torch functions that replace them."""
+    """Run each test with the C kernels, and with the torch functions used in their absence."""
     if request.param == "torch":
         monkeypatch.setattr(cpu_attention, "supports", lambda dtype: False)
 
@@ -67,7 +67,7 @@ def swapped(model: nn.Module) -> tuple[int, int, int]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_still_equal_transformers(family: str) -> None:
-    """Run a prefill, then a step with a chunk and a decode, over a pool filled with NaN."""
+    """Run a prefill, then a step with a chunk and a decode, with a pool filled with NaN."""
     model = tiny_model(family)
     rng = np.random.default_rng(1)
     maker = StepMaker(64, 16)
@@ -106,7 +106,7 @@ def test_parameters_are_stored_once() -> None:
 
 
 def fused_is_close(family: str, dtype: torch.dtype, change: Callable[[Any], None]) -> Any:
-    """Change and fuse a model; check that its logits stay as close to float32's as before."""
+    """Change and fuse a model; check that fusion does not move its logits away from float32's."""
     model: Any = prepared(tiny_model(family))
     change(model)
     layout = layout_of(model)
@@ -129,7 +129,7 @@ def logits_of(model: Any, step: Step) -> torch.Tensor:
 @dtypes
 @pytest.mark.parametrize("family", ["gemma2", "gemma3_text", "llama", "qwen3", "olmo2"])
 def test_fusion_with_norm_weights_of_trained_models(family: str, dtype: torch.dtype) -> None:
-    """Some weights are far larger than the rest: only large gates tell activations apart."""
+    """Some weights are far larger than the rest: activations differ only at large gates."""
 
     def change(model: Any) -> None:
         torch.manual_seed(1)

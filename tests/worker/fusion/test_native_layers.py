@@ -1,4 +1,4 @@
-"""Decoder layers that run in one C call keep the logits of transformers."""
+"""Decoder layers that run in one C call give the same logits as transformers."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def fused(
 
 
 class Run:
-    """Two sequences over one pool, and transformers' logits of all their positions."""
+    """Two sequences in one KV pool, and transformers' logits for all their positions."""
 
     def __init__(
         self, family: str, layout: KVLayout, dtype: torch.dtype = torch.float32, **changes: Any
@@ -112,7 +112,7 @@ def calls(model: torch.nn.Module) -> list[int]:
         ("qwen3", 3),  # head norms
         ("mistral", 3),  # a window
         ("gemma2", 0),  # norms after the products
-        ("granite", 0),  # scales what it adds to the residual
+        ("granite", 0),  # scales the outputs that it adds to the residual
         ("qwen3_moe", 0),
         ("gpt2", 0),
     ],
@@ -232,7 +232,7 @@ def test_steps_continue_after_a_step_failed_in_the_middle(
 def test_the_workspace_holds_rows_of_each_product_of_a_layer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """All products of a layer are computed in the same memory, so the widest must fit."""
+    """The products of a layer share one buffer, so the widest must fit."""
     widths = {"head_dim": 256, "intermediate_size": 16}  # attention's output is the widest
     model, layout = fused("mistral", joined=True, method="int8", **widths)
     run = Run("mistral", layout, **widths)
@@ -248,9 +248,9 @@ def test_the_workspace_holds_rows_of_each_product_of_a_layer(
 def test_joined_layers_have_the_bits_of_separate_calls(
     dtype: torch.dtype, method: str, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Run few rows and many rows, because different functions round them to int8.
+    """Run few tokens and many tokens, because different functions round them to int8.
 
-    Threads wait for each other where one function reads what another wrote.
+    Threads must wait for each other where one function reads what another wrote.
     """
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     model, layout = fused("mistral", joined=True, dtype=dtype, method=method)

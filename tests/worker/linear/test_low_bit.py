@@ -1,4 +1,4 @@
-"""Models with weights of 8 and 4 bits in their linear layers, and rows of int8."""
+"""Models with linear layers that have 8-bit or 4-bit weights and round input rows to int8."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def logits_of(model: nn.Module, loaded: LoadedModel, adapter: int = 0) -> torch.
 
 
 class Rounded(nn.Module):
-    """A linear layer that computes the kernels' product with torch."""
+    """A linear layer that computes with torch what the kernels compute."""
 
     def __init__(self, linear: nn.Linear, weight: LowBitWeight) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class Rounded(nn.Module):
 
 
 def linears(model: Any) -> Iterator[tuple[nn.Module, str, nn.Linear]]:
-    """Yield each linear layer with its parent module and its name in it."""
+    """Yield (parent module, name in the parent, layer) for each linear layer."""
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if type(child) is nn.Linear:
@@ -144,7 +144,7 @@ def test_layers_are_fused_small_and_keep_a_rows_bits(
 
 
 def test_layers_that_differ_by_rounding_are_joined(tmp_path: Path) -> None:
-    """Joined layers round once less, so a hidden state may get a different code in some layer."""
+    """Joined layers round hidden states once less, so some int8 codes may differ."""
     sizes: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 6}
     folder = make_checkpoint("llama", tmp_path, initializer_range=0.3, **sizes)
     model = load(folder, "int8", "bfloat16").model

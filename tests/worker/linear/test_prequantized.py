@@ -68,7 +68,7 @@ FP8_128 = (
     partial(float8, block=(128, 128), end="weight_scale_inv"),
 )
 BLOCKS = {"hidden_size": 128, "intermediate_size": 256, "num_key_value_heads": 4}
-"""Sizes for whole blocks, so that layers can be joined and groups fill whole cache lines."""
+"""Sizes that are multiples of blocks, so that layers can be joined and groups fill cache lines."""
 needs_kernel = pytest.mark.skipif(
     codes_kernel("int4", torch.float32) is None, reason="no C compiler here"
 )
@@ -154,7 +154,7 @@ def test_layers_are_packed_as_they_were_saved(
     saved = {name.rsplit("layers.", 1)[-1] for name in load_file(plain / "model.safetensors")}
     compared = 0
     for name, layer in layers.items():
-        # `linear` within a layer that adds a residual.
+        # In a layer that adds a residual, the linear layer is called `linear`.
         tail = name.rsplit("layers.", 1)[-1].removesuffix(".linear")
         if f"{tail}.weight" not in saved or "lm_head" in name:
             continue  # merged with other layers
@@ -167,7 +167,7 @@ def test_layers_are_packed_as_they_were_saved(
     assert compared >= 4, "attention's and the MLP's last layers"
     dequantized = load(folder)
     assert re.fullmatch(f"{CASES[case][0]['quant_method']}.*, {method}", kept.facts["quantization"])
-    if case.startswith(("awq", "gptq", "int8 in")):  # others pad to panels or to blocks of 64
+    if case.startswith(("awq", "gptq", "int8 in")):  # other formats pad to panels or to blocks of 64
         cost = ModelCost.from_config(kept.config, "float32", quantization=method)
         assert kept.facts["weight_bytes"] == pytest.approx(cost.weight_bytes, rel=0.07)
     assert kept.facts["weight_bytes"] < dequantized.facts["weight_bytes"]
@@ -214,7 +214,7 @@ def test_codes_dequantize_to_the_saved_weight_or_are_none(
 
 
 class RoundsRows(nn.Module):
-    """A linear layer that only rounds the rows it multiplies to int8."""
+    """A linear layer that rounds its input rows to int8, but not its weight."""
 
     def __init__(self, weight: torch.Tensor) -> None:
         super().__init__()
@@ -228,7 +228,7 @@ class RoundsRows(nn.Module):
 
 @torch.inference_mode()
 def logits_with_rows_rounded(folder: Path) -> torch.Tensor:
-    """Return transformers' logits with rows rounded to int8, and the head's weight too."""
+    """Return transformers' logits with input rows and the head's weight rounded to int8."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     for name, module in list(model.named_modules()):
         if isinstance(module, nn.Linear):

@@ -1,4 +1,4 @@
-"""Record the variants of sampling kernels that a GPU would compile and launch."""
+"""Records the variants of sampling kernels that a GPU would compile and launch."""
 
 from __future__ import annotations
 

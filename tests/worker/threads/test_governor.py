@@ -125,7 +125,7 @@ def slow_with_unknown_delay(at: int) -> tuple[float, float | None]:
 
 
 def cheap_delay(at: int) -> tuple[float, float | None]:
-    """Processes of low priority cause such delays."""
+    """Low-priority processes cause such small delays."""
     return (0.01, 0.0) if at < 100 else (0.013, 0.0065)
 
 
@@ -154,7 +154,7 @@ def test_delays_between_steps_do_not_count() -> None:
     """Between calls the caller's own threads may wait, and steps may be slow for other reasons."""
     delay = 0.0
     governor = ThreadGovernor(CORES, delay=lambda: delay)
-    for at in range(20):  # each step is long enough for a window of its own
+    for at in range(20):  # each step is long enough to be measured on its own
         delay += 100.0
         governor.begin()
         governor.observe(64, 3.0 if at < 10 else 30.0)

@@ -25,7 +25,7 @@ def write_quantized(
 
     Args:
         folder: the folder to write into.
-        family: the model's family; wrappers have their usual tiny size.
+        family: the model's family; wrappers always have their usual tiny size.
         section: config.json's ``quantization_config``.
         writer: quantizes a layer's weight, or the tensor of all experts if it is saved as one.
         changes: changes to the family's config.

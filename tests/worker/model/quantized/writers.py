@@ -1,6 +1,6 @@
-"""Write quantized weights in each format's published layout, and the weights that they encode.
+"""Writes quantized weights in the published layout of each format, with their dequantized values.
 
-Integers, scales and zeros are made first. The expected weight is computed from them element by
+Integers, scales and zeros are chosen first. The expected weight is computed from them element by
 element. Only then are the integers packed.
 """
 
@@ -23,7 +23,7 @@ class Written:
     """A weight in the tensors of a quantization format.
 
     Args:
-        parts: tensors by their names without the layer's name.
+        parts: tensors, keyed by their names without the layer's name.
         weight: the dequantized weight, float32.
     """
 
@@ -46,7 +46,7 @@ def pack(numbers: torch.Tensor, bits: int) -> torch.Tensor:
 def grouped(
     weight: torch.Tensor, bits: int, group_of: torch.Tensor, *, symmetric: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return integers from 0, scales and zeros [out, groups], and the dequantized weight."""
+    """Return unsigned integers, scales and zeros [out, groups], and the dequantized weight."""
     most, num_groups = 2**bits - 1, int(group_of.max()) + 1
     numbers, wanted = torch.empty_like(weight, dtype=torch.int64), torch.empty_like(weight)
     scales = torch.empty(len(weight), num_groups, dtype=torch.float16)
@@ -144,7 +144,7 @@ def float8(
 
 
 def table4(weight: torch.Tensor, *, nested: bool, blocksize: int = 64) -> Written:
-    """Quantize in the format of bitsandbytes' NF4; its table is saved too, so any table works."""
+    """Quantize in the format of bitsandbytes' NF4, but with another table, which is saved, too."""
     table = torch.linspace(-1, 1, 16) ** 3
     runs = weight.flatten().split(blocksize)
     scales = torch.stack([run.abs().max() for run in runs])
@@ -180,7 +180,7 @@ def llm_int8(weight: torch.Tensor) -> Written:
 
 
 def mxfp4(weight: torch.Tensor) -> Written:
-    """Quantize experts [experts, in, out]; the parts' names follow the name of the weight."""
+    """Quantize experts [experts, in, out]; parts are named by what follows the weight's name."""
     runs = weight.transpose(1, 2).unflatten(2, (-1, 32))
     exponents = runs.abs().amax(-1).log2().floor() - 2
     scales = torch.pow(2.0, exponents)[..., None]
