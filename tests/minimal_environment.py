@@ -1,4 +1,4 @@
-"""A virtual environment with links to some of this one's packages and their requirements."""
+"""A virtual environment with links to some installed packages and their requirements."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from packaging.utils import canonicalize_name
 
 
 def make_environment(folder: Path, packages: list[str]) -> Path:
-    """Make the environment, in which nothing else can be imported; return its interpreter."""
+    """Make an environment with these packages and their requirements; return its interpreter."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
     (target,) = folder.glob("lib/python*/site-packages")
     for found in required(packages):

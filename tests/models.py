@@ -284,7 +284,7 @@ CHAT_TEMPLATE = (
 
 
 def make_text_model(path: Path, family: str = "llama", **changes: Any) -> Path:
-    """Write a tiny random Llama with byte tokenizer and chat template; EOS is ``<|im_end|>``."""
+    """Write a tiny random model with byte tokenizer and chat template; EOS is ``<|im_end|>``."""
     specials = ["<s>", "<|im_start|>", "<|im_end|>"]
     alphabet = specials + sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Tokenizer(models.BPE({text: at for at, text in enumerate(alphabet)}, []))

@@ -1,4 +1,4 @@
-"""Run rows through the whole engine, and compare their tokens with transformers'."""
+"""Runs rows on the whole engine, and compares their tokens with transformers'."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Setup:
-    """A way to run the same rows."""
+    """Settings of an engine and its rows."""
 
     block_size: int = 16
     pool_tokens: int = 4096
@@ -72,7 +72,7 @@ def prompts(longer: int = 0) -> list[list[int]]:
 
 
 def run(loaded: LoadedModel, setup: Setup) -> tuple[dict[int, Completion], list[StepStats]]:
-    """Run all prompts through an engine with the loaded model."""
+    """Run all prompts on an engine with the loaded model."""
     layout = loaded.layout(setup.block_size)
     num_blocks = setup.pool_tokens // setup.block_size * len(layout.windows)
     num_blocks += setup.num_states * layout.slots_per_state

@@ -1,4 +1,4 @@
-"""Draw tiny random models of families with recurrent layers."""
+"""Draws tiny random models of families with recurrent layers."""
 
 from __future__ import annotations
 

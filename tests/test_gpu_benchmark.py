@@ -175,7 +175,7 @@ def test_warm_up_uses_all_rows_if_they_share_prefixes() -> None:
 
 
 def test_bound_of_a_decode_step_is_the_time_to_read_the_weights() -> None:
-    """Two tokens read the layers' weights and the head twice."""
+    """Generating two tokens reads the weights of the layers and of the head twice."""
     weights = 2 * (LLAMA_8B.layer_weights + LLAMA_8B.head_weights)
     taken = sequential_seconds(LLAMA_8B, [Job(1, 0, 2)], DEVICE)
     assert taken == pytest.approx(2 * weights / 1e12, rel=1e-3)

@@ -152,7 +152,7 @@ def test_flat_logprobs_equal_the_dicts(llm: LLM) -> None:
     assert list(own[1:3]) == dicts.outputs[0].logprobs[1:3]
     assert own[1:3].start_indices[0] == 0
     assert len(own.token_ids) == len(own.ranks) == len(own.decoded_tokens) == own.end_indices[-1]
-    assert of_prompt.start_indices[:2] == of_prompt.end_indices[:1] * 2  # not the first
+    assert of_prompt.start_indices[:2] == of_prompt.end_indices[:1] * 2  # the first token has none
     with pytest.raises(IndexError):
         own[4]
 

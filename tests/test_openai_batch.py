@@ -1,4 +1,4 @@
-"""OpenAI batch files with a tiny random model; OpenAI's own types read the results."""
+"""OpenAI batch files with a tiny random model; results are parsed with OpenAI's own types."""
 
 from __future__ import annotations
 

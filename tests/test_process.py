@@ -90,7 +90,7 @@ def fails_inside() -> None:
 
 
 def test_gc_frozen_keeps_objects_of_a_caller_frozen() -> None:
-    """Objects are not counted, because other threads may free frozen objects meanwhile."""
+    """Do not compare the number of frozen objects: other threads may free some meanwhile."""
     gc.freeze()
     try:
         made_after: list[list[int]] = [[]]

@@ -57,7 +57,7 @@ def tokens(folder: Path) -> list[Any]:
 
 
 def test_plan_matches_the_run(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Steps of equal length: measured times vary too much on a busy machine.
+    # Let all steps take equally long: measured times vary too much on a busy machine.
     monkeypatch.setattr("batchinfer.engine.simulate.dry_run.step_seconds", lambda *_: 1e6)
     spec = job(tmp_path, model)
     plan = plan_job(spec)

@@ -1,4 +1,4 @@
-"""Failed rows are fixed one cause after another, as the docs say, from the command line."""
+"""Failed rows are fixed from the command line, one cause at a time, as the docs describe."""
 
 from __future__ import annotations
 

@@ -26,13 +26,13 @@ CPU = torch.device("cpu")
 SIZE, WINDOW, PROMPT, OUTPUT, CHUNK = 4, 9, 300, 40, 32
 BLOCKS = -(-(PROMPT + OUTPUT - 1) // SIZE)  # 85
 IN_WINDOW = 3  # 9 tokens lie in at most 3 blocks of 4
-FAMILIES = {  # groups of full attention, groups with windows
+FAMILIES = {  # numbers of layer groups: full attention, windows
     "mistral": (0, 1),
     "gemma2": (1, 1),
     "gemma3_text": (1, 2),
     "gpt_oss": (1, 1),
     "cohere2": (1, 2),
-    "qwen2": (1, 1),  # a C call runs their layers, if the processor supports it
+    "qwen2": (1, 1),  # one C call runs its layers, if the processor supports it
 }
 _MIXED = ["full_attention", "sliding_attention"] * 2
 CHANGES: dict[str, dict[str, Any]] = {
@@ -46,7 +46,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 def test_sliding_windows_bound_the_blocks_of_a_long_row(
     family: str, layer_major: bool, tmp_path: Path
 ) -> None:
-    """85 blocks of full attention, 3 blocks per window (10 to 11 during the prompt)."""
+    """A row takes 85 blocks for full attention, and 3 per window (up to 11 during the prompt)."""
     full, windowed = FAMILIES[family]
     changes = CHANGES.get(family, {}) | ({} if full != windowed else {"num_hidden_layers": 4})
     folder = make_checkpoint(family, tmp_path, **changes)

@@ -64,7 +64,7 @@ def run(
     *,
     layer_major: bool = False,
 ) -> tuple[dict[int, Completion], list[StepStats]]:
-    """Run all rows; the length forecast expects them to be short."""
+    """Run all rows; the engine forecasts short outputs."""
     layout = loaded.layout(BLOCK_SIZE)
     cache = KVCache(
         layout, num_blocks, CPU, torch.float32, num_host_blocks, layer_major=layer_major
@@ -74,7 +74,7 @@ def run(
         num_blocks, BLOCK_SIZE, enable_prefix_caching=True, num_host_blocks=num_host_blocks
     )
     table = SequenceTable(256, loaded.max_model_len, BLOCK_SIZE)
-    # A fixed value, because a copy measured on a busy machine may take longer than computing.
+    # The copy time is fixed: if measured on a busy machine, it may exceed the time to recompute.
     scheduler = Scheduler(pool, table, 512, PreemptionPolicy(preemption, block_copy_s=1e-6))
     scheduler.output_lengths.observe(np.full(500, 2), np.ones(500, dtype=np.bool_))
     engine = Engine(scheduler, ModelRunner(loaded.model, cache, Sampler()))

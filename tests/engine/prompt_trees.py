@@ -27,7 +27,7 @@ def tree(fan_out: tuple[int, int, int], lengths: tuple[int, int, int, int]) -> l
     """Return the prompts of a prefix tree with three levels.
 
     Args:
-        lengths: tokens of each level, and of the leaves.
+        lengths: number of tokens of each level, and of the leaves.
     """
     rng = np.random.default_rng(0)
 

@@ -55,7 +55,7 @@ def expected_beams(request: Request, max_model_len: int = 4096, window: int = 0)
 
 
 def assert_found(completion: Completion, max_model_len: int = 4096, window: int = 0) -> None:
-    """Assert that the completion is the whole answer to its request."""
+    """Assert that the completion has the expected beams."""
     assert completion.error_code is None
     best = expected_beams(completion.request, max_model_len, window)
     stops = completion.request.beam_end_ids

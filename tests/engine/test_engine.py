@@ -41,7 +41,7 @@ KV_SETTINGS = st.one_of(
         }
     ),
 )
-"""Layers with windows, recurrent states, and blocks and states that move to the host."""
+"""Engine options for windows, recurrent states, and copies of blocks and states to the host."""
 
 
 @settings(max_examples=60)
@@ -99,7 +99,7 @@ def test_outputs_do_not_depend_on_how_they_were_scheduled(
     assert sum(step.swapped_in_blocks for step in steps) == swapped
     for step in steps:
         assert 0 <= step.kv_tokens_live <= step.kv_blocks_used * block_size
-        if not any(windows):  # until its group forks, a row keeps slots before its windows
+        if not any(windows):  # a row keeps the slots before its windows until its group forks
             assert step.kv_blocks_used <= step.kv_logical_blocks
         assert step.kv_waste < 1
 
@@ -150,7 +150,7 @@ def test_samples_share_the_prompt_and_copy_only_its_last_block(
 
 
 def test_statistics_compare_blocks_with_reserved_slots(make_engine: MakeEngine) -> None:
-    """2,048 slots reserved for 600 used waste 70.7 %; blocks of 16 waste 1.3 %."""
+    """Reserving 2,048 slots for 600 tokens wastes 70.7 %; blocks of 16 waste 1.3 %."""
     request = make_request(0, [1] * 500, max_tokens=1548)
     ends_at_600 = make_engine(
         num_blocks=200,

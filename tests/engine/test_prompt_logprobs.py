@@ -149,7 +149,7 @@ def test_preempted_row_scores_only_missing_tokens(make_engine: MakeEngine) -> No
         if done:
             break
     assert_scored(done[0])
-    # A preempted row does not yet know the scores of a step in flight, so it scores them again.
+    # A preempted row does not yet know the scores of a step in flight, and scores its tokens again.
     assert sorted(set(scored(runner))) == list(range(2, 31))
     assert len(scored(runner)) <= 29 + 8
 

@@ -165,7 +165,7 @@ def _and_release(
 
 
 def _keeping(number: int, name: str) -> Failure:
-    """Return a failure on a file system that cannot delete files whose names start with ``name``."""
+    """Return a failure on a file system that cannot delete files with the prefix ``name``."""
 
     def failure(place: Place) -> list[str]:
         delete = LocalFiles.delete

@@ -1,4 +1,4 @@
-"""Random models of many families give the logits of transformers, or a reason for refusal."""
+"""Random models of many families give the same logits as transformers, or are refused."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def case(number: int, seed: int, folder: Path) -> str:
             config = draw_config(family, random)
             theirs = _theirs(config, random.randrange(1000), tokens, folder)
             break
-        except Exception:  # transformers has no such model
+        except Exception:  # transformers does not support this config
             continue
     else:
         return f"{family}: no model drawn"
@@ -60,7 +60,7 @@ def case(number: int, seed: int, folder: Path) -> str:
         return f"{family}: refused"
     ours = _ours(loaded, tokens, random)
     if (off := _off(ours, theirs)) > _TOLERANCE:
-        exact = _exact(tokens, folder)  # with such weights, rounding alone changes the logits
+        exact = _exact(tokens, folder)  # with some weights, rounding alone changes the logits
         if _off(ours, exact) > _TIMES_AS_FAR * _off(theirs, exact):
             drawn = json.dumps(config.to_diff_dict())
             raise ViolationError(f"{family}: logits are off by {off:.2g}: {drawn}")

@@ -21,7 +21,7 @@ MOST_S = 10.0
 """Maximum number of seconds that a folder may take."""
 MAX_LINE = 1000
 _MOST_BYTES = 12 << 30
-"""Limit of the address space, so that a folder that requests too much cannot stop the machine."""
+"""Limit of the address space, so that no folder can exhaust the machine's memory."""
 _TENSORS = (
     "according to config.json it should be",
     "tensors are missing",

@@ -42,7 +42,7 @@ Mutation = tuple[str, str]
 
 
 def make_base(folder: Path, family: str, at: int) -> Path:
-    """Write a valid model folder with a tokenizer; odd ``at`` splits its weights into two files."""
+    """Write a valid model folder with a tokenizer; if ``at`` is odd, with two files of weights."""
     make_text_model(folder)
     if family != "llama":
         make_checkpoint(family, folder, vocab_size=259, bos_token_id=0, eos_token_id=2)
@@ -203,7 +203,7 @@ def _tensor(folder: Path, random: Random) -> Mutation:
 
 
 def _shards(folder: Path, random: Random) -> Mutation:
-    """Let the index name other files."""
+    """Change the file names in the index of the weights."""
     files = [*(path.name for path in folder.glob("*.safetensors")), *_JSON_FILES]
     files += ["../x.safetensors", "/dev/zero", "/etc/passwd", "", ".", "a\0b", "x" * 300]
     path = folder / _INDEX

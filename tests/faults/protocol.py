@@ -1,4 +1,4 @@
-"""Jobs without an engine that run the real commit protocol over files in memory."""
+"""Jobs without an engine that run the real commit protocol on files in memory."""
 
 from __future__ import annotations
 

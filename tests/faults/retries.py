@@ -22,8 +22,8 @@ def retry_on_a_repaired_model(folder: Path, times: int) -> list[int]:
     """Run a job ``times`` times on a broken model, then repair the model.
 
     Returns:
-        Exit statuses: ``times`` runs, a retry on the broken model, a run on the repaired model, and
-        a retry on the repaired model.
+        The exit statuses of ``times`` runs, a retry on the broken model, a run on the repaired
+        model, and a retry on the repaired model.
     """
     spec = tiny_job(folder, num_rows=100, rows_per_part=20)
     weights = Path(spec.model.name) / "model.safetensors"

@@ -152,7 +152,7 @@ def races(folder: Path, count: int, options: Namespace) -> Iterator[Row]:
 
 
 def kills_in_a_store(folder: Path, count: int, options: Namespace) -> Iterator[Row]:
-    """Kill runs that write to a store: at random times, at failpoints, by a fatal row. Race two runs."""
+    """Kill runs that write to a store: at random times, at failpoints, by a row; race others."""
     random, num_races = Random(options.seed), max(1, count // 5)
     with s3_server() as address:
         os.environ.update(environment(address))

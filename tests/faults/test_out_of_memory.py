@@ -1,4 +1,4 @@
-"""Jobs on a real model that sometimes run out of memory."""
+"""Jobs with a real model, some of whose steps run out of memory."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Allocator(TorchDispatchMode):
 
 @pytest.fixture
 def allocator(monkeypatch: pytest.MonkeyPatch) -> Allocator:
-    """Watch everything that a step does: forward pass, attention and sampling."""
+    """Return an ``Allocator`` that is active in all of a step: forward pass and sampling."""
     made, start = Allocator(), ModelRunner._start
 
     def starts(self: ModelRunner, step: Any) -> Any:

@@ -56,7 +56,7 @@ def check_rows_do_not_depend_on_each_other(dtype: torch.dtype) -> None:
 
 
 def check_many_rows(dtype: torch.dtype, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check that each row has the bits it has alone, for all instructions and 1 and 3 threads."""
+    """Check, for all instructions and 1 and 3 threads, that each row has the same bits as alone."""
     torch.manual_seed(0)
     x, weight = torch.randn(rows, 66).to(dtype), torch.randn(100, 66).to(dtype)
     packed = [gemm.pack(weight, name) for name in gemm.available(dtype)]

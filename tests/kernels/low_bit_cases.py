@@ -22,11 +22,11 @@ class LowBitCase:
     seed: int = 0
     table: bool = False  # 4-bit codes are indices into a table
     order: bool = False  # columns of grouped codes are permuted
-    bits: int = 4  # per grouped code
+    bits: int = 4  # of a grouped code
 
 
 def build_low_bit(case: LowBitCase, dtype: torch.dtype) -> Build:
-    """Return x [rows, width], weight, and bias [outputs] and previous output [rows, outputs]."""
+    """Return x [rows, width], weight, bias [outputs] or None, and the previous output or None."""
     random = torch.Generator().manual_seed(case.seed)
     x = torch.randn(case.rows, case.width, generator=random)
     if case.extreme:

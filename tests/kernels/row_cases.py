@@ -1,4 +1,4 @@
-"""Inputs for comparing row-wise kernels with their references, with odd shapes."""
+"""Inputs with odd shapes, for comparing row-wise kernels with their references."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -117,7 +117,7 @@ def build_rotary_write(
 def build_row_stats(
     num_rows: int, width: int, device: torch.device | str, dtype: torch.dtype
 ) -> dict[str, Any]:
-    """Return the arguments of `row_stats`, with -inf and ties, and with padding between rows."""
+    """Return the arguments of `row_stats`; logits have -inf and ties, and padding between rows."""
     generator = torch.Generator().manual_seed(0)
     logits = 5 * torch.randn(num_rows, width + 3, generator=generator)
     logits[:, 1::5] = float("-inf")

@@ -69,7 +69,7 @@ def build_shared(
     dtype: torch.dtype,
     cache_dtype: torch.dtype | None = None,
 ) -> AttentionInputs:
-    """Make the tensors of a case: adjacent sequences of the order share blocks."""
+    """Make the tensors of a case; sequences that are adjacent in `order` share blocks."""
     inputs = build_attention(case.attention, device, dtype, cache_dtype)
     tables, block_size = inputs.arguments["block_tables"], case.attention.block_size
     for place in range(1, len(case.order)):

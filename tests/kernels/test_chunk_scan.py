@@ -23,8 +23,11 @@ FLOAT32 = (torch.float32,)
 def assert_equal(
     layer: RecurrentLayer, kernel: Any, reference: Any, device: str, cuts: Any = None
 ) -> None:
-    """Compare a kernel with its reference: every number in float32, else the mean error, because
-    factors are rounded and the norm enlarges the errors of small outputs."""
+    """Compare a kernel with its reference.
+
+    In float32, compare every number. In other dtypes, compare only the norm of the errors: factors
+    are rounded, and the layer's norm enlarges the errors of small outputs.
+    """
     if layer.dtype == torch.float32:
         layer.assert_equal(kernel, reference, device, cuts)
         return
@@ -78,7 +81,7 @@ def test_gated_delta_of_other_shapes(
 @on_both(interpreted=FLOAT32)
 @pytest.mark.parametrize("by_row", [False, True])
 def test_gated_delta_writes_equal_keys(by_row: bool, dtype: torch.dtype, device: str) -> None:
-    """If keys are equal and strengths are 2, every token depends on all earlier tokens."""
+    """If all keys are equal and all strengths are 2, every token depends on all earlier tokens."""
     layer = small_gated_delta([48], dtype, by_row=by_row, conv_width=2)
     channels, _, decay, _ = layer.inputs
     channels[:, :14] = channels[:1, :14]

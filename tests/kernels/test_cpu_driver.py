@@ -31,7 +31,8 @@ _ARM = {
 # Hashes of results on an emulator of AMX (Bochs, Sapphire Rapids)
 _PRODUCT_BY_AMX = "product bf16 df64cfa1c3df5115 AMX"
 _ATTENTION_BY_AMX = "attention bf16 3e7ee88e25d42624 AMX"
-# The compiler chooses the order in which attention sums weights; the hash above is for this order.
+# Compilers may sum attention weights in different orders. `_ATTENTION_BY_AMX` is for the order that
+# gives this hash.
 _ATTENTION_IN_THAT_ORDER = "attention f32 6b4c7bf3638cb261 AVX-512"
 # The same on all processors
 _LOW_BIT_HASHES = {

@@ -17,7 +17,7 @@ from tests.kernels.batch_invariant_cases import batch_invariant_arguments
 from tests.kernels.cases import AttentionCase, attend_paged, build_attention, reference_attention
 
 SLOT_ELEMENTS = 2**30
-MARGIN = 2**33  # bytes on both sides, which overflowing offsets would access
+MARGIN = 2**33  # bytes before and after the pool, for overflowing offsets
 NO_RESERVE = 0x4000  # Linux's MAP_NORESERVE, which Python defines from 3.13 on
 CASE = AttentionCase(
     "far_apart", ((1, 40), (9, 21), (1, 17)), num_heads=4, num_kv_heads=2, key_width=16

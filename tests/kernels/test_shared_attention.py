@@ -67,7 +67,7 @@ def plan(case: SharedCase, **options: Any) -> DecodeWork:
 
 
 def listed(work: DecodeWork) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """Return the single items (sequence, piece), and the shared items (place, piece)."""
+    """Return the single items (sequence, piece), and the shared items (place in order, piece)."""
     (num_single, *taken), (num_shared, *taken_shared) = work.counters.tolist()
     assert taken == taken_shared == [0, 0]
     items = [(int(first), int(piece)) for first, piece in work.items[: num_single + num_shared]]

@@ -50,7 +50,7 @@ def test_run_ends_with_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 def test_report_of_a_run_without_errors_says_finished(tmp_path: Path) -> None:
-    """The run writes its report before ``_SUCCESS``, when the status would still be stopped."""
+    """The run writes its report before ``_SUCCESS``, when the status would still be ``stopped``."""
     write_parquet(tmp_path / "in" / "x.parquet", {"prompt": ["a", "b"]})
     assert run_job(job(tmp_path), build=FakeBuild(), report=report_at_end) is ExitCode.OK
     html = (tmp_path / "out" / "report.html").read_text()

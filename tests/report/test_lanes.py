@@ -20,7 +20,7 @@ COLORS = {"rule": ".", "idle": "l", "waste": "w", "used": "c", "again": "X"}
 
 
 def a_run(run_id: str, began: float, engine_s: float, load_s: float = 0.0, **facts: Any) -> Run:
-    """Return a run whose engine lives for ``engine_s``; ``began`` is on the timeline's clock."""
+    """Return a run whose engine lives for ``engine_s``; ``began`` is a time of the timeline."""
     return Run(
         run_id,
         {},
@@ -34,10 +34,10 @@ def a_run(run_id: str, began: float, engine_s: float, load_s: float = 0.0, **fac
 
 
 def timeline_of(span_s: float, **steps_of: list[tuple[float, float]]) -> Timeline:
-    """Return the steps of the run of each writer.
+    """Return a timeline with the steps of each writer's run.
 
     Args:
-        steps_of: for each step, its end on its run's clock and its duration, in seconds.
+        steps_of: for each writer, (end on the run's clock, duration) of its steps, in seconds.
     """
     timeline = Timeline(span_s)
     for writer, steps in steps_of.items():

@@ -1,8 +1,8 @@
 """Over three hundred schemas that a grammar can enforce only in part, or not at all.
 
-The handwritten ones have a few schemas per keyword, like JSON Schema's test suite. The random ones
-are records as in APIs, with one or two keywords that are hard to enforce. Short texts match most of
-them.
+There are a few handwritten schemas per keyword, as in JSON Schema's test suite. The random schemas
+describe records like those of APIs, with one or two keywords that are hard to enforce. Short texts
+match most of them.
 """
 
 from __future__ import annotations

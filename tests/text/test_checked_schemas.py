@@ -54,7 +54,7 @@ def changed(value: Any, rng: random.Random) -> Any:
 
 @functools.cache
 def instances_of(name: str) -> tuple[str, ...]:
-    """Return texts for a hard schema, made once for two tests."""
+    """Return texts for a hard schema; cached, because two tests use them."""
     return tuple(instances(HARD_SCHEMAS[name], 6))
 
 

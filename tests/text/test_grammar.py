@@ -30,7 +30,7 @@ BYTES = GrammarCompiler(byte_tokenizer(), frozenset({0}), 257)
 
 
 def asked(**structured_outputs: Any) -> Mapping[str, Any]:
-    """Return structured outputs in the form of sampling parameters."""
+    """Return structured outputs as ``SamplingParams`` stores them."""
     value = SamplingParams(structured_outputs=structured_outputs).structured_outputs
     assert value is not None
     return value

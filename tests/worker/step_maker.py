@@ -1,4 +1,4 @@
-"""Build steps by hand, of sequences with scattered blocks and any number of tokens."""
+"""Builds steps by hand, for sequences with scattered blocks and any number of tokens."""
 
 from __future__ import annotations
 

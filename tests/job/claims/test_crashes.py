@@ -47,7 +47,7 @@ def hunt(num_rows: int, poison: int, *, keep_tokens: bool = False) -> tuple[int,
     """Run rows until the poison row is given up; return the number of deaths and the history.
 
     Args:
-        keep_tokens: True if other rows store tokens before each death.
+        keep_tokens: whether other rows store tokens before each death.
     """
     history, missing, deaths = CrashHistory(), set(range(num_rows)), 0
     while True:

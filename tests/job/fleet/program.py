@@ -1,4 +1,4 @@
-"""Run a job on a fleet of this machine.
+"""Run a job on a fleet on this machine.
 
 ``python -m tests.job.fleet.program FOLDER WORKERS [SIGNAL|paced]``: with SIGNAL, one of the
 workers sends this signal to the program; with ``paced``, the engines are slow.

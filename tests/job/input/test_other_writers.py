@@ -1,4 +1,4 @@
-"""Parquet files of other programs are read, and their values come back next to the answers."""
+"""Parquet files by other programs are read, and their values are stored next to the answers."""
 
 from __future__ import annotations
 

@@ -245,7 +245,7 @@ def test_retry_errors_skips_rows_added_since(
 
 @pytest.fixture
 def iceberg(tmp_path: Path) -> Any:
-    """Return an Iceberg table of two snapshots; the second adds a column."""
+    """Return an Iceberg table with two snapshots; the second adds a column."""
     from pyiceberg.catalog.sql import SqlCatalog
     from pyiceberg.types import DoubleType
 

@@ -121,7 +121,7 @@ def test_first_of_rows_works_with_over_2_gib_of_text() -> None:
 
 
 def spec(tmp_path: Path, **output: Any) -> Any:
-    """A job with three samples per row; every tenth prompt is empty."""
+    """Return a job with three samples per row; every tenth prompt is empty."""
     path = tmp_path / "in" / "x.parquet"
     if not path.exists():
         prompts = ["" if at % 10 == 9 else f"{at} asks" for at in range(NUM_ROWS)]

@@ -93,7 +93,7 @@ def run(spec: JobSpec, build: FakeBuild | None = None, **options: bool) -> ExitC
 
 
 def rows(num_rows: int = NUM_ROWS) -> pa.Table:
-    """Return the output, after checking every row."""
+    """Check every row of the output; return the output."""
     parts = sorted((name, data) for name, data in objects(f"{KEY}/data").items())
     assert [name for name, _ in parts] == [f"part-{at:05d}.parquet" for at in range(len(parts))]
     table = pa.concat_tables(pq.read_table(BytesIO(data)) for _, data in parts)

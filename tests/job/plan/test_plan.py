@@ -40,7 +40,7 @@ SWAP = {"swap_space": "64MiB"}
 
 
 def job(tmp_path: Path, model: Path, columns: Columns, **sections: dict[str, Any]) -> JobSpec:
-    """Return a job over ``columns`` whose rows all run to ``max_tokens``."""
+    """Return a job over ``columns`` whose rows all generate ``max_tokens`` tokens."""
     fields: dict[str, dict[str, Any]] = {
         "model": {"name": str(model)},
         "input": {"path": str(write_parquet(tmp_path / "rows.parquet", columns))},
@@ -119,7 +119,7 @@ def stored_in_fp8() -> tuple[Columns, dict[str, Any]]:
 def test_plan_matches_the_run(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, workload: Any
 ) -> None:
-    # Steps of equal length: measured times vary too much on a busy machine.
+    # Let all steps take equally long: measured times vary too much on a busy machine.
     monkeypatch.setattr("batchinfer.engine.simulate.dry_run.step_seconds", lambda *_: 1e6)
     columns, sections = workload()
     spec = job(tmp_path, model, columns, **sections)

@@ -1,4 +1,4 @@
-"""Jobs that classify, compared with transformers: all kinds of heads and pairs, and bad rows."""
+"""Classification jobs match transformers, for all kinds of heads and pairs; and bad rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Jobs that embed, compared with transformers; bad rows become errors."""
+"""Embedding jobs match transformers; bad rows become errors."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def test_dense_layers_of_the_folder_are_run(tmp_path: Path, model: Path) -> None
 
 @pytest.mark.parametrize("size", [300.0, 1e5, 1e30])
 def test_half_precision_rounds_the_finished_embedding(size: float) -> None:
-    """Squares overflow float16. So do the values from 1e5 on, and the squares of 1e30 overflow
+    """Squares overflow float16. Values of 1e5 and more do, too, and squares of 1e30 overflow even
     float32."""
     embed = Embedder(EmbeddingModules(4), EmbedConfig(dtype="float16"))
     vector = embed(np.full(4, size, np.float32))

@@ -1,4 +1,4 @@
-"""Jobs that score, compared with transformers; bad rows become errors."""
+"""Scoring jobs match transformers; bad rows become errors."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ def test_moved_model_resumes(stopped: Any, tmp_path: Path) -> None:
 
 
 def forget_content(path: Path) -> None:
-    """Rewrite a manifest as earlier versions wrote it, which did not hash weights."""
+    """Rewrite a manifest as earlier versions did; they did not hash weights."""
     plan = json.loads(path.read_bytes())
     model = plan["job"]["model_facts"]["model"]
     model["model.safetensors"] = model["model.safetensors"][:2]

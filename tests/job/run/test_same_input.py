@@ -164,7 +164,7 @@ def test_renamed_partition_folder_is_another_input(tmp_path: Path) -> None:
 
 
 def as_before(out: Path) -> None:
-    """Rewrite the plan as earlier versions wrote it, which compared files by path and time."""
+    """Rewrite the plan as earlier versions did; they compared files only by path and time."""
     for name in ("manifest.json", "manifest-copy.json"):
         path = out / "_batchinfer" / name
         plan = json.loads(path.read_bytes())

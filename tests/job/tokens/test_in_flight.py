@@ -49,7 +49,7 @@ def observer(most_lost_s: float = 0.0, kept: Any = None, **options: Any) -> Toke
 def test_tokens_are_flushed_before_most_lost_s_has_passed(
     most_lost_s: float, is_alone: bool, dues: list[float]
 ) -> None:
-    """Part of ``most_lost_s`` is left for a step and a write.
+    """Part of ``most_lost_s`` is reserved for a step and a write.
 
     A row that runs alone is flushed a second after its first new token, however long its prompt
     took.

@@ -22,7 +22,7 @@ MOST_TOKENS = 30
 
 
 class Killed(BaseException):
-    """An exception that no code of the program catches."""
+    """An exception that the program never catches."""
 
 
 class SlowBuild(FakeBuild):
@@ -80,7 +80,7 @@ def kills_until_done(run: Callable[[], ExitCode], most: int) -> int:
 
 
 def test_rows_of_externally_killed_runs_are_not_given_up(tmp_path: Path, build: SlowBuild) -> None:
-    """Runs may be killed early, if each lives for a second after its first token.
+    """Runs may die early, as long as each lives for a second after its first token.
 
     The job has two rows, because a single row would finish before enough runs have died.
     """

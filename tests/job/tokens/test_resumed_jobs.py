@@ -142,7 +142,7 @@ def test_resumed_job_draws_no_token_twice(
         assert tokens["output"] == unbroken["output"]
         assert tokens["lost"] == unbroken["lost"] == 0
         assert tokens["recomputed"] > unbroken["recomputed"]
-        # Tokens that a grammar forced before a step computed them count as recomputed after resuming.
+        # Tokens that a grammar forced, but no step computed, count as recomputed after a resume.
         assert decoded_once - 2 * len(" and ") <= decoded <= decoded_once
         assert not token_files(tmp_path, name)
 

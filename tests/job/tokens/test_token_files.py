@@ -55,7 +55,7 @@ def write(files: TokenFiles, *increments: OutputIncrement, replaces_all: bool = 
 
 
 def tokens_of(out: OutputDir, row_id: int) -> list[list[int]]:
-    """Return the tokens of each sample from which a run would resume."""
+    """Return the tokens from which a run would resume each sample of a row."""
     kept = TokenFiles(out, PLAN, {}, "run-00009").recover(ALL).get((row_id, 0))
     return [] if kept is None else [one.token_ids.tolist() for one in kept.partial().samples]
 

@@ -147,7 +147,7 @@ def test_workers_do_not_use_closed_standard_streams() -> None:
 
 
 def print_astray() -> None:
-    """Write to standard streams, and make prompts; exit with 7 if they are right."""
+    """Write to standard streams, and make prompts; exit with code 7 if the prompts are right."""
     processes = TextProcesses(1, Limits())
     for descriptor in range(3):
         with suppress(OSError):

@@ -332,7 +332,7 @@ def test_bug_in_a_worker_fails_only_its_call(make_processes: MakeProcesses) -> N
 
 
 def _busy(processes: list[psutil.Process]) -> list[psutil.Process]:
-    """Return the two processes as soon as one of them computes, else an empty list."""
+    """Return the two processes if the second one is computing, else an empty list."""
     return processes if len(processes) == 2 and processes[1].cpu_times().user > 0.1 else []
 
 

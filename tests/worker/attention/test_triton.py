@@ -31,7 +31,7 @@ PLAIN, WINDOWED = (AttentionVariant(0.25, window, 0.0, None) for window in (0, 5
 def begun(
     step_parts: list[tuple[int, int]], **pool: bool
 ) -> tuple[CudaAttention, Any, torch.Tensor]:
-    """Return both backends, after a step has begun over a random pool, and the step's queries.
+    """Begin a step with a random pool; return both backends and the step's queries.
 
     Args:
         step_parts: (tokens computed before, tokens of the step) of each sequence.
@@ -49,7 +49,7 @@ def begun(
 def begin(
     step: Step, *, fp8: bool = False, by_columns: bool = False, layer_major: bool = False
 ) -> tuple[CudaAttention, Any, torch.Tensor]:
-    """Return both backends, after ``step`` has begun over a random pool, and its queries.
+    """Begin ``step`` with a random pool; return both backends and the step's queries.
 
     Args:
         fp8: the pool's dtype is float8.

@@ -1,4 +1,4 @@
-"""Which encoders run their layers as one call, and how the others run."""
+"""Which encoders run their layers in one call, and how the others run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fused decoder layers keep the logits of transformers and launch nine kernels each."""
+"""Fused decoder layers give the same logits as transformers and launch nine kernels each."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def prefill_and_decode(layout: KVLayout) -> tuple[KVCache, list[Any], list[list[
         ("qwen3", 3),
         ("mistral", 3),
         ("gemma2", 0),  # norms after the products
-        ("granite", 0),  # scales what it adds to the residual
+        ("granite", 0),  # scales the outputs that it adds to the residual
         ("qwen3_moe", 0),
         ("gpt2", 0),
     ],

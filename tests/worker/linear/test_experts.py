@@ -130,7 +130,7 @@ def test_a_models_experts_are_rounded_as_its_linear_layers(method: str, tmp_path
 @needs_compiler
 @pytest.mark.parametrize("method", LOW_BIT_METHODS)
 def test_mxfp4_weights_are_kept_as_saved(method: str, tmp_path: Path) -> None:
-    """Its 4-bit codes and power-of-two scales stay exact; only the rows are rounded."""
+    """4-bit codes and power-of-two scales stay exact; only the input rows are rounded."""
     folder, _ = write_quantized(tmp_path, "gpt_oss", MXFP4, experts_alone, **ALL_SEE_ALL)
     model = ModelConfig(str(folder), dtype="float32")
     plain = load_model(model, device=CPU)
@@ -201,7 +201,7 @@ PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
 def assert_rows_are_rounded(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> None:
-    """Check that only the rows are rounded, up to the error of a float32 sum."""
+    """Check that only the input rows are rounded, up to the error of a float32 sum."""
     codes, scales = round_rows(x)
     torch.testing.assert_close(out, codes * scales[:, None] @ weight.T, atol=1e-4, rtol=1e-4)
 

@@ -1,4 +1,4 @@
-"""Linear layers with float8 weights: fused and small layers, and the logits of rounded weights."""
+"""Models with float8 weights in fused and small layers have the logits of rounded weights."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ SIZES = {
 
 
 def fused(family: str) -> tuple[Any, KVLayout]:
-    """Return a model in which everything is fused that is fused on a CUDA device."""
+    """Return a model with the same fused layers as on a CUDA device."""
     register()
     model: Any = tiny_model(family, **SIZES)
     model.set_attn_implementation(ATTENTION_NAME)
@@ -62,7 +62,11 @@ def rounded(x: torch.Tensor) -> torch.Tensor:
 
 @torch.inference_mode()
 def logits_of_rounded(family: str, *, rows_too: bool) -> torch.Tensor:
-    """Return transformers' logits with rounded weights in all linear layers except the head."""
+    """Return transformers' logits with rounded weights in all linear layers except the head.
+
+    Args:
+        rows_too: round the inputs of these layers, too.
+    """
     model: Any = tiny_model(family, **SIZES)
     for module in model.modules():
         if type(module) is nn.Linear and module is not model.get_output_embeddings():

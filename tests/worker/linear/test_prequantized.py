@@ -167,7 +167,7 @@ def test_layers_are_packed_as_they_were_saved(
     assert compared >= 4, "attention's and the MLP's last layers"
     dequantized = load(folder)
     assert re.fullmatch(f"{CASES[case][0]['quant_method']}.*, {method}", kept.facts["quantization"])
-    if case.startswith(("awq", "gptq", "int8 in")):  # other formats pad to panels or to blocks of 64
+    if case.startswith(("awq", "gptq", "int8 in")):  # others are padded to panels or blocks
         cost = ModelCost.from_config(kept.config, "float32", quantization=method)
         assert kept.facts["weight_bytes"] == pytest.approx(cost.weight_bytes, rel=0.07)
     assert kept.facts["weight_bytes"] < dequantized.facts["weight_bytes"]

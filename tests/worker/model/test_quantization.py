@@ -1,4 +1,4 @@
-"""Quantized models have the logits of transformers and take fewer bytes; bad settings fail."""
+"""Quantized models have the same logits as in transformers, in fewer bytes; bad settings fail."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""With Triton kernels and CUDA graphs, recurrent models give the logits of transformers.
+"""With Triton kernels and CUDA graphs, recurrent models give the same logits as transformers.
 
 On a CPU, Triton's interpreter runs the kernels in float32, and a replay repeats the computation.
 """
@@ -25,7 +25,7 @@ from tests.models import VOCAB_SIZE, tiny_model
 from tests.worker.on_triton import pretend_cuda
 from tests.worker.step_maker import StepMaker
 
-# Padding rows hold arbitrary values, about which NumPy warns in the interpreter.
+# Padding rows hold arbitrary values, which cause NumPy warnings in the interpreter.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 NUM_SLOTS, MAX_SEQS, MAX_GRAPH_TOKENS, MAX_MODEL_LEN = 256, 4, 8, 64
@@ -76,7 +76,7 @@ def test_steps_and_graphs_give_transformers_logits(
         NUM_SLOTS, 16, slots_per_state=layout.slots_per_state, attends=bool(layout.windows)
     )
     sequences = [maker.sequence(row) for row in rows]
-    # Run a chunk of the first prompt, then, with padding, its rest in a step with the others.
+    # Run a chunk of the first prompt, then its rest with the other prompts in a padded step.
     forward(model, cache, CudaAttention(cache), maker.step([(sequences[0], 5)]))
     parts = [(sequences[0], 2), (sequences[1], 4), (sequences[2], 1)]
     mixed = GraphSize("mixed", MAX_GRAPH_TOKENS, MAX_SEQS)

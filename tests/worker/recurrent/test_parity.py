@@ -50,7 +50,7 @@ EVERY_FAMILY = [
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory):
-    """Return a function that loads a family's tiny checkpoint, once."""
+    """Return a function that loads a family's tiny checkpoint, each only once."""
 
     @functools.cache
     def load(family: str) -> LoadedModel:

@@ -41,7 +41,7 @@ def in_order(logits: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 def reference_kept(
     weights: np.ndarray[Any, Any], logits: np.ndarray[Any, Any], top_k: int, top_p: float
 ) -> set[int]:
-    """Return the ids that the filters keep in one row, token by token."""
+    """Return the ids that the filters keep in one row, decided token by token."""
     order = in_order(logits)
     order = order[:top_k] if top_k else order
     goal = np.float64(np.float32(top_p)) * sum(int(weights[i]) for i in order)

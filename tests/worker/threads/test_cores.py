@@ -36,7 +36,7 @@ binds = pytest.mark.skipif(
 def test_threads_get_their_own_cores_if_there_are_enough(
     count: int, own: Set[int], cores: list[Set[int]] | None
 ) -> None:
-    """Each core here has two logical cores, with numbers 2 apart."""
+    """Each physical core here has two logical cores, whose numbers differ by 2."""
     assert choose_cores(count, own, lambda core: {core % 2 + 4, core % 2 + 6}) == cores
 
 
