@@ -1,4 +1,4 @@
-"""Import scripts outside the package by their paths."""
+"""Imports scripts outside the package by their paths."""
 
 from __future__ import annotations
 

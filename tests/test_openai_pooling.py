@@ -35,7 +35,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def vector(model: Path, text: str, dimensions: int | None = None) -> Any:
-    """Return transformers' embedding, float32 of length 1."""
+    """Return transformers' embedding as float32, scaled to unit norm."""
     inputs = AutoTokenizer.from_pretrained(model)(text, return_tensors="pt")
     reference = AutoModel.from_pretrained(model, dtype=torch.float32)
     with torch.no_grad():

@@ -1,6 +1,6 @@
 """Structured output of tiny random models is valid, and equals that of transformers.
 
-Rows without a grammar do not change.
+The grammars of some rows do not change the results of other rows.
 """
 
 from __future__ import annotations

@@ -148,7 +148,7 @@ def test_bar_fits_its_terminal_and_needs_no_color(
 
 
 def summary_lines(workers: int, *, found: float = 0.4) -> list[str]:
-    """Return the last lines of a run that has the given summary."""
+    """Return the last lines of a run whose summary has these values."""
     kv = dict.fromkeys(("mean_utilization", "peak_utilization", "mean_waste"), 0.5)
     kv |= dict.fromkeys(("contiguous_waste", "sharing_saving"), 0.5)
     summary: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""Paths of the repository that pages and comments name exist."""
+"""Paths that pages and comments name exist in the repository."""
 
 from __future__ import annotations
 

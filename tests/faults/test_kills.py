@@ -53,7 +53,7 @@ def test_long_answers_resume_after_kills_and_leave_no_token_files(tmp_path: Path
     [
         ("kill_by_a_row", 3),
         pytest.param("kill_by_a_prompt", 3, marks=pytest.mark.long),
-        # The run that ends the job, not the shard, fails if too many rows failed.
+        # Too many failed rows make the run that ends the job fail, not the run of a shard.
         pytest.param("kill_a_shard_by_a_row", 0, marks=pytest.mark.long),
     ],
 )

@@ -1,6 +1,6 @@
-"""Every failure says where it is and what to do, in words that change only on purpose.
+"""Every error message says where the mistake is and what to do, and changes only on purpose.
 
-After such a change, ``python -m tests.faults.messages`` writes the new words.
+After an intended change, ``python -m tests.faults.messages`` writes the new messages.
 """
 
 from __future__ import annotations

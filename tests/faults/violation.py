@@ -1,4 +1,4 @@
-"""The error that tests against faults raise."""
+"""The error that fault tests raise."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which changes of a job change its fingerprint."""
+"""Which changes to a job change its fingerprint."""
 
 from __future__ import annotations
 

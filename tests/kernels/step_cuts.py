@@ -1,4 +1,4 @@
-"""Strategy that cuts sequences into steps, for property tests of recurrent kernels."""
+"""A Hypothesis strategy that cuts sequences into steps, for tests of recurrent kernels."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from tests.models import make_checkpoint
 
 
 def test_only_the_engines_blocks_must_divide_chunks(tmp_path: Path) -> None:
-    """A chunk of 24 tokens is not a multiple of the block size that loading tries."""
+    """A chunk of 24 tokens is not a multiple of the block size of the trial run on loading."""
     name = str(make_checkpoint("llama4_text", tmp_path, attention_chunk_size=24))
     loaded = load_model(ModelConfig(name=name), device=torch.device("cpu"))
     assert loaded.layout(8).chunks == (24, 0, 24)

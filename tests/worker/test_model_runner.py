@@ -92,7 +92,7 @@ def test_a_step_takes_its_tokens_from_the_previous_samples() -> None:
     prompts = [[5, 6, 7], [8, 9]]
 
     def second_step(known: bool) -> list[int]:
-        """Return each sequence's second token; if the first is not ``known``, it is on the device."""
+        """Return the second tokens; unless ``known``, the first ones are only on the device."""
         runner, maker = make_runner("llama")
         sequences = [maker.sequence(prompt) for prompt in prompts]
         first = runner.submit(maker.step([(s, len(s.token_ids)) for s in sequences])).result()

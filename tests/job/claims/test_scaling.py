@@ -1,4 +1,4 @@
-"""The time of workers that claim parts compared with the ideal time, on a simulated clock."""
+"""Compares the time of workers that claim parts with the ideal time, on a simulated clock."""
 
 from __future__ import annotations
 

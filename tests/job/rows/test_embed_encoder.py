@@ -57,7 +57,7 @@ errors: {{max_error_rate: 1.0}}
 
 
 def expected(model: Path, texts: list[str], cut: int = 20) -> list[Any]:
-    """Return the mean of transformers' hidden states; its tokenizer truncates the texts."""
+    """Return the mean hidden states in transformers, whose tokenizer truncates the texts."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     ids = tokenizer(texts, truncation=True, max_length=cut)["input_ids"]
     return [states.mean(0) for states in reference_states(model, ids)]

@@ -36,7 +36,7 @@ def some_job(tmp_path: Path) -> JobSpec:
 
 
 def parsed(text: str) -> dict[str, float]:
-    """Return the values, keyed by name, after checking that all belong to one job."""
+    """Check that all metrics belong to one job; return their values, keyed by name."""
     samples = [one for family in text_string_to_metric_families(text) for one in family.samples]
     assert {one.labels["job"] for one in samples} <= {printable(HOSTILE)}
     return {one.name: one.value for one in samples if one.labels.keys() == {"job"}}

@@ -111,7 +111,7 @@ def test_status_before_the_first_finished_row(
 
 
 def test_status_follow_prints_lines_until_the_job_ends(tmp_path: Path) -> None:
-    """Two processes watch a job. The one on a terminal is interrupted; the other ends with the job."""
+    """Two processes watch a job. The one on a terminal is interrupted; the other ends normally."""
     write_parquet(tmp_path / "in" / "x.parquet", {"prompt": [f"{row} asks" for row in range(40)]})
     out, watchers = tmp_path / "out", list[subprocess.Popen[str]]()
     controller, terminal = os.openpty()

@@ -1,4 +1,4 @@
-"""Log files in an object store, which are appended to."""
+"""Log files in an object store, to which runs append lines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""After random edits, an update writes the bytes of a fresh run, and runs only new rows."""
+"""After random edits, an update writes the same bytes as a fresh run, and runs only new rows."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def test_tools_of_the_job() -> None:
 
 @pytest.mark.parametrize("word", ["x", EOS, f"a{EOS}b", EOS[:-1], EOS[1:]])
 def test_tools_of_a_row_are_text(word: str) -> None:
-    """The same holds for their keys: no text in them becomes a control token."""
+    """No text in the tools, including their keys, becomes a control token."""
     own = [tool("f", word)]
     as_struct = [{**own[0], "unused": None}]
     for value in (json.dumps(own), json.dumps(own).encode(), as_struct):

@@ -1,4 +1,4 @@
-"""One copy brings a step's arrays, padded, to fixed addresses on the device."""
+"""A single copy moves a step's padded arrays to fixed addresses on the device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gated DeltaNet layers that run in one C call keep the bits of the Python layers."""
+"""Gated DeltaNet layers that run in one C call give the same bits as the Python layers."""
 
 from __future__ import annotations
 

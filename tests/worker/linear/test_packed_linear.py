@@ -1,4 +1,4 @@
-"""Packed linear layers compute the same product, and rows do not depend on each other."""
+"""Packed linear layers compute the same products as torch, and rows do not affect each other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models that also take images or audio generate the same tokens as transformers from text."""
+"""From text, models that also take images or audio generate the same tokens as transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A tokenizer file that kills the process that loads it or decodes is refused and named."""
+"""Tokenizer files that kill the process that loads or uses them are refused and named."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Build sampling batches; each parameter's default has no effect."""
+"""Builds sampling batches; the defaults of all parameters have no effect."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def pack(allowed: np.ndarray) -> Int32:
 def test_forbidden_logits_are_minus_infinity(
     dtype: torch.dtype, vocab: int, beyond: int, rows: set[int]
 ) -> None:
-    """torch masks logits in float16; without a C compiler, it masks all logits."""
+    """torch masks float16 logits; without a C compiler, it masks logits of all dtypes."""
     random = np.random.default_rng(vocab)
     allowed = random.random((len(rows), max(vocab + beyond - 35, 1))) < 0.3
     wider = torch.from_numpy(random.normal(size=(9, vocab + 3))).to(dtype)

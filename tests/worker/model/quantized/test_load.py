@@ -1,4 +1,4 @@
-"""Quantized checkpoints have the logits of a float model with the same weights."""
+"""Quantized checkpoints give the same logits as a float model with the same weights."""
 
 from __future__ import annotations
 
