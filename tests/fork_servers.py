@@ -1,8 +1,8 @@
 """Starts fork servers of text processes by forking a process that has imported their modules.
 
 Each job and each `LLM` starts such a server, a Python process whose imports take a sixth of a
-second. A test run starts a thousand of them, but with this module imports them only once. The real
-start is tested in `tests/text/processes`, and by all tests that run the program.
+second. A test run starts a thousand of these servers, but this module does their imports only once.
+The real start is tested in `tests/text/processes`, and by all tests that run the program.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Speed up Triton's interpreter by skipping work that has no effect.
+"""Speeds up Triton's interpreter by skipping work that has no effect.
 
 Whenever a kernel calls a function, the interpreter searches all of `triton.language` for functions
 to replace, although the launch has already replaced them. This takes half the time of kernels with

@@ -251,7 +251,7 @@ def known(name: str) -> str:
 
 
 def may_import(room: Room, target: str) -> bool:
-    """Return True if the room may import ``target``: the table names it and it stands above."""
+    """Return True if the room's entry in ``ROOMS`` names ``target``, and ``target`` is above it."""
     named = any(target == name or target.startswith(f"{name}.") for name in room.may_import)
     return named and LEVEL[target] < LEVEL[room.name]
 

@@ -1,4 +1,4 @@
-"""Messages about packages that are not installed, and the log of a bug."""
+"""Messages about packages that are not installed, and what is logged if there is a bug."""
 
 from __future__ import annotations
 

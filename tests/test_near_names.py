@@ -34,7 +34,7 @@ COMPOSED, DECOMPOSED = "pr\u00f6mpt", "pro\u0308mpt"
     ids=ascii,
 )
 def test_names_that_look_the_same_are_explained(asked: str, known: str, difference: str) -> None:
-    """This works for short names too, and against a name with a closer spelling."""
+    """This works for short names, too, and even if another name has a closer spelling."""
     assert meant(asked, [f"{asked}s", known]) == (
         f"did you mean {known} (it looks the same: {difference})?"
     )

@@ -49,7 +49,7 @@ def test_last_message_clears_the_terminal_line(term: str, before: str) -> None:
 
 
 def test_signals_are_handled_before_heavy_imports() -> None:
-    """Before that, Ctrl-C ends with Python's traceback instead of exit code 75."""
+    """Until signals are handled, Ctrl-C ends with Python's traceback instead of exit code 75."""
     code = (
         "import sys\n"
         "before = {*sys.modules}\n"

@@ -1,4 +1,4 @@
-"""A pseudo-terminal, whose output is read like a screen."""
+"""A pseudo-terminal; tests read its output as a screen would show it."""
 
 from __future__ import annotations
 

@@ -187,7 +187,7 @@ def test_kubernetes_pod_failure_policy_uses_exit_codes(is_indexed: bool) -> None
 
 @pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.name)
 def test_retried_commands_do_not_start_over(block: Block) -> None:
-    """With --overwrite, a shard whose exit code was lost would start the finished job again."""
+    """With --overwrite, a shard whose exit code was lost would start the finished job over."""
     assert "--overwrite" not in block.text
 
 

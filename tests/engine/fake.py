@@ -1,4 +1,4 @@
-"""A runner without a model: it stores tokens instead of keys and values, and checks its reads."""
+"""A runner without a model: it stores tokens instead of keys and values, and checks them."""
 
 from __future__ import annotations
 
@@ -255,7 +255,7 @@ def _allowed(step: Step, sample: int, token: int) -> int:
 def expected(
     request: Request, sample: int, next_token: NextToken = hashed, window: int = 0
 ) -> list[int]:
-    """Return the tokens that a sample must have, regardless of which other rows run.
+    """Return the tokens that a sample must have, regardless of other rows.
 
     Args:
         window: the number of tokens that a model sees if all its layers have windows; 0: all.

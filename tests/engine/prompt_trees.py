@@ -1,4 +1,4 @@
-"""Prompts that share prefixes, and the branch points in the plan of a window."""
+"""Prompts that share prefixes, and the branch points that are planned for them."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from batchinfer.errors import DeviceError
 
 
 class Sums:
-    """A fake model that sums the tokens of each text; a step fits at most ``memory`` tokens."""
+    """A fake model that sums the tokens of each text; a step may have at most ``memory`` tokens."""
 
     def __init__(self, memory: int = 10**9) -> None:
         self.steps: list[list[int]] = []

@@ -181,7 +181,7 @@ def test_rows_that_are_all_penalized_run_together() -> None:
 
 
 def test_samples_fork_into_the_table_row_of_a_row_that_ended() -> None:
-    """Row 6, which also has samples, gets row 0's table row before row 0's only token is read."""
+    """Row 6, which also has samples, takes row 0's table entry before row 0's token is read."""
     engine, _ = make_engine(100, max_tokens=30, runs_ahead=True)
     lengths, samples = [1, 4, 9, 9, 9, 9, 4], [2, 2, 1, 1, 1, 1, 2]
     requests = [

@@ -155,7 +155,7 @@ def test_preempted_row_scores_only_missing_tokens(make_engine: MakeEngine) -> No
 
 
 class _Fails(FakeRunner):
-    """A runner without memory for its third step."""
+    """A runner that runs out of memory in its third step."""
 
     def submit(self, step: Step) -> Pending:  # type: ignore[override]
         if len(self.steps) == 2 and not hasattr(self, "failed"):

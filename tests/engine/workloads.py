@@ -66,7 +66,7 @@ def workloads(draw: st.DrawFn) -> list[Request]:
 def run_preempting(
     engine: Engine, requests: list[Request], every: int, most: int = 60
 ) -> tuple[dict[int, Completion], list[StepStats]]:
-    """Run all requests; preempt the newest sequence every ``every`` steps, up to ``most`` times."""
+    """Run requests, preempting the newest sequence every ``every`` steps, up to ``most`` times."""
     for request in requests:
         engine.add_request(request)
     completions, steps, preempted = {}, [], 0

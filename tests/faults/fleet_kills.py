@@ -26,7 +26,7 @@ class Kills:
 
     jobs: int = 0
     again_s: list[float] = field(default_factory=list)
-    """For each kill, the seconds since the first of the finished rows that it lost had finished."""
+    """For each kill, the age in seconds of the oldest finished row that it lost."""
     rows_again: int = 0
     """Number of finished rows that kills lost."""
 

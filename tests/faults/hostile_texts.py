@@ -119,7 +119,7 @@ Change = Callable[[dict[str, Any]], None]
 
 
 def split(pattern: str) -> Change:
-    """Return a change: split texts at the matches of a regular expression."""
+    """Return a change that splits texts at the matches of a regular expression."""
 
     def change(tokenizer: dict[str, Any]) -> None:
         pieces = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated"}
@@ -130,7 +130,7 @@ def split(pattern: str) -> Change:
 
 
 def replace(pattern: str, content: str, times: int) -> Change:
-    """Return a change: replace the matches of a regular expression, several times."""
+    """Return a change that replaces the matches of a regular expression, several times."""
 
     def change(tokenizer: dict[str, Any]) -> None:
         one = {"type": "Replace", "pattern": {"Regex": pattern}, "content": content}
@@ -140,7 +140,7 @@ def replace(pattern: str, content: str, times: int) -> Change:
 
 
 def normalized(*kinds: str) -> Change:
-    """Return a change: normalize texts."""
+    """Return a change that normalizes texts."""
 
     def change(tokenizer: dict[str, Any]) -> None:
         steps = [{"type": kind} for kind in kinds]

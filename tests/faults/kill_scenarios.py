@@ -1,4 +1,4 @@
-"""Jobs that are killed on an engine without a model.
+"""Jobs that run on an engine without a model, and are killed.
 
 ``python -m tests.faults.kill_scenarios SCENARIO FOLDER`` prints the results of a scenario as JSON.
 It is a separate program because it forks.
@@ -87,7 +87,7 @@ def kill_while_accepting(folder: Path) -> dict[str, object]:
 
 
 def kill_while_tokens_are_kept(folder: Path) -> dict[str, object]:
-    """Kill runs of long answers at each commit step of a token file."""
+    """Kill runs with long answers at each commit step of a token file."""
     sampling = {"max_tokens": 20, "temperature": 1.0, "seed": 1, "n": 2}
     spec = echo_job(folder, sampling=sampling)
     limited = spec.input.model_copy(update={"limit": 6})

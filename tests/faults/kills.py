@@ -187,7 +187,7 @@ class Outcome:
     kills: int = 0
     jobs: int = 0
     again_s: list[float] = field(default_factory=list)
-    """For each kill, the seconds since the first of the finished rows that it lost had finished."""
+    """For each kill, the age in seconds of the oldest finished row that it lost."""
     rows_again: int = 0
     """Number of finished rows that kills lost."""
     given_up: int = 0
@@ -394,7 +394,7 @@ class Killer:
         return not has_begun or random.random() < 0.5
 
     def _check_one_generation(self) -> None:
-        """Check that there are parts of one generation, or no ``_SUCCESS`` but a swap's record."""
+        """Check that the parts are of one generation, or that ``_SUCCESS`` gave way to a swap record."""
         assert self.finished is not None
         files = self.output.files()
         old = {p.name: p.read_bytes() for p in (self.finished / "data").iterdir()}

@@ -95,7 +95,7 @@ class LostTokens:
 
 
 class LongKiller(Killer):
-    """Kills jobs of long answers and counts the tokens that kills lose."""
+    """Kills jobs with long answers and counts the tokens that kills lose."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -112,7 +112,7 @@ class LongKiller(Killer):
         return code
 
     def _note_tokens(self, lines: list[list[str]], ended: float, code: int) -> None:
-        """Count a run's lines: ``drawn TOKENS AT .`` for each step, ``kept BYTES SIZE .``."""
+        """Evaluate a log: ``drawn TOKENS TIME .`` per step, and ``kept BYTES SIZE .`` per write."""
         lost, lost_since, began, written = 0, None, None, 0
         for what, number, at, _ in lines:
             if what == "kept":

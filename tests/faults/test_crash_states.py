@@ -1,4 +1,4 @@
-"""The commit protocol over files that may lose, tear and reorder unsynced data."""
+"""The commit protocol on files that may lose, tear or reorder unsynced data."""
 
 from __future__ import annotations
 

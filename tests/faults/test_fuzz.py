@@ -17,7 +17,7 @@ from tests.faults.fuzz import Case, run_cases
 from tests.models import RECURRENT_FAMILIES
 
 SLOW_S = 30.0
-"""Far more seconds than a case takes on a busy machine; a case that takes longer never ends."""
+"""Far more seconds than a case takes on a busy machine; longer cases count as endless."""
 
 
 @pytest.mark.parametrize("count", [100, pytest.param(300, marks=pytest.mark.long)])

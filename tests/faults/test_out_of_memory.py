@@ -73,7 +73,7 @@ class Allocator(TorchDispatchMode):
 
 @pytest.fixture
 def allocator(monkeypatch: pytest.MonkeyPatch) -> Allocator:
-    """Return an ``Allocator`` that is active in all of a step: forward pass and sampling."""
+    """Return an ``Allocator`` that is active throughout each step, including sampling."""
     made, start = Allocator(), ModelRunner._start
 
     def starts(self: ModelRunner, step: Any) -> Any:

@@ -4,4 +4,4 @@ from __future__ import annotations
 
 
 class ViolationError(AssertionError):
-    """A promise was broken."""
+    """The program broke a promise."""

@@ -50,7 +50,7 @@ def messages(row: dict[str, str]) -> list[dict[str, str]]:
 
 
 def leaves(answer: str) -> list[str]:
-    """Return the values of an answer in JSON, or the text of another answer without "Ship to"."""
+    """Return the values of a JSON answer, or a plain-text answer without its "Ship to"."""
     if answer.startswith("{"):
         return [str(value) for value in json.loads(answer).values()]
     return [answer.removeprefix("Ship to ")]

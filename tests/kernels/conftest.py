@@ -1,4 +1,4 @@
-"""Fixtures of the kernels' tests, which run in Triton's interpreter or, marked `gpu`, on a GPU.
+"""Fixtures of the kernel tests. They run in Triton's interpreter or, marked `gpu`, on a GPU.
 
 Triton reads TRITON_INTERPRET when it is imported, so it is set here, before any test module of this
 folder is imported. `tests/conftest.py` does the same for modules elsewhere.

@@ -174,7 +174,7 @@ def test_shared_prefixes_change_no_bits(
     queries = [torch.randn(n, num_heads, width).to(dtype) for n in query_lens]
 
     def attend(order: list[int], *, shares: bool) -> list[torch.Tensor]:
-        """Return the output of each sequence; ``order`` lists the sequences as in the step."""
+        """Return the output of each sequence; ``order`` is their order in the step."""
         query = torch.cat([queries[at] for at in order])
         lens = [query_lens[at] for at in order]
         out = torch.full_like(query, torch.nan)

@@ -1,4 +1,4 @@
-"""Pools with more than 2^31 elements, of which only the used blocks have memory."""
+"""Pools with more than 2^31 elements, in which only the blocks in use have memory."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ COLORS = {"rule": ".", "idle": "l", "waste": "w", "used": "c", "again": "X"}
 
 
 def a_run(run_id: str, began: float, engine_s: float, load_s: float = 0.0, **facts: Any) -> Run:
-    """Return a run whose engine lives for ``engine_s``; ``began`` is a time of the timeline."""
+    """Return a run whose engine lives for ``engine_s``; ``began`` is its start on the timeline."""
     return Run(
         run_id,
         {},

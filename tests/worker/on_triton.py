@@ -1,4 +1,4 @@
-"""Run CUDA code on CPU tensors in Triton's interpreter, and record the kernel launches."""
+"""Runs CUDA code on CPU tensors in Triton's interpreter, and records the kernel launches."""
 
 from __future__ import annotations
 

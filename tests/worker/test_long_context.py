@@ -80,8 +80,8 @@ def test_scaled_positions_equal_those_of_transformers(name: str, fused: bool) ->
     cache = KVCache(layout, LONGEST // BLOCK_SIZE, torch.device("cpu"), torch.float32)
     maker = StepMaker(LONGEST // BLOCK_SIZE, BLOCK_SIZE)
     sequence, backend = maker.sequence(ids), make_backend(cache)
-    # The first chunk is shorter than the original length; the other rows of a step must not choose
-    # the scaling.
+    # The first chunk is shorter than the model's original context length, but its positions must
+    # be scaled like those of later chunks.
     counts = [20, 100, LONGEST - 122, 1, 1]
     steps = [maker.step([(sequence, count)], every_logit=True) for count in counts]
     got = torch.cat([forward(model, cache, backend, step) for step in steps])

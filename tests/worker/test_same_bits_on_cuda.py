@@ -135,7 +135,7 @@ def bits_of(prepared: Prepared, setup: Setup) -> dict[tuple[int, int, int], byte
 
 
 def prompt(row: int) -> np.ndarray:
-    """Return a prompt that shares its first 9 tokens with every other row."""
+    """Return a prompt whose first 9 tokens are the same in all even rows, and in all odd rows."""
     shared, own = np.random.default_rng(row % 2), np.random.default_rng(100 + row)
     ids = [shared.integers(2, 190, 9), own.integers(2, 190, 1 + 6 * row)]
     return np.concatenate(ids).astype(np.int32)

@@ -331,7 +331,7 @@ def evict_all(pool: BlockPool) -> None:
 
 
 def test_a_step_does_not_fill_a_host_slot_that_it_reads() -> None:
-    """A step copies to the host before it copies from the host, so it would read new contents."""
+    """A step copies to the host before it reads from there, so it would read the new contents."""
     pool, reuse_hints = small_pool(2, 2)
     first = indexed(pool, [1, 1, 1, 1, 2, 2, 2, 2])
     waiting_for(reuse_hints, first)

@@ -131,7 +131,7 @@ def test_a_snapshot_that_its_sequence_forgoes_is_dropped() -> None:
 
 
 def keep_idle(pool: BlockPool, token: int, followers: int) -> StateSnapshot:
-    """Index a block of equal tokens, and keep a state after it that no sequence uses."""
+    """Index a block of equal tokens; keep the state after it, which no sequence uses."""
     block, key, root = pool.allocate(), token_key([token] * SIZE), pool.entry_below([])
     assert root is not None
     pool.insert_block(root, block, key)

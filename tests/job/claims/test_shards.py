@@ -348,7 +348,7 @@ def test_overwriting_shards_delete_old_output_once(
 def test_killed_overwriting_shard_leaves_the_deletion_to_another(
     spec: JobSpec, plain: dict[str, bytes], tmp_path: Path, times: int
 ) -> None:
-    """Kill the shard while it stores its start, a copy of its plan, or the end of the deletion."""
+    """Kill the shard while it records its start, a copy of its plan, or the end of the deletion."""
     run_job(job(tmp_path, sampling={"max_tokens": 7}), build=FakeBuild(), quiet=True)
     failpoint, options = f"_batchinfer-renamed:{times}", ["if_exists=overwrite"]
     ended = processes(spec, "1/2", failpoint=failpoint, options=options)

@@ -165,7 +165,7 @@ def test_crash_row_of_a_worker_is_given_up(spec: JobSpec) -> None:
         deaths += 1
     process.communicate()
     assert process.returncode == ExitCode.TOO_MANY_ROW_ERRORS
-    assert deaths <= 12  # far fewer than the rows
+    assert deaths <= 12  # far fewer than there are rows
     out = output_at(spec.output.path)
     found = out.read_table(Path(out.data) / "part-00003.parquet").to_pylist()
     assert [row["row_id"] for row in found if row["status"] == "error"] == [37]

@@ -29,7 +29,7 @@ class Disturbed:
     """Builds engines; one of them fails once, before its step ``at``.
 
     Args:
-        how: the signal to send; or ``device`` or ``bug``, for such an error.
+        how: the name of a signal to send, or the kind of error to raise: ``device`` or ``bug``.
         pid: the process that gets the signal; 0 means the engine's own process.
         kernels: the first engine uses different kernels.
         never: no engine can be built.

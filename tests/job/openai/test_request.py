@@ -79,7 +79,7 @@ def test_completion_request_prompts_are_parsed(prompt: Any, source: str, value: 
 def test_equal_max_tokens_and_max_completion_tokens_are_accepted() -> None:
     sampling = parse(max_tokens=4, max_completion_tokens=4).sampling
     assert sampling == {"max_tokens": 4}
-    sampling = parse(max_tokens=4, max_completion_tokens=5).sampling  # refused with the others
+    sampling = parse(max_tokens=4, max_completion_tokens=5).sampling  # refused later
     assert sampling == {"max_tokens": 4, "max_completion_tokens": 5}
 
 

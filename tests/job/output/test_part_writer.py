@@ -75,7 +75,7 @@ class Fixture:
         self.commits += 1
 
     def segment_rows(self) -> list[int]:
-        """Return the rows in segments."""
+        """Return the ids of the rows in segments."""
         segments = Segments(self.out, self.plan, self.parts, self.table.generated_schema)
         return segments.recover()[0].tolist()
 

@@ -54,7 +54,7 @@ class Waiting(Builder):
     """Waits forever, the first few times that it renders.
 
     Args:
-        marks: a folder that gets a file each time that this waits.
+        marks: a folder that gets a file each time that the builder waits.
     """
 
     def __init__(self, marks: Path, times: int, tokenizer: Tokenizer) -> None:

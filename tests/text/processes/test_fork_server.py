@@ -1,4 +1,4 @@
-"""The process that forks workers starts, fails and ends with clear errors."""
+"""How the process that forks workers starts and ends, and how it reports failures."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def cpu_backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 
 
 class Parity:
-    """Two copies of a model: one is run by transformers, one with a KV pool filled with NaN."""
+    """Two copies of a model: one runs in transformers, one in a KV pool that is filled with NaN."""
 
     def __init__(
         self, family: str, block_size: int, dtype: torch.dtype = torch.float32, *, fp8: bool = False
