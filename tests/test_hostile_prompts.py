@@ -65,7 +65,7 @@ def limits(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> N
 def job(
     tmp_path: Path, model: Path, texts: list[str], bad_words: list[str | None] | None = None
 ) -> JobSpec:
-    """Return a job over texts, each with a bad word or none."""
+    """Return a job that reads ``texts``, each with a bad word or none."""
     params = [word and json.dumps({"bad_words": [word]}) for word in bad_words or [None]]
     params *= len(texts) // len(params)
     columns = {"prompt": texts, "sampling_params": pa.array(params, pa.string())}

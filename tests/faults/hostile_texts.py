@@ -1,6 +1,6 @@
 """Handwritten and mutated templates and tokenizers that loop, grow, panic or abort.
 
-A case is a job over three rows, of which the middle one makes the template or the tokenizer fail.
+A case is a job with three rows, of which the middle one makes the template or the tokenizer fail.
 The job must end with an error or a prompt for that row, and with the right prompts for the others.
 Its processes must stay within their memory limits, and end within ``MOST_TO_STOP_S`` of a SIGTERM
 that comes during that row.

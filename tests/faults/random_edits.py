@@ -20,7 +20,7 @@ from tests.job.fakes import TellingBuild, drawn, echo, job
 from tests.job.output.test_resume import stop_at
 
 Key = tuple[str, int, tuple[str, int] | None]
-"""What a row's answer depends on: prompt, ``max_tokens``, and the key of its random numbers."""
+"""What a row's answer depends on: prompt, ``max_tokens``, and the key of any random numbers."""
 
 
 @dataclass(frozen=True)

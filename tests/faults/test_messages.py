@@ -1,4 +1,4 @@
-"""Every error message says where the mistake is and what to do, and changes only on purpose.
+"""Every error message says where the problem is and what to do, and changes only on purpose.
 
 After an intended change, ``python -m tests.faults.messages`` writes the new messages.
 """

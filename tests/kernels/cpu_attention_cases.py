@@ -53,7 +53,7 @@ def store(keys: torch.Tensor, values: torch.Tensor) -> None:
 
 
 def check_attention_over_fp8(case: AttentionCase, dtype: torch.dtype) -> None:
-    """Compare attention over a float8 pool with its reference."""
+    """Compare attention to a float8 pool with its reference."""
     got, expected = (build_attention(case, "cpu", dtype).with_fresh_out() for _ in range(2))
     for inputs in (got, expected):
         for name in ("key_cache", "value_cache"):

@@ -24,7 +24,7 @@ def write_rows(folder: Path, count: int) -> None:
 
 
 def fleet_job(folder: Path, **sections: dict[str, Any]) -> JobSpec:
-    """Return a job over the dataset of ``write_rows``: two workers, parts of 64 rows."""
+    """Return a job on the dataset of ``write_rows``, with two workers and parts of 64 rows."""
     given = {
         "output": {"path": str(folder / "out"), "rows_per_part": 64},
         "engine": {"max_num_seqs": 16},

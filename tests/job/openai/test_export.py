@@ -33,7 +33,7 @@ run_job(batch(Path(sys.argv[1])), build=FakeBuild(), quiet=True)
 
 
 def batch(tmp_path: Path, **output: Any) -> JobSpec:
-    """Return a job over requests in a JSON Lines file, some of them bad."""
+    """Return a job that reads requests, some of them bad, from a JSON Lines file."""
     (tmp_path / "in").mkdir(exist_ok=True)
     path = tmp_path / "in" / "x.jsonl"
     if not path.exists():

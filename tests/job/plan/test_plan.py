@@ -40,7 +40,7 @@ SWAP = {"swap_space": "64MiB"}
 
 
 def job(tmp_path: Path, model: Path, columns: Columns, **sections: dict[str, Any]) -> JobSpec:
-    """Return a job over ``columns`` whose rows all generate ``max_tokens`` tokens."""
+    """Return a job that reads ``columns``; each row generates ``max_tokens`` tokens."""
     fields: dict[str, dict[str, Any]] = {
         "model": {"name": str(model)},
         "input": {"path": str(write_parquet(tmp_path / "rows.parquet", columns))},

@@ -41,7 +41,7 @@ DRAW = {"temperature": 1.0, "max_tokens": 6}
 
 
 class Story:
-    """Runs several jobs, one after the other, over the rows of ``tmp_path/in``."""
+    """Runs several jobs, one after the other, on the rows of ``tmp_path/in``."""
 
     def __init__(self, tmp_path: Path) -> None:
         self.path = tmp_path

@@ -52,7 +52,7 @@ def test_huge_row_takes_few_times_its_size(tmp_path: Path, kept: bool, times: in
 
 
 def run_both(folder: str, kept: str) -> None:
-    """Run a job over small rows, then a job with a huge row; print the peak memory after each."""
+    """Run a job with small rows, then a job with a huge row; print the peak memory after each."""
     for name in ("small", "huge"):
         spec = job(
             Path(folder) / name,

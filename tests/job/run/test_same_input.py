@@ -33,7 +33,7 @@ def write_plain(path: Path, prompts: list[str]) -> None:
 
 
 def stopped_at(root: Path) -> set[int]:
-    """Stop a job over three files halfway; return its unfinished rows."""
+    """Stop a job on three files halfway; return its unfinished rows."""
     for at, name in enumerate(NAMES):
         write_plain(root / "in" / name, [f"{at} row {row:02d}" for row in range(ROWS)])
     build = TellingBuild(max_num_seqs=4)

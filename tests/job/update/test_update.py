@@ -24,7 +24,7 @@ DRAWN = {"sampling": {"max_tokens": 6, "temperature": 1.0}}
 
 
 class Place:
-    """A folder with a job over one or more files."""
+    """A folder with a job and the files that it reads."""
 
     def __init__(self, folder: Path, **sections: Any) -> None:
         self.folder = folder
