@@ -98,7 +98,7 @@ def steps(engine: Engine) -> Iterator[tuple[list[Completion], StepStats | None]]
 
 
 def facts(completion: Completion) -> object:
-    """Return everything in a completion that an interruption must not change."""
+    """Return all parts of a completion that an interruption must not change."""
     outputs = [
         (
             *(one.index, one.token_ids.tolist(), one.finish_reason, one.stop_reason),

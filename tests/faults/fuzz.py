@@ -1,8 +1,8 @@
 """Run many cases in worker processes, which a case may kill, and collect the results.
 
 A case is a function of its number, the seed and a folder. It returns a word for the result, and
-raises an error if a promise is broken. Workers report each case when it ends. So the number of a
-case that kills its worker or never ends is known, and the other cases still run.
+raises an error if a promise is broken. Workers report each case when it ends, so the case that
+kills a worker or never ends is known, and the other cases still run.
 """
 
 from __future__ import annotations

@@ -394,7 +394,7 @@ class Killer:
         return not has_begun or random.random() < 0.5
 
     def _check_one_generation(self) -> None:
-        """Check that there are ``_SUCCESS`` and parts of one generation, or else a swap's record."""
+        """Check that there is ``_SUCCESS`` with parts of one generation, or a swap's record."""
         assert self.finished is not None
         files = self.output.files()
         old = {p.name: p.read_bytes() for p in (self.finished / "data").iterdir()}

@@ -13,7 +13,7 @@ from tests.kernels.cases import Case
 
 @dataclass(frozen=True)
 class LoraCase(Case):
-    """A step of ``num_rows`` rows, of which ``counts`` rows use each adapter."""
+    """A step of ``num_rows`` rows; ``counts`` has the number of rows that use each adapter."""
 
     counts: tuple[int, ...]
     num_rows: int

@@ -21,7 +21,7 @@ class SharedCase:
 
 
 def _samples(name: str, rows: int, samples: int, **shape: Any) -> SharedCase:
-    """All rows share a prefix of 64 tokens; the `samples` of each row share a prompt of 192."""
+    """All rows share a prefix of 64 tokens; the samples of a row share a prompt of 192 tokens."""
     count = rows * samples
     lens = tuple((1, 200 + 7 * i % 60) for i in range(count))
     shared = tuple(0 if i == 0 else 192 if i % samples else 64 for i in range(count))

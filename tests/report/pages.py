@@ -58,7 +58,7 @@ def some_lengths(rows: int = 4000) -> Lengths:
 
 
 def some_data(texts: tuple[str, ...] = ("plain",), scale: float = 1.0) -> ReportData:
-    """Return contents of a report with all ``texts`` wherever the report shows text."""
+    """Return the data of a report that has ``texts`` in every place where a report shows text."""
     return ReportData(
         title=" | ".join(texts),
         state="finished",

@@ -1,4 +1,4 @@
-"""Small tokenizers trained here: byte-level with ChatML tokens, and SentencePiece-like."""
+"""Small tokenizers, trained here: a byte-level one with ChatML tokens, and a SentencePiece one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Control tokens in a row's text are found quickly, and pass through a template as characters."""
+"""Control tokens in a row's text are found quickly, and single characters stand for them."""
 
 from __future__ import annotations
 

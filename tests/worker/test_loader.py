@@ -1,4 +1,4 @@
-"""Models load with clear facts and log lines, and broken model folders are refused."""
+"""Models load with the right facts and clear log lines; broken model folders are refused."""
 
 from __future__ import annotations
 

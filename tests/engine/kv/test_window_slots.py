@@ -118,7 +118,7 @@ def test_index_entries_without_blocks_are_removed() -> None:
 @pytest.mark.parametrize("windows", [(2,), (0, 2)])
 @pytest.mark.parametrize("caching", [False, True])
 def test_beams_that_forked_long_ago_return(windows: tuple[int, ...], caching: bool) -> None:
-    """Preempted beams return that forked more than a window ago."""
+    """Beams are preempted and resumed although they forked more than a window ago."""
     engine, _ = make_engine(600, 1, windows=windows, max_tokens=16, caching=caching)
     request = beams(0, [3, 4, 5, 6, 7], 6, max_tokens=40, ignore_eos=True)
     completions, _ = run_preempting(engine, [request], every=7)

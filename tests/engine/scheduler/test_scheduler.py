@@ -57,7 +57,7 @@ def run_long(
 
 
 def packing(steps: list[StepStats]) -> tuple[float, float]:
-    """Return the share of blocks used while rows wait, and the share of recomputed tokens."""
+    """Return the share of blocks in use while rows wait, and the share of recomputed tokens."""
     pressed = [step for step in steps if step.num_waiting]
     used = sum(step.kv_blocks_used for step in pressed)
     available = sum(step.kv_blocks_total for step in pressed)

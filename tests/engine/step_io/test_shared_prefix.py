@@ -57,8 +57,8 @@ def test_the_same_slot_after_others_is_not_shared() -> None:
 def check(step: Step) -> None:
     """Check the shared prefixes of a step.
 
-    Each is really shared, and every prefix that is long enough and computed for all sequences is
-    reported.
+    Each reported prefix is really shared. Every shared prefix that is long enough and computed for
+    all of its sequences is reported.
     """
     starts, lens = step.query_starts, step.context_lens
     computed = lens - np.diff(starts)

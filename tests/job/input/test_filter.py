@@ -48,7 +48,7 @@ def spec(
 
 
 def check(tmp_path: Path, row_ids: list[int], texts: list[str]) -> None:
-    """Check that the output has each selected row once, in order, with its id in the full input."""
+    """Check that the output has the selected rows once, in order, with their ids in the input."""
     found = table(tmp_path)
     assert found["row_id"].to_pylist() == found["n"].to_pylist() == row_ids
     assert found["generated_text"].to_pylist() == [texts[row][:8] for row in row_ids]

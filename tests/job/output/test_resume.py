@@ -29,7 +29,7 @@ ONE_PART = {"rows_per_part": 100}
 
 
 def prompts(tmp_path: Path, bad: tuple[int, ...] = ()) -> list[str]:
-    """Write prompts; every fifth is the same, and the rows ``bad`` have empty prompts."""
+    """Write prompts; every fifth row has the same one, and the rows ``bad`` have empty ones."""
     texts = [f"{row if row % 5 else 'x'} asks" for row in range(NUM_ROWS)]
     for row in bad:
         texts[row] = ""

@@ -101,7 +101,7 @@ def test_equal_rows_get_their_own_answers(
 
 
 def _work(at: int, prompt: str, cell: str | None) -> tuple[object, ...]:
-    """Return the facts that decide a row's answer; without sampling, the seed has no effect."""
+    """Return everything that decides a row's answer; without sampling, the seed has no effect."""
     params = json.loads(cell or "{}")
     drawn = at if params.pop("temperature", 0) else None
     params.pop("seed", None)

@@ -34,7 +34,7 @@ DONE = "{% endif %}{{ text }}"
 
 
 def described(result: Prompt | RowError) -> tuple[Any, ...]:
-    """Return all facts of a result."""
+    """Return all contents of a result as a tuple, to compare it with others."""
     if isinstance(result, PromptTooLongError):
         return result.code, result.message, result.num_tokens
     if isinstance(result, RowError):

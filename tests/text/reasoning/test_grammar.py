@@ -36,7 +36,7 @@ def allowed(made: ReasoningGrammar, state: Any) -> set[int]:
 
 
 def follow(tokenizer: Tokenizer, made: ReasoningGrammar, text: str) -> Any:
-    """Return the state after a text, each token of which must be allowed."""
+    """Check that each token of a text is allowed; return the state after the text."""
     state, forced = made.begin(), list[int]()
     for token_id in encode(tokenizer, text).tolist():
         if forced:

@@ -134,7 +134,7 @@ def test_logits_still_equal_transformers(family: str, count: int, joined: bool) 
 
 
 def _turn_from(place: int) -> Any:
-    """Return a hook that gives one layer different rotary angles from a position on."""
+    """Return a hook that changes a layer's rotary angles from position ``place`` on."""
 
     def turn(layer: Any, arguments: Any, options: Any) -> tuple[Any, Any]:
         cos, sin = (part.clone() for part in options["position_embeddings"])

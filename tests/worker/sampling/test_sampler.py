@@ -197,7 +197,7 @@ MIXED = [
 
 
 def facts(result: StepResult, at: int, alternatives: int) -> tuple[object, ...]:
-    """Return all results of a sample, bit for bit."""
+    """Return all results of a sample, with the exact bits of floats."""
     own: tuple[object, ...] = (int(result.token_ids[at]), result.logprobs[at].tobytes())
     if alternatives >= 0:
         own += (

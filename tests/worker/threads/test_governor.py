@@ -151,7 +151,7 @@ def test_all_threads_compute_unless_delays_make_steps_slow(
 
 
 def test_delays_between_steps_do_not_count() -> None:
-    """Between calls the caller's own threads may wait, and steps may be slow for other reasons."""
+    """Between calls, the caller's own threads may wait, and steps may be slow for other reasons."""
     delay = 0.0
     governor = ThreadGovernor(CORES, delay=lambda: delay)
     for at in range(20):  # each step is long enough to be measured on its own

@@ -1,4 +1,4 @@
-"""Weights that the formats' own libraries wrote, if they are installed, are read correctly.
+"""Weights written by the formats' own libraries, where these are installed, are read correctly.
 
 GPTQModel and AutoAWQ cannot be installed without a CUDA device, so ``writers`` replaces them.
 """
