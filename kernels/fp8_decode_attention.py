@@ -23,7 +23,7 @@ import triton.language as tl
 from batchinfer.kernels.fp8 import narrow, widen
 
 MAX_HEADS = 8
-"""Largest number of query heads per KV head, whose terms fill 16 columns."""
+"""Largest number of query heads per KV head. Each has two terms, so 8 heads fill 16 columns."""
 
 
 @triton.jit

@@ -154,7 +154,7 @@ def test_prompt_logprob_token_ids_with_chunks_and_preemptions(
         ),
         (
             {"prompt_logprob_token_ids": [[5]]},
-            "has 1 rows, but the prompt of 3 tokens has 2 scored",
+            "has 1 rows, but the prompt of 3 tokens needs 2",
         ),
         ({"logprob_token_ids": [5], "beam_width": 2}, "cannot be combined with beam"),
         ({"prompt_logprob_start": 3}, "prompt_logprob_start requires prompt_logprob_token_ids"),

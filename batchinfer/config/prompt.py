@@ -95,7 +95,8 @@ class AcceptConfig(Record):
     min_tokens: int = 0
     """Smallest number of tokens in an accepted sample, including the token that ends it."""
     k: int | None = None
-    """Number of samples to keep. null: sampling.n. If a row has its own n, that counts instead."""
+    """Number of samples to keep. null: sampling.n. A row's own n, if greater
+    than 1, overrides this number."""
     max_tries: int = 16
     """Largest number of samples to draw for a row."""
     dedup: bool = False

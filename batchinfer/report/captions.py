@@ -210,7 +210,7 @@ def figures(data: ReportData, price: Price | None) -> Iterator[Figure]:
         )
         waste = percent(totals.mean("mean_waste"))
         yield Figure("Waste", waste, "", f"of the used memory{reserved}")
-        hits = f"; {percent(data.prefix_hit_rate)} of the prompt tokens were found"
+        hits = f"; {percent(data.prefix_hit_rate)} of the prompt tokens were found in the pool"
         saved = percent(totals.mean("sharing_saving"))
         note = f"of the memory{hits if data.lengths.rows else ''}"
         yield Figure("Saved by sharing", saved, "", note)

@@ -223,7 +223,7 @@ static __attribute__((noinline)) void weigh(
         top[r] = largest(s + r * PIECE, m[r]);
         if (top[r] == -INFINITY) top[r] = 0.0f; /* every score is -inf or NaN */
     }
-    /* Always compute 16 rows at a time, because the compiler may round a remainder differently. */
+    /* Always compute 16 rows at a time, because the code for leftover rows may round differently. */
     for (int r = 0; r < rows; r += 16)
         for (int i = r; i < r + 16; i++)
             keep[i] = m[i] == -INFINITY ? 0.0f : exp_negative(m[i] - top[i]);

@@ -73,8 +73,9 @@ INLINE void write_row(
     }
 }
 
-/* Computes one token for `vectors` vectors of a piece's columns, which begin at `column`. The rows
-   of the piece are summed in order; rows with even and with odd numbers have separate sums. */
+/* Computes one token for adjacent columns of a piece, which begin at column `column` and fill
+   `vectors` vectors. The rows of the piece are summed in order; rows with even and with odd numbers
+   have separate sums. */
 INLINE void recur(
     const int vectors, const int by_row, float *piece, int64_t columns, int64_t rows,
     const token_inputs *token, int64_t column, float *out) {

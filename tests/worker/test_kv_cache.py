@@ -53,7 +53,7 @@ def test_views_tile_the_pool(layer_major: bool) -> None:
         cache.key(layer).fill_(2 * layer)
         cache.value(layer).fill_(2 * layer + 1)
     counts = torch.bincount(cache.pool.long().flatten())
-    per_slot = 2 * 4 * 6  # slots (including the null slot), heads, tokens ...
+    per_slot = 2 * 4 * 6  # heads, tokens per block, slots including the null slot
     assert counts.tolist() == [per_slot * n for n in (6, 4)] * 3
 
 

@@ -159,7 +159,8 @@ class ReuseHints:
         if request.params.prompt_logprobs is not None:
             # Later rows need the logits that start at this position, so they compute these tokens.
             reused = min(reused, request.logits_from)
-        # Only whole blocks: a later row uses at most one of several blocks with a partial match.
+        # Count only whole blocks. Several rows may have a block that partly matches a later row's
+        # prompt, but the later row copies from at most one of them.
         return reused // self._pool.block_size
 
     def _note(self, block: Block, sequence: Sequence, *, used_later: bool) -> None:

@@ -241,7 +241,8 @@ def _without(keywords: Keywords, keys: Container[str]) -> Keywords:
 
 
 def _label(most: int) -> str:
-    """Return the pattern of a host name's label, without hyphens in places 3 and 4 (Punycode)."""
+    """Return a pattern for a label of a host name without hyphens in both positions 3 and 4, which
+    Punycode labels have (``xn--...``)."""
     longer = f"{_INNER}(?:{_ALNUM}{_INNER}|-{_ALNUM}){_INNER}{{0,{most - 5}}}{_ALNUM}"
     return f"{_ALNUM}(?:{_ALNUM}|{_INNER}{{1,2}}{_ALNUM}|{longer})?"
 
