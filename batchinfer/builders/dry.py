@@ -34,8 +34,7 @@ class SimulatedEngine(EngineContext):
     num_host_blocks: int = 0
     simulated_share: float = 1.0
     """Share of the KV cache's blocks that are simulated. Blocks that sequences cannot fill are left
-    out.
-    """
+    out."""
 
 
 def build_dry_engine(

@@ -204,8 +204,7 @@ def build_engine(
 
 def _longest_that_fits(pool: BlockPool, most: int, step_tokens: int) -> int:
     """Return the length, at most ``most``, of the longest sequence that fits in the KV cache, if a
-    step computes at most ``step_tokens`` tokens.
-    """
+    step computes at most ``step_tokens`` tokens."""
 
     def slots(length: int) -> int:  # the last token is never fed back, so it needs no KV
         blocks = pool.window_slots.most_slots(length - 1, min(length - 1, step_tokens))

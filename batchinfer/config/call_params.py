@@ -64,21 +64,18 @@ class _CallParams(sampling.SamplingParams):
     (float32 [vocab_size] on the model's device), and return logits. A function of three arguments
     gets the prompt's token ids first. The functions run in order, before everything else that
     changes logits. Log-probabilities come from their result. An infinite logit excludes all other
-    tokens.
-    """
+    tokens."""
     output_kind: Any = RequestOutputKind.CUMULATIVE
     """Accepted for compatibility with vLLM; outputs are always complete."""
     extra_args: Mapping[str, Any] | None = None
     """Not used; programs may store values here."""
     logprob_token_ids: tuple[int, ...] | None = None
     """Return the log-probabilities of these token ids with each output token, instead of those of
-    the most likely tokens.
-    """
+    the most likely tokens."""
     prompt_logprob_token_ids: Any = None
     """Token ids whose log-probabilities are returned in ``prompt_token_id_logprobs``. Give a list,
     which may be empty, for each prompt token except the first, or an array [tokens, ids] padded
-    with -1.
-    """
+    with -1."""
     prompt_logprob_start: int | None = None
     """Skip this many prompt tokens after the first in ``prompt_logprob_token_ids``."""
     flat_logprobs: bool = False
@@ -93,8 +90,7 @@ class _CallParams(sampling.SamplingParams):
     """Without effect."""
     best_of: int | None = None
     """Must be None or equal to ``n``. To choose the best of several samples, draw all of them with
-    ``logprobs=0`` and keep those with the highest ``cumulative_logprob``.
-    """
+    ``logprobs=0`` and keep those with the highest ``cumulative_logprob``."""
     guided_decoding: Any = None
     """Another name for ``structured_outputs``."""
     response_format: Any = None

@@ -29,48 +29,39 @@ class EngineConfig(Record):
     """Largest number of sequences that run at the same time."""
     max_num_batched_tokens: int = 8192
     """Largest number of tokens to compute in one step. On a CPU, the size of its caches limits the
-    number further.
-    """
+    number further."""
     enable_prefix_caching: bool = True
     """Reuse the KV blocks of prefixes that rows have in common."""
     preemption: Literal["auto", "recompute", "swap"] = "auto"
     """How a preempted sequence gets its KV back. recompute: it is computed again. swap: it is
-    copied to host memory and back. auto: the faster of the two.
-    """
+    copied to host memory and back. auto: the faster of the two."""
     swap_space: str | int | float = "4GiB"
     """Host memory for swapped blocks; 0: none. On a CPU, the default is also limited to a quarter
-    of the free memory.
-    """
+    of the free memory."""
     kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3"] = "auto"
     """auto: the model's dtype. fp8 (another name for fp8_e4m3): one byte per number with a scale of
-    1, so the pool has twice as many blocks as with 16 bits.
-    """
+    1, so the pool has twice as many blocks as with 16 bits."""
     order: Literal["prefix", "input"] = "prefix"
     """Order in which rows run. The output is always in input order."""
     order_window: int = 65536
     """About how many rows to plan together, as a window of whole parts. With order: prefix, the
-    rows of a window are sorted. A window has at most 64 million prompt tokens.
-    """
+    rows of a window are sorted. A window has at most 64 million prompt tokens."""
     deterministic: bool = False
     """Make the bits of a row's results independent of the other rows in a batch. On a CUDA device,
     this uses slower kernels and refuses some models. On a CPU, dense models have such results
-    anyway with `cpu_kernels: own` and without `latent_cache`.
-    """
+    anyway with `cpu_kernels: own` and without `latent_cache`."""
     latent_cache: bool = False
     """Cache one latent per token for latent attention (DeepSeek V2 and V3, GLM 4.7-Flash, ...)
     instead of the keys and values of every head: 71 times fewer bytes for DeepSeek V3. Bits may
-    then depend on the other rows of a batch.
-    """
+    then depend on the other rows of a batch."""
     num_threads: int | None = None
     """Number of threads that compute on a CPU. null: OMP_NUM_THREADS if it is set, otherwise one
-    per core that this process may use, and fewer while other processes use the cores.
-    """
+    per core that this process may use, and fewer while other processes use the cores."""
     cpu_kernels: Literal["auto", "own", "onednn", "torch"] = "auto"
     """Kernels for linear layers on a CPU. auto: the fastest for the model's shapes, measured once.
     own: batchinfer's kernels, which give a row the same bits in any batch. onednn: oneDNN with
     packed weights. torch: torch's linear layers. A resumed job keeps its first choice if it is
-    available.
-    """
+    available."""
 
     def __post_init__(self) -> None:
         coerce_fields(self)

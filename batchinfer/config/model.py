@@ -40,8 +40,7 @@ class ModelConfig(Record):
     """A value of ``QUANTIZATIONS``; None for the checkpoint's quantization."""
     adapters: Mapping[str, str] = field(default_factory=dict)
     """Folder or hub id of each LoRA adapter, by name. Requests refer to adapters by their numbers,
-    which count from 1 in this order.
-    """
+    which count from 1 in this order."""
     runner: Runner = "generate"
     """Purpose of the model; with pooling, it may lack an output head."""
 

@@ -15,8 +15,7 @@ from batchinfer.config.types import Record, coerce_fields
 @dataclass(frozen=True)
 class PromptConfig(Record):
     """How to make a prompt from a row. Set at most one source. The default is the column
-    ``messages``, or the column ``prompt`` if there is no ``messages``.
-    """
+    ``messages``, or the column ``prompt`` if there is no ``messages``."""
 
     column: str | None = None
     """A column of strings, or of conversations: list<struct<role, content>>."""
@@ -36,23 +35,19 @@ class PromptConfig(Record):
     chat_template: str = "auto"
     """auto, none, or the path of a template file. auto: conversations use the model's template; a
     string becomes one user message if the tokenizer has a template, otherwise a raw prompt. none:
-    strings are raw prompts.
-    """
+    strings are raw prompts."""
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Variables for the chat template, e.g. {enable_thinking: false}."""
     tools: tuple[Mapping[str, Any], ...] | str | None = None
     """Tools that the model may call, in OpenAI's form: a list of {type: function, function: {name,
     description, parameters}}, or the path of a JSON file with such a list. They are passed to the
-    chat template.
-    """
+    chat template."""
     tools_column: str | None = None
     """A column with each row's own tools: the list as JSON text, or list<struct>. A row with null
-    has no tools.
-    """
+    has no tools."""
     tool_choice: str | Mapping[str, Any] = "auto"
     """auto: the model may call a tool. none: the model sees no tools. required: it must call a
-    tool. {type: function, function: {name: ...}}: it must call this tool.
-    """
+    tool. {type: function, function: {name: ...}}: it must call this tool."""
     parse_special_tokens: bool = False
     """Parse control tokens such as <|im_end|> in the text of rows. false: they stay plain text."""
     on_too_long: Literal["error", "truncate_left", "truncate_right"] = "error"
@@ -88,8 +83,7 @@ class AcceptConfig(Record):
 
     regex: str | None = None
     """RE2 pattern that must match a part of the text; ^ and $ anchor it. Look-around and
-    back-references are not available.
-    """
+    back-references are not available."""
     schema: Mapping[str, Any] | str | None = None
     """JSON schema (or its JSON text) that the text must conform to."""
     min_tokens: int = 0

@@ -61,8 +61,7 @@ class SamplingParams(Record):
     """Number to subtract from a token's logit for each time that the token is in the output."""
     repetition_penalty: float = 1.0
     """Number that divides positive logits and multiplies negative logits of tokens in the prompt or
-    the output.
-    """
+    the output."""
     stop: tuple[str, ...] = ()
     """Strings that end a sample."""
     stop_token_ids: tuple[int, ...] = ()
@@ -75,8 +74,7 @@ class SamplingParams(Record):
     """Leave special tokens out of the text."""
     seed: int | None = None
     """Seed of the random numbers: the same seed draws the same tokens. None: a new seed for every
-    call to the Python API.
-    """
+    call to the Python API."""
     logprobs: int | None = None
     """Write the log-probability of each token, and of this many alternatives (at most 20)."""
     logit_bias: Mapping[int, float] | None = None
@@ -87,25 +85,20 @@ class SamplingParams(Record):
     """Strings that must not appear in the text."""
     prompt_logprobs: int | None = None
     """Write the log-probability of each prompt token except the first, and of this many
-    alternatives (at most 20).
-    """
+    alternatives (at most 20)."""
     structured_outputs: Mapping[str, Any] | None = None
     """Format of the text: {json: schema}, {regex: text}, {choice: [texts]}, {grammar: Lark or GBNF}
     or {json_object: true}. OpenAI's response_format means the same. A schema that a grammar cannot
-    enforce is refused; with unsupported: check, finished texts are checked against it.
-    """
+    enforce is refused; with unsupported: check, finished texts are checked against it."""
     beam_width: int | None = None
     """Use beam search with this many beams. The n best beams are written, best first; the
-    temperature is ignored. Rules and scores are those of transformers with early_stopping=False.
-    """
+    temperature is ignored. Rules and scores are those of transformers with early_stopping=False."""
     length_penalty: float = 1.0
     """Exponent of a beam's length. Beams are ranked by their log-probability divided by this power
-    of their length.
-    """
+    of their length."""
     max_reasoning_tokens: int | None = None
     """Maximum number of reasoning tokens, without the markers. A sample that reaches it is forced
-    to end its reasoning. Needs output.reasoning.
-    """
+    to end its reasoning. Needs output.reasoning."""
 
     def __post_init__(self) -> None:
         self._normalize()

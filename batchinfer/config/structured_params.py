@@ -41,8 +41,7 @@ class StructuredOutputsParams:
     """True for no whitespace between the parts of JSON."""
     disable_additional_properties: bool = False
     """True if objects have only the properties in their schema, unless it sets
-    additionalProperties.
-    """
+    additionalProperties."""
     whitespace_pattern: str | None = None
     """Regex for the whitespace between the parts of JSON."""
     structural_tag: str | Mapping[str, Any] | None = None

@@ -22,8 +22,7 @@ class ScoreConfig(Record):
 
     completions_column: str | None = None
     """A column of completions of the prompt: string, list<string>, or list<list<int>> of token ids.
-    null: score the prompt itself.
-    """
+    null: score the prompt itself."""
 
     def __post_init__(self) -> None:
         coerce_fields(self)
@@ -41,18 +40,15 @@ class EmbedConfig(Record):
     pooling: Pooling = "auto"
     """Pooling method, with sentence-transformers' names. auto: the method in the model's
     1_Pooling/config.json, or else mean for a bidirectional model and lasttoken for a causal one.
-    cls: the hidden state of the first token. Rows share prefixes only with lasttoken.
-    """
+    cls: the hidden state of the first token. Rows share prefixes only with lasttoken."""
     prompt_name: str | None = None
     """Name of a prompt in the model's config_sentence_transformers.json, which is put before each
-    text. null: that file's default prompt, unless prompt.template is set. "": no prompt.
-    """
+    text. null: that file's default prompt, unless prompt.template is set. "": no prompt."""
     normalize: bool = True
     """Scale every embedding to length 1."""
     dimensions: int | None = None
     """Cut every embedding to this many leading numbers, before normalizing (Matryoshka). null: keep
-    all.
-    """
+    all."""
     dtype: Literal["float32", "float16"] = "float32"
     """Type of the numbers in the output."""
 
@@ -68,24 +64,20 @@ class ClassifyConfig(Record):
 
     query_column: str | None = None
     """A column of queries for a reranker, which scores each with the document of its row. null:
-    classify the prompt.
-    """
+    classify the prompt."""
     document_column: str | None = None
     """The column of documents for query_column."""
     instruction: str | None = None
     """Instruction for a Qwen3-Reranker, which says when a document matches a query. null: the
-    instruction that it was trained with, about passages that answer a web search query.
-    """
+    instruction that it was trained with, about passages that answer a web search query."""
     tokens: tuple[str, ...] | None = None
     """Tokens to use as labels, like [no, yes]. Scores come from their logits after the prompt. For
     a query and a document, give two tokens; the score is the probability of the second. null: use
-    the model's own head, or the labels in a Qwen3-Reranker's folder.
-    """
+    the model's own head, or the labels in a Qwen3-Reranker's folder."""
     activation: Literal["auto", "softmax", "sigmoid", "none"] = "auto"
     """Function that turns logits into scores. auto: as in the model's config (problem_type, or
     sentence-transformers' activation), or else sigmoid for one label and softmax for several. none:
-    scores are the logits.
-    """
+    scores are the logits."""
 
     def __post_init__(self) -> None:
         coerce_fields(self)

@@ -166,8 +166,7 @@ class Meter:
     @property
     def _rows_read(self) -> float:
         """Number of finished rows, estimated from computed tokens. An encoder runs long rows first,
-        so counting rows would understate the progress.
-        """
+        so counting rows would understate the progress."""
         counts = self.counts
         other = self.rows_finished - counts.ended  # rows that were refused or copied
         return other + counts.prefill_tokens * counts.begun / max(1, counts.prompt_tokens)

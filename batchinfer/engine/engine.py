@@ -70,8 +70,7 @@ class Engine:
         self._vocab_size = vocab_size
         self._max_tokens = scheduler.max_num_batched_tokens
         """Initial token limit of a step. Refusals use it, because a recovery may lower the
-        current limit.
-        """
+        current limit."""
         self._prefixes = PrefixTree(scheduler.table)
         self._runner = runner
         self._clock = clock

@@ -36,8 +36,7 @@ class Request:
     """The model's end-of-sequence ids; ``params.ignore_eos`` makes them ordinary tokens."""
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
     """``params.bad_words`` as token ids. If the output ends with all ids of a word but the last,
-    the last id is banned.
-    """
+    the last id is banned."""
     make_stop_checker: Callable[[], StopChecker] | None = None
     """Makes a stop checker for one sample; None without stop strings."""
     grammar: Grammar | None = None

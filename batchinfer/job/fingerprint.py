@@ -129,8 +129,7 @@ def answer_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
 
 def adapter_digests(facts: Mapping[str, Any]) -> dict[str, bytes]:
     """Return the SHA-256 of each adapter's content, keyed by adapter name, from
-    ``fingerprint_facts``.
-    """
+    ``fingerprint_facts``."""
     adapters = _mapping(facts["model"].get("adapters"))
     return {
         name: bytes.fromhex(digest({"adapter": _content_of(value)}))

@@ -298,8 +298,7 @@ def _prompts(
     conversation_columns: Sequence[str] = (),
 ) -> Prompts:
     """Return an object that builds prompts in ``processes``, or in this process if rows hold token
-    ids.
-    """
+    ids."""
     factory = partial(
         make,
         config,

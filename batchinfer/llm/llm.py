@@ -252,8 +252,7 @@ class LLM(GenerationCalls, PoolingCalls):
 
     def get_metrics(self) -> list[Metric]:
         """Return counters of all calls so far (tokens, prefix cache hits, preemptions) and the
-        number of active requests, under vLLM's names. Never waits. ``stats`` has more numbers.
-        """
+        number of active requests, under vLLM's names. Never waits. ``stats`` has more numbers."""
         return read_metrics(self.stats(), self._context, str(self._settings["model"]["name"]))
 
     def report(

@@ -21,8 +21,7 @@ class Logprob:
     """Rank of the token; None for a token that ``logprob_token_ids`` names."""
     decoded_token: str | None = None
     """Text that the token adds; the last token of a character adds the whole character. None with
-    ``detokenize=False``.
-    """
+    ``detokenize=False``."""
 
 
 @dataclass

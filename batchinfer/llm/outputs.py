@@ -50,8 +50,7 @@ class CompletionOutput:
     num_reasoning_tokens: int = 0
     tool_calls: tuple[ToolCall, ...] = ()
     """Tool calls, which ``text`` does not contain; only with ``LLM(tool_parser=...)`` and
-    ``chat(tools=...)``. Each call has a ``name`` and ``arguments`` as JSON text.
-    """
+    ``chat(tools=...)``. Each call has a ``name`` and ``arguments`` as JSON text."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -153,8 +153,7 @@ def _read(item: Any, name: str, vocab_size: int) -> str | Prompt:
 
 def _value_of(item: Mapping[Any, Any], name: str) -> tuple[Any, str | None, str]:
     """Return the text or token ids of a prompt that is a dict, the text to show for token ids, and
-    the value's name in messages.
-    """
+    the value's name in messages."""
     unknown = {str(key): value for key, value in item.items() if key not in _KEYS}
     try:
         settle(name, unknown, _KEYS, stacklevel=8)

@@ -189,8 +189,7 @@ class CallRunner:
 
     def _too_long_message(self, length: int) -> str:
         """Return an error message in vLLM's wording, which programs search for
-        (vllm/v1/engine/input_processor.py).
-        """
+        (vllm/v1/engine/input_processor.py)."""
         most = self._engine.max_model_len
         return (
             f"The decoder prompt (length {length}) plus the number of requested output tokens (at "

@@ -25,8 +25,7 @@ class CpuLimits:
     """Number of cores that are online."""
     affinity: int
     """Number of cores on which the threads of this process may run (``taskset``, ``docker
-    --cpuset-cpus``); all cores of the machine if OpenMP binds threads.
-    """
+    --cpuset-cpus``); all cores of the machine if OpenMP binds threads."""
     quota: float | None
     """CPU time that the control group may use, as a number of cores; None if unlimited."""
 

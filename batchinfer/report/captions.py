@@ -141,8 +141,7 @@ def _left(data: ReportData) -> str:
 
 def memory(data: ReportData) -> str:
     """Say in one sentence how the memory in use compares with contiguous allocation; "" if nothing
-    ran.
-    """
+    ran."""
     peak = data.timeline.peak
     if not (data.has_pool and peak.running and peak.pool_bytes):
         return ""

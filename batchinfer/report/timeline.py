@@ -57,8 +57,7 @@ class Totals:
     cow_copies: int = 0
     weighted: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     """For each measure, the sum of value times step time, and under ``NAME ms`` the sum of the step
-    times for which the measure is defined.
-    """
+    times for which the measure is defined."""
 
     def mean(self, name: str) -> float:
         """Return the time-weighted mean of a measure, as in ``summary.json``."""

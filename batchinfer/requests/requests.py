@@ -55,8 +55,7 @@ class PromptRow:
     """Prompt lengths at which later rows diverge from the row; only for recurrent models."""
     distinct_tokens: int = 0
     """Number of prompt tokens after the longest prefix shared with an earlier row, plus the number
-    of completion tokens to score.
-    """
+    of completion tokens to score."""
     adapter: int = BASE_MODEL
     stream: int | None = None
     """Random stream of the row; None for the row id."""

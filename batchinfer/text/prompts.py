@@ -31,8 +31,7 @@ class Prompt:
     """True if the row's text contains the text of a control token, which stays plain text."""
     first_segment: int | None = field(default=None, kw_only=True)
     """Number of tokens that the tokenizer assigns to the first text of a pair; None if there is no
-    pair.
-    """
+    pair."""
     unpooled: int = field(default=0, kw_only=True)
     """Number of leading tokens that pooling leaves out."""
 

@@ -71,8 +71,7 @@ class _GenerationTag(Extension):
 
 class UncomputedCode(CodeGenerator):
     """Compiles templates without computing constants, so that a worker computes them when it
-    renders the template: the job's process, which compiles the template, has no limits.
-    """
+    renders the template: the job's process, which compiles the template, has no limits."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)

@@ -152,8 +152,7 @@ class Tokenizer:
         self, pairs: Sequence[tuple[str, str]], *, parse_special_tokens: bool
     ) -> list[tuple[TokenIds, int]]:
         """Return the token ids of each pair, joined as ``tokenizer(first, second)`` does, and the
-        number of ids of the first text. The arguments are the same as in ``encode_batch``.
-        """
+        number of ids of the first text. The arguments are the same as in ``encode_batch``."""
         return self._encode_pairs(self._parsing(parse_special_tokens), pairs)
 
     def cut_pair(
@@ -239,8 +238,7 @@ class Tokenizer:
     @functools.cached_property
     def _is_control(self) -> npt.NDArray[np.bool_]:
         """Bool [vocab_size]: True for control tokens, except the unknown token, which stands for
-        any character that the tokenizer does not know.
-        """
+        any character that the tokenizer does not know."""
         ids = [self._backend.token_to_id(token) for token in self.control.tokens]
         is_control = np.zeros(self.vocab_size, dtype=np.bool_)
         is_control[[id_ for id_ in ids if id_ is not None]] = True

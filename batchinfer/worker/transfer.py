@@ -39,8 +39,7 @@ def to_device(
 class HostCopy:
     """A copy of a tensor to the host, which the constructor starts. On the CPU, the tensor itself
     is used. On CUDA, the copy runs in the current stream into pinned memory, followed by an event.
-    torch keeps the pinned memory until the copy is done, even if ``wait`` is never called.
-    """
+    torch keeps the pinned memory until the copy is done, even if ``wait`` is never called."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._event: torch.cuda.Event | None = None

@@ -246,8 +246,7 @@ class StateSlots:
 
     def num_less_wanted(self, followers: int) -> int:
         """Return the number of evictable slots of snapshots with fewer than ``followers``
-        followers.
-        """
+        followers."""
         return self.slots_per_state * sum(each.followers < followers for each in self._idle())
 
     def _idle(self) -> Iterator[StateSnapshot]:

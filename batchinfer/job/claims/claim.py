@@ -146,8 +146,7 @@ class Claim:
 
 def _replace(present: OutputDir, generation: OutputDir) -> None:
     """Replace the present output with a generation, unless only the present output has
-    ``_SUCCESS``.
-    """
+    ``_SUCCESS``."""
     files = present.files
     if files.stat(generation.success) is not None or files.stat(present.success) is None:
         put_in_place(present, generation)

@@ -71,8 +71,7 @@ class CrashHistory:
     fruitless: NonNegativeInt = 0
     """Number of consecutive deaths without a finished row, whether or not tokens were stored. The
     count does not fall while there are suspects; otherwise, stored tokens would delay the verdict
-    on each group again.
-    """
+    on each group again."""
 
     def after_death(
         self,
@@ -159,8 +158,7 @@ class CrashHistory:
     @property
     def is_held(self) -> bool:
         """True after a death without progress: if the next run dies, its log must name the rows
-        that ran.
-        """
+        that ran."""
         return bool(self.seen_once or self.groups)
 
     @property
@@ -240,8 +238,7 @@ def forget_given_up(out: OutputDir) -> None:
 
 def logged_rows(out: OutputDir, log: PurePath) -> RowIds:
     """Return the rows that a run's log lists as in flight, even if they have finished since. If
-    there is no log, return no rows.
-    """
+    there is no log, return no rows."""
     try:
         data = read_file(out.files, log)
     except OSError:

@@ -40,8 +40,7 @@ class PartsToMake:
     """The crash history of these rows."""
     other_writers: frozenset[str] | None = None
     """Names of the writers that are working on other parts; None if this run claims no further
-    parts.
-    """
+    parts."""
 
     @property
     def missing(self) -> list[range]:

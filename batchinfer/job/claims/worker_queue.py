@@ -170,8 +170,7 @@ def is_too_slow(
 
 def claim_size(free: Sequence[Part], num_workers: int, window_rows: int) -> int:
     """Return the number of free parts to claim: at least one, but no more than about a window of
-    rows.
-    """
+    rows."""
     if not free:
         return 0
     window = max(1, window_rows // max(1, free[0].num_rows))

@@ -46,12 +46,10 @@ class InputFile:
     etag: str | None = None
     ctime_ns: int = field(default=0, compare=False)
     """Time of the last change, including renames. It is compared only within a run, because a file
-    may be moved between runs.
-    """
+    may be moved between runs."""
     content_hash: str | None = None
     """Hash of the whole content: from the function ``content_hash`` for Parquet files, else equal
-    to ``content_sha256``. None if unknown; files in an object store are identified by ``etag``.
-    """
+    to ``content_sha256``. None if unknown; files in an object store are identified by ``etag``."""
     partition: Mapping[str, str | None] | None = None
     """Values of columns from folder names; None if they are not known."""
 
@@ -72,8 +70,7 @@ class InputFile:
 @dataclass(frozen=True, slots=True)
 class FileColumns:
     """The sources of one file's values for the dataset's columns; a column without a source is
-    null.
-    """
+    null."""
 
     own: pa.Schema
     """Columns stored in the file."""
@@ -101,8 +98,7 @@ class ReadRequest:
     file_columns: FileColumns
     wanted: deque[range]
     """Row ids to read in this file and later files, ascending and disjoint. ``cut`` removes ranges
-    that have been read.
-    """
+    that have been read."""
 
 
 class Format(ABC):

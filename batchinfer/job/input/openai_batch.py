@@ -74,8 +74,7 @@ class CustomIds:
 
     def is_repeated(self, row: int) -> bool:
         """Return True if an earlier request has the same id as ``row``. Call it after all ids are
-        added.
-        """
+        added."""
         at = int(np.searchsorted(self._repeated, row))
         return at < len(self._repeated) and int(self._repeated[at]) == row
 
@@ -145,8 +144,7 @@ class OpenAIFormat(JsonlFormat):
 
     def kept(self, line: Line, path: str) -> Mapping[str, Any]:
         """Return the values of a line to copy to the output; for a damaged line, only complete
-        values.
-        """
+        values."""
         row = _beginning(line[1])
         texts = {name: _text(row.get(name)) for name in _TEXTS}
         return {**texts, "body": row.get("body")}

@@ -239,8 +239,7 @@ def decode_all(file: pa.NativeFile) -> None:
 
 def _bytes_and_rows(metadata: pq.FileMetaData, group: int) -> tuple[int, int]:
     """Return the size in bytes and number of rows of a row group. The size covers all columns,
-    because asking pyarrow for one column can crash the process if the footer is damaged.
-    """
+    because asking pyarrow for one column can crash the process if the footer is damaged."""
     found = metadata.row_group(group)
     return found.total_byte_size, max(1, found.num_rows)
 

@@ -298,8 +298,7 @@ class _Echo:
     text: str = ""
     tokens: Sequence[str] = ()
     """Texts of the prompt's tokens. This field and the fields below are set only if
-    log-probabilities were requested.
-    """
+    log-probabilities were requested."""
     logprobs: Sequence[float | None] = ()
     """Log-probability of each token; None for the first, which follows no other token."""
     top_logprobs: Sequence[Mapping[str, float] | None] = field(default=())
@@ -367,8 +366,7 @@ def _reasoning_usage(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def _first_error(errors: Sequence[Mapping[str, Any] | None]) -> Mapping[str, Any] | None:
     """Return a request's first error, with the prompt's index unless all prompts have the same
-    error.
-    """
+    error."""
     at, error = next(((at, each) for at, each in enumerate(errors) if each is not None), (0, None))
     is_of_all = all(each == error for each in errors)
     if error is None or is_of_all or error["code"] == "duplicate_custom_id":

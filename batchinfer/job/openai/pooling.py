@@ -175,8 +175,7 @@ def _embeddings(rows: Rows, *, normalizes: bool) -> list[dict[str, Any]]:
 
 def _truncated(values: Sequence[float], dimensions: int | None, normalizes: bool) -> Any:
     """Return the first ``dimensions`` numbers of an embedding as float32; ``normalizes`` scales
-    them to unit norm if any were cut off.
-    """
+    them to unit norm if any were cut off."""
     vector = np.asarray(values, dtype=np.float32)
     if dimensions is None or dimensions >= len(vector):
         return vector

@@ -98,8 +98,7 @@ class OpenAIReader:
 
     def start(self, row_ids: Sequence[int], rows: Sequence[Row]) -> Callable[[], list[PromptRow]]:
         """Start building the prompts of rows; return a function that waits for the results and
-        returns them in order.
-        """
+        returns them in order."""
         requests = [self._parse(row) for row in rows]
         started = {
             source: prompts.start(

@@ -115,8 +115,7 @@ class OutputDir:
     @property
     def folders(self) -> tuple[PurePath, ...]:
         """Folders of a generation, with the folder of part records last. None of them has
-        subfolders.
-        """
+        subfolders."""
         results = (self.data, self.stats, self.openai)
         rows = (self.segments, self.requests, self.keys)
         runs = (self.steps, self.runs, self.logs, self.in_flight)
@@ -181,8 +180,7 @@ class OutputDir:
 
     def of_each(self, look: Callable[[Part], T], parts: Iterable[Part]) -> list[T]:
         """Return ``look(part)`` for each part, in order; in an object store, the calls run in
-        parallel.
-        """
+        parallel."""
         if self.files.parallel_requests == 1:
             return [look(part) for part in parts]
         with ThreadPoolExecutor(self.files.parallel_requests) as pool:

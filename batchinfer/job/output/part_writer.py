@@ -130,8 +130,7 @@ class PartWriter:
 
     def flush_if_due(self) -> None:
         """Flush if the last flush was ``flush_every_s`` ago, or if ``FLUSH_ROWS`` rows are in
-        memory.
-        """
+        memory."""
         waited = self._clock() - self._flushed_at
         if waited >= self._out.files.flush_every_s or self._num_held >= FLUSH_ROWS:
             self.flush()

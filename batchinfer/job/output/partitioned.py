@@ -132,8 +132,7 @@ def refuse_foreign(out: OutputDir, columns: Sequence[str]) -> None:
 
 def exists(out: OutputDir, columns: Sequence[str]) -> bool:
     """Return True if the output is partitioned by these columns and all files have their recorded
-    size.
-    """
+    size."""
     record = read_record(out, out.partitioned_record)
     if not columns:
         return not record

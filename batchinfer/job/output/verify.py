@@ -172,8 +172,7 @@ class _Check:
 
     def _key_problems(self) -> Iterator[str]:
         """Yield the problems of key files; a missing one is no problem, but prevents reuse by other
-        jobs.
-        """
+        jobs."""
         for part in self._plan.parts():
             path, record = self._out.row_keys(part), None
             with suppress(DataError):  # ``run`` reports a damaged record

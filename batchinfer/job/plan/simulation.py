@@ -36,8 +36,7 @@ class ExpectedLengths:
     """Expected output tokens per sample; None to assume ``max_tokens``."""
     task: LoadedTask | None = None
     """A task that writes no tokens; each of its requests counts as one drawn token. None for tasks
-    that write tokens.
-    """
+    that write tokens."""
 
     def output_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
         """Return how many tokens a request writes, over all samples."""

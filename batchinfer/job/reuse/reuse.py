@@ -99,8 +99,7 @@ class KeyIndex:
         self, keys: Sequence[bytes | None]
     ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
         """Return each key's file number and row id; for an unknown key or None, the file number is
-        ``NOT_FOUND``.
-        """
+        ``NOT_FOUND``."""
         if not len(self):
             return np.full(len(keys), NOT_FOUND, np.int32), np.zeros(len(keys), np.int64)
         wanted = np.frombuffer(b"".join(_NO_KEY if key is None else key for key in keys), _KEY)

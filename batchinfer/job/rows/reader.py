@@ -77,8 +77,7 @@ class Prompts(Protocol):
 
     def start(self, rows: Sequence[Mapping[str, object]]) -> Callable[[], list[Prompt | RowError]]:
         """Start making the prompts of ``rows``; return a function that waits for them and returns
-        each row's prompt or error.
-        """
+        each row's prompt or error."""
         ...
 
 

@@ -107,8 +107,7 @@ class RowKeys:
         self._begun: dict[tuple[int, int], tuple[SamplingParams | None, blake2b]] = {}
         """Hash states before a row's own data is added, by ``id()`` of the parameters and by
         adapter. Each value keeps its parameters alive, so that no other object can get the same
-        ``id()``.
-        """
+        ``id()``."""
 
     def with_keys(self, batches: Iterator[list[PromptRow]]) -> Iterator[list[PromptRow]]:
         """Set the keys of rows; a row that cannot run has no key."""

@@ -199,8 +199,7 @@ def _refuse(value: object) -> None:
 
 def _plain(value: Any) -> Any:
     """Convert an Arrow value to JSON data: text to str, decimals to float, maps to objects; drop
-    null fields.
-    """
+    null fields."""
     if isinstance(value, bytes):
         return value.decode()
     if isinstance(value, Decimal):

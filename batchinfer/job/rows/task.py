@@ -36,8 +36,7 @@ class Task:
     """Loads the task for a job and its model. The compiler caches grammars for all rows."""
     summarize: Callable[[Mapping[str, Any]], tuple[str | None, str]]
     """Returns an output row's result and a line of facts about it, for a report. The argument holds
-    ``num_prompt_tokens`` and the columns that ``summarized`` lists.
-    """
+    ``num_prompt_tokens`` and the columns that ``summarized`` lists."""
     summarized: Sequence[str]
     """Columns that ``summarize`` needs; nested columns by their Parquet paths."""
     failed_results: Mapping[str, Any]

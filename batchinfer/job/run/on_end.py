@@ -52,8 +52,7 @@ class RunEnd:
     """Path of ``summary.json``; None if the job has not ended."""
     rows: Mapping[str, int] | None
     """Numbers of rows over all runs: ``total``, ``finished`` and ``error``. If this run was stopped
-    or failed, ``error`` counts only this run's rows. None if the numbers are not known yet.
-    """
+    or failed, ``error`` counts only this run's rows. None if the numbers are not known yet."""
     error: str | None
 
 
@@ -153,8 +152,7 @@ def _post(url: str, message: bytes) -> str | None:
 
 def _split_credentials(url: str) -> tuple[str, str | None]:
     """Return a URL without its user name and password, and these two in base64; None instead of the
-    base64 text if the URL has neither. urllib does not accept credentials in a URL.
-    """
+    base64 text if the URL has neither. urllib does not accept credentials in a URL."""
     parts = urlsplit(url)
     user, at, host = parts.netloc.rpartition("@")
     if not at:

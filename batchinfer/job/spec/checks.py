@@ -66,8 +66,7 @@ def check_conflicts(spec: JobSpec, document: JobDocument) -> None:
 @contextmanager
 def _errors_at(key: KeyPath, document: JobDocument, *, names_key: bool = False) -> Generator[None]:
     """Add the line of ``key`` to errors raised in the block, and ``key`` itself unless
-    ``names_key`` says that the errors already name it.
-    """
+    ``names_key`` says that the errors already name it."""
     try:
         yield
     except (UsageError, ValueError) as error:

@@ -45,8 +45,7 @@ def json_schema() -> dict[str, Any]:
 
 def _task_rule(task: TaskSpec) -> dict[str, Any]:
     """Return a rule that requires or forbids ``sampling`` for a task, and that forbids the task's
-    own section for other tasks.
-    """
+    own section for other tasks."""
     sampling = {"required": ["sampling"]}
     is_default = JobSpec.model_fields["task"].default == task.name
     rule: dict[str, Any] = {

@@ -49,8 +49,7 @@ class Run:
     """Values of ``KV_FACTS``; empty if no model was needed."""
     kernels: dict[str, str] = field(default_factory=dict)
     """Linear kernels, keyed by dtype of the weights, and the kernel of ``attention``; empty if no
-    model was needed.
-    """
+    model was needed."""
     peak_used_blocks: NonNegativeInt = 0
     """Largest number of blocks used in a step, including steps that ``stats.every_steps`` omits."""
     used_blocks: int = 0

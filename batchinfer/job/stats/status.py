@@ -81,8 +81,7 @@ class Status:
     """Phase that all runs wait for, such as loading the model; None while rows run."""
     share: float | None = None
     """Share of the work that is done, from 0 to 1, including tokens of running rows. This field and
-    the next three are None unless a run reports its progress.
-    """
+    the next three are None unless a run reports its progress."""
     rows_running: int | None = None
     output_tokens: int | None = None
     """Number of tokens that the current runs have drawn."""

@@ -169,8 +169,7 @@ def kernels_differ(what: str, names: Sequence[str]) -> str:
 
 def _out_of_memory(runs: Iterable[Run]) -> dict[str, int | None]:
     """Return the number of steps that ran out of device memory, and the smallest token limit that
-    was set because of them.
-    """
+    was set because of them."""
     sizes = [run.max_num_batched_tokens for run in runs if run.max_num_batched_tokens is not None]
     return {
         "count": sum(run.out_of_memory for run in runs),

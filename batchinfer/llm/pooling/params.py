@@ -26,8 +26,7 @@ class PoolingParams:
 
     truncate_prompt_tokens: int | None = None
     """Truncate longer prompts to this many tokens, at the end as in vLLM's pooling. Special tokens
-    around a text stay, and the longer text of a pair is truncated. -1 for the model's limit.
-    """
+    around a text stay, and the longer text of a pair is truncated. -1 for the model's limit."""
     dimensions: int | None = None
     """Keep only the first dimensions of an embedding (Matryoshka)."""
     use_activation: bool | None = None

@@ -29,8 +29,7 @@ class Limits:
     """Seconds of processor time for a row that runs alone."""
     shared_cpu_seconds: float = 2.5
     """Seconds of processor time for a batch of rows. If a batch takes longer, its rows run one by
-    one.
-    """
+    one."""
     seconds: float = 60.0
     """Seconds of wall-clock time for a row or a batch."""
     patient_seconds: float = 300.0

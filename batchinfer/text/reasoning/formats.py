@@ -139,8 +139,7 @@ class TokenMarker:
 
     def watcher(self) -> Callable[[int], bool]:
         """Return a function that takes a sample's next token and returns True if the token ends the
-        marker.
-        """
+        marker."""
         return lambda token_id: token_id == self.token_ids[0]
 
 

@@ -146,8 +146,7 @@ class MistralFormat(ToolFormat):
 
 class LlamaJsonFormat(ToolFormat):
     """``{"name": ..., "parameters": {...}}``, separated by ``;``, after an optional
-    ``<|python_tag|>``: Llama 3.1 to 3.3, and Llama 4, which has other markers.
-    """
+    ``<|python_tag|>``: Llama 3.1 to 3.3, and Llama 4, which has other markers."""
 
     _BEGIN = re.compile(r"<\|python_(?:tag|start)\|>")
 

@@ -134,8 +134,7 @@ def _top_logits(
 ) -> tuple[Tensor, Tensor]:
     """Return the most likely tokens [K, L] of each sample's row, best first, and their logits.
     Equally likely tokens are ordered by id. Samples without log-probabilities get ids 0 and logits
-    -inf.
-    """
+    -inf."""
     ids = torch.zeros((len(rows), num_top), dtype=torch.int64, device=logits.device)
     values = torch.full(ids.shape, -torch.inf, device=logits.device)
     asking = np.flatnonzero(wanted > 0)

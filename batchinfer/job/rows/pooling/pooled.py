@@ -140,8 +140,7 @@ def _begins_with_it(item: Rendered) -> TypeGuard[RenderedText]:
 
 def _num_prefix_tokens(tokenizer: Tokenizer, prefix: str) -> int:
     """Count the tokens of a prefix and of special tokens before it, as sentence-transformers does
-    (base/modules/transformer.py, ``_get_prompt_length``).
-    """
+    (base/modules/transformer.py, ``_get_prompt_length``)."""
     (ids,) = tokenizer.encode_batch([prefix], add_special_tokens=True, parse_special_tokens=True)
     ends = len(ids) > 0 and tokenizer.num_control_ids(ids[-1:]) > 0
     return len(ids) - ends
