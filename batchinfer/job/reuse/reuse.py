@@ -229,7 +229,7 @@ class RowReuse:
                 yield f"{none}: {what} differs: {listed(names)}"
             elif not len(self._index):
                 why = (
-                    "the output has no finished rows, or an earlier version of batchinfer wrote it"
+                    "the output has no finished rows, or an earlier version wrote them without keys"
                 )
                 yield f"{none}: {why}"
             else:
