@@ -1,4 +1,4 @@
-/* Runs whole decoder layers with Gated DeltaNet in one call, as decoder_layer.c does for layers with
+/* Runs a whole decoder layer with Gated DeltaNet in one call, as decoder_layer.c does for layers with
    attention. */
 
 #include <stdlib.h>
@@ -39,45 +39,42 @@ static void set_step(const delta_step_args *s, delta_layer_args *a) {
     a->delta.num_tokens = s->num_tokens, a->delta.num_threads = s->num_threads;
 }
 
-/* Returns how many bytes are enough for the converted rows of any one of the layers' GEMMs. */
-static int64_t rows_bytes(const delta_layer_args *layers, int64_t count) {
+/* Returns the bytes of the largest converted rows of the layer's GEMMs. */
+static int64_t rows_bytes(const delta_layer_args *a) {
     int64_t bytes = 0;
-    for (int64_t at = 0; at < count; at++) {
-        const delta_layer_args *a = &layers[at];
-        const gemm_args *gemms[] = {&a->in, &a->out, &a->gate_up, &a->down};
-        for (int i = 0; i < 4; i++) {
-            const int64_t size = gemm_rows_bytes(gemms[i]);
-            bytes = size > bytes ? size : bytes;
-        }
+    const gemm_args *gemms[] = {&a->in, &a->out, &a->gate_up, &a->down};
+    for (int i = 0; i < 4; i++) {
+        const int64_t size = gemm_rows_bytes(gemms[i]);
+        bytes = size > bytes ? size : bytes;
     }
     return bytes;
 }
 
-#define DELTA_LAYERS(type)                                                                       \
-    static void run_##type(const delta_layer_args *a, void *rows) {                              \
-        gemm_rows x = gemm_rows_in(rows, &a->in);                                                \
-        rms_norm_team_##type(&a->mixer_norm, &x);                                                \
-        WAIT gemm_team_##type(&a->in, &x);                                                       \
-        WAIT gated_delta_team_##type(&a->delta);                                                 \
-        x = gemm_rows_in(rows, &a->out);                                                         \
-        if (need_conversion(&x)) {                                                               \
-            convert_rows_##type(&x, &a->out);                                                    \
-            WAIT                                                                                 \
-        }                                                                                        \
-        gemm_team_##type(&a->out, &x);                                                           \
-        RUN_MLP(type, a, x, rows)                                                                \
-    }                                                                                            \
-    int delta_layers_##type(                                                                     \
-        delta_layer_args *layers, const delta_step_args *step, int64_t count) {                  \
-        for (int64_t at = 0; at < count; at++) set_step(step, &layers[at]);                      \
-        const int64_t bytes = rows_bytes(layers, count);                                         \
-        void *rows = bytes ? aligned_alloc(64, bytes) : NULL;                                    \
-        if (bytes && !rows) return 1;                                                            \
-        _Pragma("omp parallel num_threads(step->num_threads)")                                   \
-        for (int64_t at = 0; at < count; at++) run_##type(&layers[at], rows);                    \
-        free(rows);                                                                              \
-        return 0;                                                                                \
+/* delta_layer returns 0, or 1 if out of memory. */
+#define DELTA_LAYER(type)                                                          \
+    static void run_##type(const delta_layer_args *a, void *rows) {                \
+        gemm_rows x = gemm_rows_in(rows, &a->in);                                  \
+        rms_norm_team_##type(&a->mixer_norm, &x);                                  \
+        WAIT gemm_team_##type(&a->in, &x);                                         \
+        WAIT gated_delta_team_##type(&a->delta);                                   \
+        x = gemm_rows_in(rows, &a->out);                                           \
+        if (need_conversion(&x)) {                                                 \
+            convert_rows_##type(&x, &a->out);                                      \
+            WAIT                                                                   \
+        }                                                                          \
+        gemm_team_##type(&a->out, &x);                                             \
+        RUN_MLP(type, a, x, rows)                                                  \
+    }                                                                              \
+    int delta_layer_##type(delta_layer_args *layer, const delta_step_args *step) { \
+        set_step(step, layer);                                                     \
+        const int64_t bytes = rows_bytes(layer);                                   \
+        void *rows = bytes ? aligned_alloc(64, bytes) : NULL;                      \
+        if (bytes && !rows) return 1;                                              \
+        _Pragma("omp parallel num_threads(step->num_threads)")                     \
+        run_##type(layer, rows);                                                   \
+        free(rows);                                                                \
+        return 0;                                                                  \
     }
 
-DELTA_LAYERS(f32)
-DELTA_LAYERS(bf16)
+DELTA_LAYER(f32)
+DELTA_LAYER(bf16)

@@ -1,9 +1,8 @@
-"""Runs decoder layers with Gated DeltaNet in one call to the C kernels."""
+"""Runs a decoder layer with Gated DeltaNet in one call to the C kernels."""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 
 import torch
 
@@ -41,15 +40,8 @@ class DeltaStepArgs(ctypes.Structure):
     )
 
 
-def array_of_layers(layers: Sequence[DeltaLayerArgs]) -> ctypes.Array[DeltaLayerArgs]:
-    """Copy layers to an array that ``delta_layers`` takes."""
-    return (DeltaLayerArgs * len(layers))(*layers)
-
-
-def delta_layers(
-    layers: ctypes.Array[DeltaLayerArgs], step: DeltaStepArgs, dtype: torch.dtype
-) -> None:
-    """Run layers one after the other. All tensors have ``dtype``."""
-    function = getattr(load(), f"delta_layers_{SUFFIX[dtype]}")
-    if function(layers, ctypes.byref(step), INT64(len(layers))):
-        raise MemoryError("not enough memory for the workspace of decoder layers")
+def delta_layer(layer: DeltaLayerArgs, step: DeltaStepArgs, dtype: torch.dtype) -> None:
+    """Run a layer. All tensors have ``dtype``, except float32 buffers and states."""
+    function = getattr(load(), f"delta_layer_{SUFFIX[dtype]}")
+    if function(ctypes.byref(layer), ctypes.byref(step)):
+        raise MemoryError("not enough memory for the workspace of a decoder layer")

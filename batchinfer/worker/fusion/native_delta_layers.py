@@ -9,12 +9,7 @@ from torch import nn
 
 from batchinfer.engine.kv.layout import KVLayout
 from batchinfer.kernels.cpu import gated_delta
-from batchinfer.kernels.cpu.delta_layer import (
-    DeltaLayerArgs,
-    DeltaStepArgs,
-    array_of_layers,
-    delta_layers,
-)
+from batchinfer.kernels.cpu.delta_layer import DeltaLayerArgs, DeltaStepArgs, delta_layer
 from batchinfer.kernels.cpu.recurrent_state import supports
 from batchinfer.worker.attention.attention import ForwardContext, current_context
 from batchinfer.worker.fusion.fused_modules import PROBE_TOKENS, FusedDecoderLayer
@@ -48,7 +43,7 @@ class NativeDeltaLayer(NativeLayers):
         super().__init__([layer], workspace)
         self._floats = floats
         self._step = DeltaStepArgs()
-        self._arguments = array_of_layers([])
+        self._arguments = DeltaLayerArgs()
         self._made_for: tuple[object, ...] = ()
 
     def forward(
@@ -78,7 +73,7 @@ class NativeDeltaLayer(NativeLayers):
         step.context_lens = tensors["context_lens"].data_ptr()
         step.num_sequences, step.table_width = tensors["state_tables"].shape
         step.num_tokens, step.num_threads = len(hidden), torch.get_num_threads()
-        delta_layers(self._arguments, step, hidden.dtype)
+        delta_layer(self._arguments, step, hidden.dtype)
         return hidden_states
 
     def _make_arguments(self, hidden: torch.Tensor, context: ForwardContext) -> None:
@@ -93,7 +88,7 @@ class NativeDeltaLayer(NativeLayers):
         mixed = workspace.take_padded("mixed", last.in_features)
         inputs = projected.split_with_sizes(mixer.widths, dim=1)
         widths = gated_delta.workspace_widths(mixer.widths[0], mixer.weights)
-        arguments = DeltaLayerArgs(
+        self._arguments = DeltaLayerArgs(
             norm_args(layer.input_layernorm, hidden, normed),
             linear_args(mixer.in_proj, normed, projected),
             gated_delta.gated_delta_args(
@@ -106,7 +101,6 @@ class NativeDeltaLayer(NativeLayers):
             linear_args(last, mixed, hidden, adds=True),
             *mlp_args(layer, hidden, normed, workspace),
         )
-        self._arguments = array_of_layers([arguments])
 
 
 @torch.inference_mode()

@@ -60,14 +60,14 @@ def test_rows_continue_after_a_layer_ran_out_of_memory(
     loaded = load(make_checkpoint("qwen3_5_text", tmp_path), "float32")
     before, _ = run(loaded, Setup())
     calls: list[int] = []
-    monkeypatch.setattr(native_delta_layers, "delta_layers", partial(_fail_second, calls))
+    monkeypatch.setattr(native_delta_layers, "delta_layer", partial(_fail_second, calls))
     after, _ = run(loaded, Setup())
     assert len(calls) > 2
     assert tokens_of(after) == tokens_of(before)
 
 
-def _fail_second(calls: list[int], layers: Any, step: Any, dtype: torch.dtype) -> None:
+def _fail_second(calls: list[int], layer: Any, step: Any, dtype: torch.dtype) -> None:
     calls.append(step.num_tokens)
     if len(calls) == 2:
         raise MemoryError
-    delta_layer.delta_layers(layers, step, dtype)
+    delta_layer.delta_layer(layer, step, dtype)
