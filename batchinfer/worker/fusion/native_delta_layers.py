@@ -27,8 +27,7 @@ from batchinfer.worker.verify import Probe, find_swaps, swap_verified
 
 
 class NativeDeltaLayer(NativeLayers):
-    """Runs a layer in one call to C. The many calls that the Python layer needs take a tenth of a
-    decode step's time.
+    """Runs a layer in one call to C instead of the many calls that the Python layer needs.
 
     The results have the same bits as those of the Python layer, which still runs in steps with
     adapters.
