@@ -2,17 +2,21 @@
    https://arxiv.org/abs/2412.06464), and Kimi Delta Attention (Kimi Team 2025,
    https://arxiv.org/abs/2510.26692), in which each row of a head's matrix has its own decay.
 
-   The recurrence runs token by token, not in chunks. A piece of a head's matrix stays in the L1
-   cache while the tokens of its sequence are computed, so this simple recurrence nearly reaches the
-   processor's peak speed. A sequence's bits depend neither on how it is cut into steps nor on other
-   sequences, because each token's arithmetic is the same wherever its sequence is cut.
+   The recurrence runs token by token, not in chunks. Columns of a head's matrix stay in the L1 cache
+   while the tokens of their sequence are computed, and each token reads and writes them once. A
+   sequence's bits depend neither on how it is cut into steps nor on other sequences, because each
+   token's arithmetic is the same wherever its sequence is cut.
 
    There are four passes over the step, each split among the threads, with float32 results: the
    convolution; unit queries and keys, and gates; the recurrence; the gated norm. */
 
 #include "gated_delta.h"
 
-#define MAX_VECTORS 8 /* largest number of vectors of a piece's row that a call to recur computes */
+/* Largest number of vectors of a piece's row that a call to recur computes. One token waits for the
+   memory that holds its state, which is read fastest by whole rows. With more tokens, the state is
+   in the cache, and sums should stay in registers: 5 per vector, of 16 with AVX2. */
+#define MAX_VECTORS 8
+#define MOST_VECTORS_OF_SPAN (LANES == 8 ? 2 : 4)
 
 /* Returns 1 / |x|, with transformers' epsilon. */
 static inline float inverse_length(const float *x, int64_t width) {
@@ -52,7 +56,13 @@ static void units_and_gates(const gated_delta_args *a) {
     }
 }
 
-/* One token's inputs for a head's matrix. */
+/* A piece of a head's matrix, and where its columns' inputs and outputs are in the workspace. */
+typedef struct {
+    float *rows; /* [key width, columns] */
+    int64_t head, key_head, column; /* number of the piece's first column among all heads' columns */
+} matrix;
+
+/* One token's inputs for a piece. */
 typedef struct {
     const float *query, *key; /* [rows] */
     const float *recalling;   /* [rows]: the key, multiplied by the decay if each row has its own */
@@ -61,119 +71,170 @@ typedef struct {
     float strength;
 } token_inputs;
 
-/* Decays a row of a piece, adds the token's update to it, and adds what the query then reads from
-   it to `sums`. */
-INLINE void write_row(
-    const int vectors, float *row, float key, float query, vec kept, const vec *delta, vec *sums) {
-    const vec k = all_lanes(&key), q = all_lanes(&query);
-    for (int v = 0; v < vectors; v++) {
-        const vec x = fma_vec(k, delta[v], load(row + v * LANES) * kept);
-        store(row + v * LANES, x);
-        sums[v] = fma_vec(x, q, sums[v]);
-    }
+INLINE token_inputs inputs_of(
+    const gated_delta_args *a, const int by_row, const matrix *m, int64_t t) {
+    const int64_t width = a->key_width, at = t * a->num_heads + m->head;
+    const float *mixed = a->conv.output + t * a->conv.num_channels;
+    const float *key = mixed + (a->num_key_heads + m->key_head) * width;
+    return (token_inputs){
+        .query = mixed + m->key_head * width,
+        .key = key,
+        .recalling = by_row ? a->decayed_keys + at * width : key,
+        .value = mixed + 2 * a->num_key_heads * width + m->column,
+        .kept = a->kept + at * a->decay_width,
+        .strength = a->strength[at],
+    };
 }
 
-/* Computes one token for adjacent columns of a piece, which begin at column `column` and fill
-   `vectors` vectors. The rows of the piece are summed in order; rows with even and with odd numbers
-   have separate sums. */
-INLINE void recur(
-    const int vectors, const int by_row, float *piece, int64_t columns, int64_t rows,
-    const token_inputs *token, int64_t column, float *out) {
-    const float *query = token->query, *key = token->key, *value = token->value + column;
-    const float *recalling = token->recalling, *kept = token->kept;
-    vec even[MAX_VECTORS], odd[MAX_VECTORS], delta[MAX_VECTORS];
-    for (int v = 0; v < vectors; v++) even[v] = odd[v] = (vec){0};
-    piece += column;
+/* Sums over the rows of a matrix, for adjacent columns that fill vectors. Rows are summed in order;
+   rows with even and with odd numbers have separate sums, so that the sums wait less for each
+   other. */
+typedef struct {
+    vec of[2][MAX_VECTORS];
+} row_sums;
+
+INLINE void add_row(const int vectors, const vec *row, const float *factor, vec *sums) {
+    const vec f = all_lanes(factor);
+    for (int v = 0; v < vectors; v++) sums[v] = fma_vec(row[v], f, sums[v]);
+}
+
+INLINE void load_row(const int vectors, const float *from, vec *row) {
+    for (int v = 0; v < vectors; v++) row[v] = load(from + v * LANES);
+}
+
+/* Adds what a token's key recalls from the matrix. */
+INLINE void recall(
+    const int vectors, const float *at, int64_t columns, int64_t rows, const float *recalling,
+    row_sums *recalled) {
+    vec row[MAX_VECTORS];
+    int64_t i = 0;
+    for (; i + 2 <= rows; i += 2)
+        for (int odd = 0; odd < 2; odd++) {
+            load_row(vectors, at + (i + odd) * columns, row);
+            add_row(vectors, row, recalling + i + odd, recalled->of[odd]);
+        }
+    if (i == rows) return;
+    load_row(vectors, at + i * columns, row);
+    add_row(vectors, row, recalling + i, recalled->of[0]);
+}
+
+/* Decays a row of the matrix and adds the token's update to it. Adds what the token's query reads,
+   and what the key of the `next` token, unless that is NULL, recalls. */
+INLINE void write_row(
+    const int vectors, float *at, vec kept, int64_t i, const token_inputs *token,
+    const token_inputs *next, const vec *delta, vec *read, vec *recalled) {
+    const vec key = all_lanes(token->key + i);
+    vec row[MAX_VECTORS];
+    for (int v = 0; v < vectors; v++) {
+        row[v] = fma_vec(key, delta[v], load(at + v * LANES) * kept);
+        store(at + v * LANES, row[v]);
+    }
+    add_row(vectors, row, token->query + i, read);
+    if (next != NULL) add_row(vectors, row, next->recalling + i, recalled);
+}
+
+INLINE void write_rows(
+    const int vectors, const int by_row, float *at, int64_t columns, int64_t rows,
+    const token_inputs *token, const token_inputs *next, const vec *delta, row_sums *read,
+    row_sums *recalled) {
+    const vec decay = all_lanes(token->kept);
+#define ROW(i, odd)                                                                          \
+    write_row(                                                                               \
+        vectors, at + (i) * columns, by_row ? all_lanes(token->kept + (i)) : decay, i, token, \
+        next, delta, read->of[odd], recalled->of[odd])
     int64_t i = 0;
     for (; i + 2 <= rows; i += 2) {
-        const float *row = piece + i * columns;
-        const vec k0 = all_lanes(recalling + i), k1 = all_lanes(recalling + i + 1);
-        for (int v = 0; v < vectors; v++) even[v] = fma_vec(load(row + v * LANES), k0, even[v]);
-        row += columns;
-        for (int v = 0; v < vectors; v++) odd[v] = fma_vec(load(row + v * LANES), k1, odd[v]);
+        ROW(i, 0);
+        ROW(i + 1, 1);
     }
-    if (i < rows)
-        for (int v = 0; v < vectors; v++)
-            even[v] = fma_vec(
-                load(piece + i * columns + v * LANES), all_lanes(recalling + i), even[v]);
-    const vec decay = all_lanes(kept), strength = all_lanes(&token->strength);
-    for (int v = 0; v < vectors; v++) {
-        const vec sum = even[v] + odd[v], recalled = by_row ? sum : sum * decay;
-        delta[v] = (load(value + v * LANES) - recalled) * strength;
-        even[v] = odd[v] = (vec){0};
-    }
-#define ROW(i, sums)                                                                              \
-    write_row(                                                                                    \
-        vectors, piece + (i) * columns, key[i], query[i], by_row ? all_lanes(kept + (i)) : decay, \
-        delta, sums)
-    for (i = 0; i + 2 <= rows; i += 2) {
-        ROW(i, even);
-        ROW(i + 1, odd);
-    }
-    if (i < rows) ROW(i, even);
+    if (i < rows) ROW(i, 0);
 #undef ROW
-    for (int v = 0; v < vectors; v++) store(out + column + v * LANES, even[v] + odd[v]);
+}
+
+/* Computes a sequence's tokens for adjacent columns of a piece, which begin at column `column` and
+   fill `vectors` vectors. Reads and writes the columns once for each token. */
+INLINE void recur(
+    const int vectors, const int by_row, const gated_delta_args *a, const matrix *m, span s,
+    int64_t column) {
+    const int64_t rows = a->key_width, columns = a->states.columns;
+    float *at = m->rows + column, *out = a->read + m->column + column;
+    token_inputs token = inputs_of(a, by_row, m, s.first);
+    row_sums recalled = {0};
+    recall(vectors, at, columns, rows, token.recalling, &recalled);
+    for (int64_t t = s.first; t < s.first + s.count; t++) {
+        const vec kept = all_lanes(token.kept), strength = all_lanes(&token.strength);
+        vec delta[MAX_VECTORS];
+        for (int v = 0; v < vectors; v++) {
+            const vec sum = recalled.of[0][v] + recalled.of[1][v];
+            const vec value = load(token.value + column + v * LANES);
+            delta[v] = (value - (by_row ? sum : sum * kept)) * strength;
+        }
+        row_sums read = {0};
+        recalled = (row_sums){0};
+        if (t + 1 < s.first + s.count) {
+            const token_inputs next = inputs_of(a, by_row, m, t + 1);
+            write_rows(vectors, by_row, at, columns, rows, &token, &next, delta, &read, &recalled);
+            token = next;
+        } else
+            write_rows(vectors, by_row, at, columns, rows, &token, NULL, delta, &read, &recalled);
+        float *to = out + t * a->num_heads * a->value_width;
+        for (int v = 0; v < vectors; v++) store(to + v * LANES, read.of[0][v] + read.of[1][v]);
+    }
 }
 
 /* Does the same as recur for one column. */
 INLINE void recur_column(
-    const int by_row, float *piece, int64_t columns, int64_t rows, const token_inputs *token,
-    int64_t column, float *out) {
-    const float *query = token->query, *key = token->key, *kept = token->kept;
-    float sums[2] = {0}, outs[2] = {0};
-    piece += column;
-    for (int64_t i = 0; i < rows; i++)
-        sums[i % 2] = FMA(piece[i * columns], token->recalling[i], sums[i % 2]);
-    const float recalled = (sums[0] + sums[1]) * (by_row ? 1.0f : kept[0]);
-    const float delta = (token->value[column] - recalled) * token->strength;
-    for (int64_t i = 0; i < rows; i++) {
-        const float x = FMA(key[i], delta, piece[i * columns] * kept[by_row ? i : 0]);
-        piece[i * columns] = x;
-        outs[i % 2] = FMA(x, query[i], outs[i % 2]);
+    const int by_row, const gated_delta_args *a, const matrix *m, span s, int64_t column) {
+    const int64_t rows = a->key_width, columns = a->states.columns;
+    float *at = m->rows + column, *out = a->read + m->column + column;
+    for (int64_t t = s.first; t < s.first + s.count; t++) {
+        const token_inputs token = inputs_of(a, by_row, m, t);
+        float sums[2] = {0}, outs[2] = {0};
+        for (int64_t i = 0; i < rows; i++)
+            sums[i % 2] = FMA(at[i * columns], token.recalling[i], sums[i % 2]);
+        const float recalled = (sums[0] + sums[1]) * (by_row ? 1.0f : token.kept[0]);
+        const float delta = (token.value[column] - recalled) * token.strength;
+        for (int64_t i = 0; i < rows; i++) {
+            const float x = FMA(token.key[i], delta, at[i * columns] * token.kept[by_row ? i : 0]);
+            at[i * columns] = x;
+            outs[i % 2] = FMA(x, token.query[i], outs[i % 2]);
+        }
+        out[t * a->num_heads * a->value_width] = outs[0] + outs[1];
     }
-    out[column] = outs[0] + outs[1];
 }
 
 INLINE void recur_all_columns(
-    const int by_row, float *piece, int64_t columns, int64_t rows, const token_inputs *token,
-    float *out) {
+    const int by_row, const gated_delta_args *a, const matrix *m, span s) {
+    const int64_t columns = a->states.columns;
+    const int64_t most = s.count == 1 ? MAX_VECTORS : MOST_VECTORS_OF_SPAN;
     int64_t at = 0;
     for (int64_t left = columns / LANES; left > 0;) {
-#define CASE(n)                                                     \
-    if (left >= n) {                                                \
-        recur(n, by_row, piece, columns, rows, token, at, out);     \
-        at += n * LANES, left -= n;                                 \
-        continue;                                                   \
+#define CASE(n)                        \
+    if (n <= most && n <= left) {      \
+        recur(n, by_row, a, m, s, at); \
+        at += n * LANES, left -= n;    \
+        continue;                      \
     }
         CASE(8) CASE(4) CASE(2) CASE(1)
 #undef CASE
     }
-    for (; at < columns; at++) recur_column(by_row, piece, columns, rows, token, at, out);
+    for (; at < columns; at++) recur_column(by_row, a, m, s, at);
 }
 
 INLINE void recurrence(const gated_delta_args *a, const int by_row) {
-    const int64_t rows = a->key_width, columns = a->states.columns, heads = a->num_heads;
-    const int64_t values = heads * a->value_width, pieces = values / columns;
-    const int64_t per_key = heads / a->num_key_heads, keys = a->num_key_heads * rows;
+    const int64_t columns = a->states.columns, pieces = a->num_heads * a->value_width / columns;
+    const int64_t per_key = a->num_heads / a->num_key_heads;
 #pragma omp for schedule(dynamic, 4)
     for (int64_t task = 0; task < a->states.num_sequences * pieces; task++) {
         const int64_t sequence = task / pieces, number = task % pieces, column = number * columns;
-        const int64_t head = column / a->value_width, key_head = head / per_key;
-        const span s = span_of(&a->states, sequence);
-        float *piece = matrix_piece(&a->states, sequence, number, rows);
-        for (int64_t t = s.first; t < s.first + s.count; t++) {
-            const float *mixed = a->conv.output + t * a->conv.num_channels;
-            const float *key = mixed + keys + key_head * rows;
-            const token_inputs token = {
-                .query = mixed + key_head * rows,
-                .key = key,
-                .recalling = by_row ? a->decayed_keys + (t * heads + head) * rows : key,
-                .value = mixed + 2 * keys + column,
-                .kept = a->kept + (t * heads + head) * a->decay_width,
-                .strength = a->strength[t * heads + head],
-            };
-            recur_all_columns(by_row, piece, columns, rows, &token, a->read + t * values + column);
-        }
+        const int64_t head = column / a->value_width;
+        const matrix m = {
+            .rows = matrix_piece(&a->states, sequence, number, a->key_width),
+            .head = head,
+            .key_head = head / per_key,
+            .column = column,
+        };
+        recur_all_columns(by_row, a, &m, span_of(&a->states, sequence));
     }
 }
 

@@ -35,7 +35,7 @@ typedef struct {
     void *output;               /* [T, num_channels], contiguous */
 } gating;
 
-#define CHANNEL_BLOCK 64 /* channels per convolution task */
+#define CHANNEL_BLOCK 256 /* channels per convolution task */
 #define MAX_CONV_WIDTH 16
 #define WORTH_A_TEAM 4096 /* with fewer elements, waking threads costs more than it saves */
 
@@ -88,8 +88,16 @@ static inline float softplus(float x) {
 }
 
 static inline float sum_of_squares(const float *x, int64_t width) {
-    float sums[16] = {0};
-    for (int64_t i = 0; i < width; i++) sums[i % 16] = FMA(x[i], x[i], sums[i % 16]);
+    vec vectors[16 / LANES] = {0};
+    float sums[16];
+    int64_t i = 0;
+    for (; i + 16 <= width; i += 16)
+        for (int v = 0; v < 16 / LANES; v++) {
+            const vec part = load(x + i + v * LANES);
+            vectors[v] = fma_vec(part, part, vectors[v]);
+        }
+    memcpy(sums, vectors, sizeof(sums));
+    for (; i < width; i++) sums[i % 16] = FMA(x[i], x[i], sums[i % 16]);
     for (int half = 8; half; half /= 2)
         for (int j = 0; j < half; j++) sums[j] += sums[j + half];
     return sums[0];
