@@ -173,8 +173,16 @@ def silu_mul(
     out.copy_(gate * gate.sigmoid() * up)
 
 
+def sigmoid_mul(
+    x: torch.Tensor,  # [T, H, D]
+    gate: torch.Tensor,  # [T, H, D]
+) -> None:
+    """Compute ``x *= sigmoid(gate)``."""
+    x.copy_(x.double() * gate.double().sigmoid())
+
+
 def rotary_write(
-    qkv: torch.Tensor,  # [T, (Hq + 2 * Hkv) * D]
+    qkv: torch.Tensor,  # [T, Hq * S + 2 * Hkv * D]
     cos: torch.Tensor,  # [T, R], R <= D
     sin: torch.Tensor,  # [T, R]
     key_cache: torch.Tensor,  # [num_slots, Hkv, block_size, D]
@@ -185,15 +193,23 @@ def rotary_write(
     k_norm: torch.Tensor | None = None,  # [D]
     eps: float = 0.0,
     offset: float = 0.0,
+    query_head_stride: int = 0,
 ) -> None:
     """Normalize (if norms are passed) and rotate queries in place. Write normalized, rotated keys
     and unchanged values to their slots. As in GPT-NeoX, elements i and i + R / 2 are rotated
-    together."""
+    together.
+
+    Args:
+        query_head_stride: distance S between query heads in elements; 0: D.
+    """
     _, num_kv_heads, _, width = key_cache.shape
-    heads = qkv.view(len(qkv), qkv.shape[1] // width, width)
-    num_heads = heads.shape[1] - 2 * num_kv_heads
-    query, key = heads[:, :num_heads], heads[:, num_heads : num_heads + num_kv_heads]
-    value = heads[:, num_heads + num_kv_heads :]
+    kv_width = num_kv_heads * width
+    query, key, value = qkv.split_with_sizes(
+        [qkv.shape[1] - 2 * kv_width, kv_width, kv_width], dim=1
+    )
+    stride = query_head_stride or width
+    query = query.view(len(qkv), query.shape[1] // stride, stride)[..., :width]
+    key, value = (part.view(len(qkv), num_kv_heads, width) for part in (key, value))
 
     def turned(x: torch.Tensor, norm: torch.Tensor | None) -> torch.Tensor:
         wide = x.double()

@@ -21,7 +21,7 @@ from batchinfer.kernels.launch import OPTIONS, check_launchable, warps_for
 
 
 def rotary_write(
-    qkv: torch.Tensor,  # [T, (Hq + 2 * Hkv) * D], last dimension contiguous
+    qkv: torch.Tensor,  # [T, Hq * S + 2 * Hkv * D], last dimension contiguous
     cos: torch.Tensor,  # [T, R], contiguous
     sin: torch.Tensor,  # [T, R], contiguous
     key_cache: torch.Tensor,  # [num_slots, Hkv, block_size, D], last dimension contiguous
@@ -32,12 +32,18 @@ def rotary_write(
     k_norm: torch.Tensor | None = None,  # [D]
     eps: float = 0.0,
     offset: float = 0.0,
+    query_head_stride: int = 0,
 ) -> None:
     """Normalize and rotate queries in place. Write normalized, rotated keys and unchanged values to
-    the cache."""
+    the cache.
+
+    Args:
+        query_head_stride: distance S between query heads in elements; 0: D.
+    """
     check_launchable("rotary_write", qkv, cos, sin, key_cache, value_cache, slot_mapping)
     _, num_kv_heads, block_size, width = key_cache.shape
-    num_heads = qkv.shape[1] // width - 2 * num_kv_heads
+    query_head_stride = query_head_stride or width
+    num_heads = (qkv.shape[1] - 2 * num_kv_heads * width) // query_head_stride
     if len(qkv) == 0:
         return
     heads_block = triton.next_power_of_2(num_heads + num_kv_heads)
@@ -57,6 +63,7 @@ def rotary_write(
         eps,
         OFFSET=offset,
         NUM_HEADS=num_heads,
+        QUERY_HEAD_STRIDE=query_head_stride,
         NUM_KV_HEADS=num_kv_heads,
         WIDTH=width,
         ROTARY_WIDTH=cos.shape[1],
@@ -72,7 +79,7 @@ def rotary_write(
 
 @triton.jit(do_not_specialize=["eps"])
 def _rotary_write_kernel(
-    qkv_ptr,  # [T, (Hq + 2 * Hkv) * D]
+    qkv_ptr,  # [T, Hq * S + 2 * Hkv * D]
     cos_ptr,  # [T, R]
     sin_ptr,  # [T, R]
     key_cache_ptr,  # [num_slots, Hkv, block_size, D]
@@ -91,6 +98,7 @@ def _rotary_write_kernel(
     eps,
     OFFSET: tl.constexpr,
     NUM_HEADS: tl.constexpr,
+    QUERY_HEAD_STRIDE: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     WIDTH: tl.constexpr,
     ROTARY_WIDTH: tl.constexpr,
@@ -119,8 +127,10 @@ def _rotary_write_kernel(
     cos = tl.load(cos_ptr + token * ROTARY_WIDTH + columns, mask=turns, other=1.0).to(tl.float32)
     sin = tl.load(sin_ptr + token * ROTARY_WIDTH + columns, mask=turns, other=0.0).to(tl.float32)
 
-    x = tl.load(qkv_ptr + heads * WIDTH + columns, mask=mask, other=0.0).to(tl.float32)
-    y = tl.load(qkv_ptr + heads * WIDTH + partner, mask=mask, other=0.0).to(tl.float32)
+    first_key: tl.constexpr = NUM_HEADS * QUERY_HEAD_STRIDE
+    starts = tl.where(is_query, heads * QUERY_HEAD_STRIDE, first_key + (heads - NUM_HEADS) * WIDTH)
+    x = tl.load(qkv_ptr + starts + columns, mask=mask, other=0.0).to(tl.float32)
+    y = tl.load(qkv_ptr + starts + partner, mask=mask, other=0.0).to(tl.float32)
     if q_norm_ptr is not None:
         inverse = 1.0 / tl.sqrt(tl.sum(x * x, axis=1)[:, None] / WIDTH + eps)
         here = columns < WIDTH
@@ -134,13 +144,13 @@ def _rotary_write_kernel(
 
     # All elements must be read before any is written. Other programs do not read them.
     tl.debug_barrier()
-    tl.store(qkv_ptr + heads * WIDTH + columns, turned, mask=mask & is_query)
+    tl.store(qkv_ptr + starts + columns, turned, mask=mask & is_query)
     if destination < 0:
         return
     if TRANSPOSED:
         # The value that belongs to a key is NUM_KV_HEADS heads after the key.
         is_key = mask & (heads >= NUM_HEADS)
-        values = qkv_ptr + (heads + NUM_KV_HEADS) * WIDTH + columns
+        values = qkv_ptr + starts + NUM_KV_HEADS * WIDTH + columns
         turned, _ = without_nan(turned, tl.load(values, mask=is_key, other=0.0))
     key_cache_ptr += slot * key_cache_slot_stride + position * key_cache_token_stride
     tl.store(
@@ -150,7 +160,7 @@ def _rotary_write_kernel(
     )
     kv_heads = tl.arange(0, KV_HEADS_BLOCK)[:, None]
     mask = (kv_heads < NUM_KV_HEADS) & (columns < WIDTH)
-    first_value = (NUM_HEADS + NUM_KV_HEADS) * WIDTH
+    first_value = first_key + NUM_KV_HEADS * WIDTH
     value = tl.load(qkv_ptr + first_value + kv_heads * WIDTH + columns, mask=mask, other=0.0)
     if TRANSPOSED:
         value = tl.where(value == value, value, 0.0)

@@ -184,14 +184,20 @@ class KVCache:
     def rotary_write(
         self,
         layer: int,
-        qkv: torch.Tensor,  # [T, (Hq + 2 * kv_head) * width]
+        qkv: torch.Tensor,  # [T, Hq * S + 2 * kv_head * width]
         cos: torch.Tensor,  # [T, rotary_width]
         sin: torch.Tensor,  # [T, rotary_width]
         slot_mapping: torch.Tensor,  # [T] int64
         norms: HeadNorms | None,
+        query_head_stride: int = 0,
     ) -> None:
-        """Rotate the queries in place, and store the rotated keys and the values."""
-        rotary_write(qkv, cos, sin, self.key(layer), self.value(layer), slot_mapping, norms)
+        """Rotate the queries in place, and store the rotated keys and the values.
+
+        Args:
+            query_head_stride: distance S between query heads in elements; 0: ``width``.
+        """
+        keys, values = self.key(layer), self.value(layer)
+        rotary_write(qkv, cos, sin, keys, values, slot_mapping, norms, query_head_stride)
 
     def copy_blocks(self, pairs: torch.Tensor) -> None:
         """Copy whole blocks. ``pairs`` [C, 2] holds (source slot, destination slot).

@@ -65,16 +65,28 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     return out
 
 
+def sigmoid_mul(x: torch.Tensor, gate: torch.Tensor) -> None:
+    """Multiply x [T, H, D], which is contiguous, by the sigmoid of ``gate`` [T, H, D] in place."""
+    if x.is_cuda:
+        x *= gate.sigmoid()
+    else:
+        _cpu(x.dtype).sigmoid_mul(x, gate)
+
+
 def rotary_write(
-    qkv: torch.Tensor,  # [T, (Hq + 2 * Hkv) * D]
+    qkv: torch.Tensor,  # [T, Hq * S + 2 * Hkv * D]
     cos: torch.Tensor,  # [T, R]
     sin: torch.Tensor,  # [T, R]
     key_cache: torch.Tensor,  # [num_slots, Hkv, block_size, D]
     value_cache: torch.Tensor,  # [num_slots, Hkv, block_size, D]
     slot_mapping: torch.Tensor,  # [T] int64
     norms: HeadNorms | None,
+    query_head_stride: int = 0,
 ) -> None:
     """Rotate the queries of ``qkv`` in place, and store its rotated keys and its values.
+
+    Args:
+        query_head_stride: distance S between query heads in elements; 0: D.
 
     Raises:
         ValueError: shapes or dtypes do not match. They are checked because the arguments come from
@@ -84,8 +96,8 @@ def rotary_write(
     weights = [] if norms is None else [norms.query, norms.key]
     fits = (
         key_cache.shape == value_cache.shape
-        and qkv.shape[1] % width == 0
         and qkv.shape[1] > 2 * key_cache.shape[1] * width
+        and (qkv.shape[1] - 2 * key_cache.shape[1] * width) % (query_head_stride or width) == 0
         and qkv.stride(1) == 1
         and cos.shape == sin.shape == (len(qkv), rotary_width)
         and rotary_width % 2 == 0
@@ -100,7 +112,7 @@ def rotary_write(
             f"{cos.dtype} and keys of width {width} {key_cache.dtype} do not match"
         )
     arguments = (qkv, cos.contiguous(), sin.contiguous(), key_cache, value_cache, slot_mapping)
-    options = head_norm_options(norms)
+    options = head_norm_options(norms) | {"query_head_stride": query_head_stride}
     if qkv.is_cuda:
         from batchinfer.kernels.rotary_write import rotary_write as triton_rotary_write
 

@@ -54,12 +54,19 @@ typedef struct {
 } silu_mul_args;
 
 typedef struct {
-    void *qkv;                   /* [T, (Hq + 2 * Hkv) * width] */
+    void *x;          /* [T, heads, width], last two dimensions contiguous; changed in place */
+    const void *gate; /* [T, heads, width], last dimension contiguous; NULL: no gate */
+    int64_t x_token_stride, gate_token_stride, gate_head_stride;
+    int32_t num_tokens, num_heads, width, num_threads;
+} sigmoid_mul_args;
+
+typedef struct {
+    void *qkv;                   /* [T, Hq * query_head_stride + 2 * Hkv * width] */
     const void *cos, *sin;       /* [T, rotary_width], contiguous */
     const void *q_norm, *k_norm; /* [width] or NULL */
     void *keys, *values;         /* [slot, Hkv] blocks as in kv_block_layout.h */
     const int64_t *slot_mapping; /* [T] slot * block_size + offset; negative: skip the token */
-    int64_t token_stride;        /* in elements, like all strides here */
+    int64_t token_stride, query_head_stride; /* in elements, like all strides here */
     int64_t keys_slot_stride, keys_head_stride, values_slot_stride, values_head_stride;
     int32_t num_tokens, num_heads, num_kv_heads, width, rotary_width, block_size, num_threads;
     float eps, offset;
@@ -128,6 +135,7 @@ typedef struct {
     gemm_args qkv;
     rotary_write_args rotary;
     attention_args attention;
+    sigmoid_mul_args gate;
     gemm_args o;
     rms_norm_args mlp_norm;
     gemm_args gate_up;
@@ -159,6 +167,8 @@ void rotary_write_f32(const rotary_write_args *);
 void rotary_write_bf16(const rotary_write_args *);
 void silu_mul_f32(const silu_mul_args *);
 void silu_mul_bf16(const silu_mul_args *);
+void sigmoid_mul_f32(const sigmoid_mul_args *);
+void sigmoid_mul_bf16(const sigmoid_mul_args *);
 
 /* Returns the size in bytes of a GEMM's converted rows; 0 if it needs no conversion. */
 int64_t gemm_rows_bytes(const gemm_args *);
@@ -175,6 +185,8 @@ void rms_norm_team_f32(const rms_norm_args *, const gemm_rows *);
 void rms_norm_team_bf16(const rms_norm_args *, const gemm_rows *);
 void silu_mul_team_f32(const silu_mul_args *, const gemm_rows *);
 void silu_mul_team_bf16(const silu_mul_args *, const gemm_rows *);
+void sigmoid_mul_team_f32(const sigmoid_mul_args *, const gemm_rows *);
+void sigmoid_mul_team_bf16(const sigmoid_mul_args *, const gemm_rows *);
 void rotary_write_team_f32(const rotary_write_args *);
 void rotary_write_team_bf16(const rotary_write_args *);
 void convert_rows_f32(const gemm_rows *, const gemm_args *);

@@ -20,7 +20,7 @@ static void set_step(const step_args *s, layer_args *a) {
     a->attention_norm.x = a->mlp_norm.x = a->o.out = a->down.out = s->hidden;
     a->attention_norm.num_rows = a->mlp_norm.num_rows = a->silu.num_rows = s->num_tokens;
     a->qkv.num_rows = a->o.num_rows = a->gate_up.num_rows = a->down.num_rows = s->num_tokens;
-    a->rotary.num_tokens = s->num_tokens;
+    a->rotary.num_tokens = a->gate.num_tokens = s->num_tokens;
     a->rotary.cos = s->cos, a->rotary.sin = s->sin, a->rotary.slot_mapping = s->slot_mapping;
     attention_args *attention = &a->attention;
     attention->block_tables = s->block_tables, attention->table_width = s->table_width;
@@ -30,7 +30,7 @@ static void set_step(const step_args *s, layer_args *a) {
     a->attention_norm.num_threads = a->mlp_norm.num_threads = a->silu.num_threads = s->num_threads;
     a->qkv.num_threads = a->o.num_threads = s->num_threads;
     a->gate_up.num_threads = a->down.num_threads = s->num_threads;
-    a->rotary.num_threads = attention->num_threads = s->num_threads;
+    a->rotary.num_threads = attention->num_threads = a->gate.num_threads = s->num_threads;
 }
 
 static int have_equal_plans(const attention_args *a, const attention_args *b) {
@@ -75,9 +75,12 @@ static int make_workspace(workspace *w, const layer_args *layers, int64_t count)
         WAIT gemm_team_##type(&a->qkv, &x);                                              \
         WAIT rotary_write_team_##type(&a->rotary);                                       \
         WAIT const int failed = attend_team_##type(&a->attention, plan);                 \
-        WAIT x = gemm_rows_in(rows, &a->o);                                           \
-        if (need_conversion(&x)) {                                                              \
-            convert_rows_##type(&x, &a->o);                                                 \
+        WAIT x = gemm_rows_in(rows, &a->o);                                              \
+        if (a->gate.gate) {                                                              \
+            sigmoid_mul_team_##type(&a->gate, &x);                                       \
+            WAIT                                                                         \
+        } else if (need_conversion(&x)) {                                                \
+            convert_rows_##type(&x, &a->o);                                              \
             WAIT                                                                         \
         }                                                                                \
         gemm_team_##type(&a->o, &x);                                                     \

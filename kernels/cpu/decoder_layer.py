@@ -11,7 +11,12 @@ import torch
 from batchinfer.kernels.cpu.compiled_library import INT32, INT64, POINTER, SUFFIX, load
 from batchinfer.kernels.cpu.gemm import GemmArgs
 from batchinfer.kernels.cpu.paged_attention import AttentionArgs
-from batchinfer.kernels.cpu.row_ops import RMSNormArgs, RotaryWriteArgs, SiluMulArgs
+from batchinfer.kernels.cpu.row_ops import (
+    RMSNormArgs,
+    RotaryWriteArgs,
+    SigmoidMulArgs,
+    SiluMulArgs,
+)
 
 
 class LayerArgs(ctypes.Structure):
@@ -25,6 +30,7 @@ class LayerArgs(ctypes.Structure):
         ("qkv", GemmArgs),
         ("rotary", RotaryWriteArgs),
         ("attention", AttentionArgs),
+        ("gate", SigmoidMulArgs),
         ("o", GemmArgs),
         ("mlp_norm", RMSNormArgs),
         ("gate_up", GemmArgs),

@@ -26,6 +26,11 @@ static inline float exp_negative(float x) {
     return p * scale;
 }
 
+static inline float sigmoid(float x) {
+    const float e = exp_negative(x < 0.0f ? x : -x);
+    return (x < 0.0f ? e : 1.0f) / (1.0f + e);
+}
+
 static inline float from_bf16(uint16_t x) {
     uint32_t bits = (uint32_t)x << 16;
     float value;

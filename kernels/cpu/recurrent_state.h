@@ -67,11 +67,6 @@ static inline float *matrix_piece(
     return piece;
 }
 
-static inline float sigmoid(float x) {
-    const float e = exp_negative(x < 0.0f ? x : -x);
-    return (x < 0.0f ? e : 1.0f) / (1.0f + e);
-}
-
 /* Returns log(1 + exp(x)). Written out so that every compiler vectorizes it. */
 static inline float softplus(float x) {
     const float e = exp_negative(x < 0.0f ? x : -x);

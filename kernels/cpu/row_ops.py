@@ -33,6 +33,16 @@ class SiluMulArgs(ctypes.Structure):
     )
 
 
+class SigmoidMulArgs(ctypes.Structure):
+    """The struct ``sigmoid_mul_args`` in arguments.h; all zeros if there is no gate."""
+
+    _fields_ = (
+        *((name, POINTER) for name in ("x", "gate")),
+        *((name, INT64) for name in ("x_token_stride", "gate_token_stride", "gate_head_stride")),
+        *((name, INT32) for name in ("num_tokens", "num_heads", "width", "num_threads")),
+    )
+
+
 class _RowStatsArgs(ctypes.Structure):
     _fields_ = (
         *((name, POINTER) for name in ("logits", "maximum", "max_logprob", "argmax")),
@@ -53,7 +63,7 @@ class RotaryWriteArgs(ctypes.Structure):
     _fields_ = (
         *((name, POINTER) for name in ("qkv", "cos", "sin", "q_norm", "k_norm")),
         *((name, POINTER) for name in ("keys", "values", "slot_mapping")),
-        ("token_stride", INT64),
+        *((name, INT64) for name in ("token_stride", "query_head_stride")),
         *((name, INT64) for name in ("keys_slot_stride", "keys_head_stride")),
         *((name, INT64) for name in ("values_slot_stride", "values_head_stride")),
         *((name, INT32) for name in ("num_tokens", "num_heads", "num_kv_heads", "width")),
@@ -105,6 +115,22 @@ def silu_mul_args(gate_up: torch.Tensor, *, out: torch.Tensor) -> SiluMulArgs:
     )
 
 
+def sigmoid_mul(
+    x: torch.Tensor,  # [T, H, D], last two dimensions contiguous
+    gate: torch.Tensor,  # [T, H, D], last dimension contiguous
+) -> None:
+    """Compute ``x *= sigmoid(gate)``."""
+    _function("sigmoid_mul", x.dtype)(ctypes.byref(sigmoid_mul_args(x, gate)))
+
+
+def sigmoid_mul_args(x: torch.Tensor, gate: torch.Tensor) -> SigmoidMulArgs:
+    """Convert the arguments of ``sigmoid_mul`` to those of the C function."""
+    return SigmoidMulArgs(
+        *(x.data_ptr(), gate.data_ptr(), x.stride(0), *gate.stride()[:2]),
+        *(*x.shape, torch.get_num_threads()),
+    )
+
+
 def row_stats(
     logits: torch.Tensor,  # [R, V], last dimension contiguous
     *,
@@ -140,7 +166,7 @@ def apply_token_bitmask(
 
 
 def rotary_write(
-    qkv: torch.Tensor,  # [T, (Hq + 2 * Hkv) * D], last dimension contiguous
+    qkv: torch.Tensor,  # [T, Hq * S + 2 * Hkv * D], last dimension contiguous
     cos: torch.Tensor,  # [T, R], contiguous
     sin: torch.Tensor,  # [T, R], contiguous
     key_cache: torch.Tensor,  # [num_slots, Hkv, block_size, D], last two contiguous
@@ -151,15 +177,20 @@ def rotary_write(
     k_norm: torch.Tensor | None = None,  # [D]
     eps: float = 0.0,
     offset: float = 0.0,
+    query_head_stride: int = 0,
 ) -> None:
-    """Normalize and rotate queries in place. Store normalized, rotated keys, and unchanged
-    values."""
+    """Normalize and rotate queries in place. Store normalized, rotated keys, and unchanged values.
+
+    Args:
+        query_head_stride: distance S between query heads in elements; 0: D.
+    """
     arguments = rotary_write_args(
         *(qkv, cos, sin, key_cache, value_cache, slot_mapping),
         q_norm=q_norm,
         k_norm=k_norm,
         eps=eps,
         offset=offset,
+        query_head_stride=query_head_stride,
     )
     _function("rotary_write", qkv.dtype)(ctypes.byref(arguments))
 
@@ -176,18 +207,21 @@ def rotary_write_args(
     k_norm: torch.Tensor | None,
     eps: float,
     offset: float,
+    query_head_stride: int,
 ) -> RotaryWriteArgs:
     """Convert the arguments of ``rotary_write`` to those of the C function."""
     _, num_kv_heads, block_size, width = key_cache.shape
     assert width <= MAX_HEAD_WIDTH
+    stride = query_head_stride or width
+    num_heads = (qkv.shape[1] - 2 * num_kv_heads * width) // stride
     return RotaryWriteArgs(
         *(tensor.data_ptr() for tensor in (qkv, cos, sin)),
         *(None if norm is None else norm.data_ptr() for norm in (q_norm, k_norm)),
         *(tensor.data_ptr() for tensor in (key_cache, value_cache, slot_mapping)),
-        qkv.stride(0),
+        *(qkv.stride(0), stride),
         *key_cache.stride()[:2],
         *value_cache.stride()[:2],
-        *(len(qkv), qkv.shape[1] // width - 2 * num_kv_heads, num_kv_heads, width),
+        *(len(qkv), num_heads, num_kv_heads, width),
         *(cos.shape[1], block_size, torch.get_num_threads()),
         *(eps, offset),
     )

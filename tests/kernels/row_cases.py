@@ -66,6 +66,8 @@ class RotaryCase(Case):
     norms: bool = False
     offset: float = 0.0
     skips: bool = False
+    gated: bool = False
+    """Each query head is followed by a gate of its width."""
 
 
 ROTARY_CASES = (
@@ -76,6 +78,7 @@ ROTARY_CASES = (
     RotaryCase("partly_rotated", 5, 3, 3, 80, rotary_width=20),
     RotaryCase("skips", 10, 2, 1, 24, block_size=24, skips=True),
     RotaryCase("many", 130, 8, 2, 96, norms=True),
+    RotaryCase("gated", 6, 6, 2, 64, rotary_width=16, norms=True, offset=1.0, gated=True),
     RotaryCase("no_tokens", 0, 2, 2, 16),
 )
 
@@ -101,7 +104,10 @@ def build_rotary_write(
     if case.skips:
         slot_mapping[::3] = -1
     return pool, {
-        "qkv": normal(case.num_tokens, (case.num_heads + 2 * num_kv_heads) * width),
+        "qkv": normal(
+            case.num_tokens,
+            (case.num_heads * (2 if case.gated else 1) + 2 * num_kv_heads) * width,
+        ),
         "cos": angles.cos().to(device, dtype),
         "sin": angles.sin().to(device, dtype),
         "key_cache": pool[:, 0],
@@ -111,6 +117,7 @@ def build_rotary_write(
         "k_norm": normal(width) if case.norms else None,
         "eps": 1e-5,
         "offset": case.offset,
+        "query_head_stride": 2 * width if case.gated else 0,
     }
 
 

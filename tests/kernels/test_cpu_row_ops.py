@@ -60,6 +60,19 @@ def test_cpu_rotary_write_equals_reference(case: RotaryCase, dtype: torch.dtype)
 
 
 @dtypes
+def test_cpu_sigmoid_mul_equals_reference(dtype: torch.dtype) -> None:
+    """Gates lie between other elements, as in the output of a projection of queries and gates."""
+    torch.manual_seed(0)
+    rows = 20 * torch.randn(70, 3 * 2 * 40).to(dtype)
+    gate = rows.unflatten(1, (3, 2, 40))[:, :, 1]
+    got = torch.randn(70, 3, 40).to(dtype)
+    expected = got.clone()
+    row_ops.sigmoid_mul(got, gate)
+    reference.sigmoid_mul(expected, gate)
+    assert_close(got, expected)
+
+
+@dtypes
 def test_row_bits_do_not_depend_on_other_rows(dtype: torch.dtype) -> None:
     """The width is odd, so that rows have all alignments."""
     case = RowCase("odd", 50, 331)

@@ -16,12 +16,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from batchinfer.engine.kv.kv_shapes import KVShape
 from batchinfer.engine.kv.layout import KVLayout
 from batchinfer.worker.attention.attention import current_context
 from batchinfer.worker.attention.variant import AttentionVariant
 from batchinfer.worker.linear.packed_linear import merged
 from batchinfer.worker.model.quantization import is_plain
-from batchinfer.worker.ops import HeadNorms, rms_norm, silu_mul
+from batchinfer.worker.ops import HeadNorms, rms_norm, sigmoid_mul, silu_mul
 from batchinfer.worker.verify import Probe, find_swaps, swap_verified
 
 LOGITS_TOLERANCE = {torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
@@ -39,6 +40,9 @@ class FusedAttention(nn.Module):
     """Attention with one matrix multiplication for q, k and v, and one pass for head norms, rotary
     positions and the KV write.
 
+    If ``q_proj`` has twice as many outputs as ``o_proj`` has inputs, each query head is followed by
+    a gate of its width, whose sigmoid multiplies the head's output (Qwen3-Next, Qwen3.5).
+
     Args:
         attention: module with ``q_proj``, ``k_proj``, ``v_proj`` and ``o_proj``, and perhaps with
             both ``q_norm`` and ``k_norm``.
@@ -52,6 +56,7 @@ class FusedAttention(nn.Module):
         self.qkv_proj = merged(attention.q_proj, attention.k_proj, attention.v_proj)
         self.starts = starts_of(attention, "qkv_proj", ("q_proj", "k_proj", "v_proj"))
         self.o_proj = attention.o_proj
+        self.is_gated = attention.q_proj.out_features == 2 * attention.o_proj.in_features
         self.q_norm = getattr(attention, "q_norm", None)
         self.k_norm = getattr(attention, "k_norm", None)
         self.variant, self.norm_offset = variant, norm_offset
@@ -70,13 +75,30 @@ class FusedAttention(nn.Module):
         shape = context.cache.shape(self.layer)
         cos, sin = position_embeddings
         qkv = self.qkv_proj(hidden_states[0])
+        query, gate = self.queries_and_gates(qkv, shape)
         context.cache.rotary_write(
-            self.layer, qkv, cos[0], sin[0], context.slot_mapping(self.layer), self.head_norms()
+            *(self.layer, qkv, cos[0], sin[0], context.slot_mapping(self.layer)),
+            *(self.head_norms(), query.stride(1)),
         )
-        query = qkv[:, : qkv.shape[1] - 2 * shape.num_kv_heads * shape.key_width]
-        query = query.unflatten(1, (-1, shape.key_width))
         out = context.backend.attend(self.layer, query, self.variant)
+        if gate is not None:
+            sigmoid_mul(out, gate)
         return self.o_proj(out.flatten(1))[None], None
+
+    def queries_and_gates(
+        self, qkv: torch.Tensor, shape: KVShape
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return views of the query heads and their gates, [T, Hq, key_width], in the output of
+        ``qkv_proj``. Without gates, return None for them.
+
+        Args:
+            shape: shape of the layer's keys and values.
+        """
+        heads = qkv[:, : qkv.shape[1] - 2 * shape.num_kv_heads * shape.key_width]
+        if not self.is_gated:
+            return heads.view(len(qkv), -1, shape.key_width), None
+        query, gate = heads.view(len(qkv), -1, 2, shape.key_width).unbind(2)
+        return query, gate
 
     def head_norms(self) -> HeadNorms | None:
         """Return the norms of query heads and key heads, if the layer has them."""

@@ -129,7 +129,8 @@ class NativeDecoderLayers(NativeLayers):
         normed = workspace.take_padded("normed", hidden.shape[1])
         qkv = workspace.take("qkv", attention.qkv_proj.out_features)
         attended = workspace.take_padded("attended", attention.o_proj.linear.in_features)
-        query = qkv[:, : attended.shape[1]].view(len(qkv), -1, width)
+        query, gate = attention.queries_and_gates(qkv, cache.shape(attention.layer))
+        out = attended.view(len(qkv), -1, width)
         return LayerArgs(
             norm_args(layer.input_layernorm, hidden, normed),
             linear_args(attention.qkv_proj, normed, qkv),
@@ -137,11 +138,10 @@ class NativeDecoderLayers(NativeLayers):
                 *(qkv, *workspace.rotary, cache.key(attention.layer), cache.value(attention.layer)),
                 context.slot_mapping(attention.layer),
                 **head_norm_options(attention.head_norms()),
+                query_head_stride=query.stride(1),
             ),
-            backend.arguments(
-                *(attention.layer, query, attention.variant),
-                out=attended.view(len(qkv), -1, width),
-            ),
+            backend.arguments(attention.layer, query, attention.variant, out=out),
+            row_ops.SigmoidMulArgs() if gate is None else row_ops.sigmoid_mul_args(out, gate),
             linear_args(attention.o_proj.linear, attended, hidden, adds=True),
             *mlp_args(layer, hidden, normed, workspace),
         )

@@ -20,6 +20,8 @@ from tests.models import VOCAB_SIZE, tiny_model
 from tests.worker.on_triton import pretend_cuda, traced
 from tests.worker.step_maker import StepMaker
 
+ATTENTION_ALONE = {"num_hidden_layers": 3, "layer_types": ["full_attention"] * 3}
+
 
 def fused(
     family: str, dtype: torch.dtype = torch.float32, **changes: Any
@@ -52,6 +54,7 @@ def prefill_and_decode(layout: KVLayout) -> tuple[KVCache, list[Any], list[list[
         ("qwen2", 3),
         ("qwen3", 3),
         ("mistral", 3),
+        ("qwen3_5_text", 3),  # gates between the query heads
         ("gemma2", 0),  # norms after the products
         ("granite", 0),  # scales the outputs that it adds to the residual
         ("qwen3_moe", 0),
@@ -59,11 +62,14 @@ def prefill_and_decode(layout: KVLayout) -> tuple[KVCache, list[Any], list[list[
     ],
 )
 def test_logits_still_equal_transformers(family: str, count: int) -> None:
-    model, layout, swapped = fused(family)
+    changes = ATTENTION_ALONE if family == "qwen3_5_text" else {}
+    model, layout, swapped = fused(family, **changes)
     assert swapped == count
     cache, steps, ids = prefill_and_decode(layout)
     with torch.inference_mode():
-        expected = tiny_model(family)(input_ids=torch.tensor(ids), use_cache=False).logits
+        expected = tiny_model(family, **changes)(
+            input_ids=torch.tensor(ids), use_cache=False
+        ).logits
     for step in steps:
         got = forward(model, cache, make_backend(cache), step)
     torch.testing.assert_close(got, expected[:, -1], atol=1e-4, rtol=1e-4)

@@ -1,4 +1,5 @@
-"""Gated DeltaNet layers that run in one C call give the same bits as the Python layers."""
+"""Layers of Gated DeltaNet models that run in one C call give the same bits as the Python
+layers."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ from batchinfer.kernels.cpu import delta_layer
 from batchinfer.kernels.cpu.recurrent_state import supports
 from batchinfer.worker.fusion import native_delta_layers
 from batchinfer.worker.fusion.native_delta_layers import NativeDeltaLayer
+from batchinfer.worker.fusion.native_layers import NativeDecoderLayers, NativeLayers
 from batchinfer.worker.loader import LoadedModel, load_model
 from tests.models import make_checkpoint
 from tests.parity import CPU, Setup, run, tokens_of
@@ -28,8 +30,8 @@ def load(folder: Path, dtype: str, quantization: str | None = None) -> LoadedMod
     return load_model(choice, device=CPU)
 
 
-def native_layers(loaded: LoadedModel) -> list[NativeDeltaLayer]:
-    return [module for module in loaded.model.modules() if isinstance(module, NativeDeltaLayer)]
+def native_layers(loaded: LoadedModel, kind: type[NativeLayers]) -> list[NativeLayers]:
+    return [module for module in loaded.model.modules() if isinstance(module, kind)]
 
 
 @pytest.mark.parametrize("family", ["qwen3_5_text", "olmo_hybrid"])
@@ -40,9 +42,10 @@ def test_native_layers_have_the_bits_of_python_layers(
 ) -> None:
     loaded = load(make_checkpoint(family, tmp_path), dtype, quantization)
     # The layers of OLMo Hybrid normalize their outputs, so they are not fused.
-    assert len(native_layers(loaded)) == (3 if family == "qwen3_5_text" else 0)
+    counts = [len(native_layers(loaded, kind)) for kind in (NativeDeltaLayer, NativeDecoderLayers)]
+    assert counts == ([3, 1] if family == "qwen3_5_text" else [0, 0])
     native, _ = run(loaded, Setup(max_tokens=33, n=2, temperature=1.0))
-    for layer in native_layers(loaded):
+    for layer in native_layers(loaded, NativeLayers):
         layer.forward = layer.run_in_python  # type: ignore[method-assign]
     in_python, _ = run(loaded, Setup(max_tokens=33, n=2, temperature=1.0))
     assert tokens_of(native) == tokens_of(in_python)
