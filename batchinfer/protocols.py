@@ -63,12 +63,12 @@ class GrammarState(Protocol):
 
         Returns:
             The tokens that must follow; empty if there is a choice. The state advances by them too.
-            The last one is an end-of-sequence token if the text cannot continue.
+            The last token is an end-of-sequence token if the text cannot continue.
         """
         ...
 
     def replay(self, token_ids: Sequence[int]) -> None:
-        """Advance by known tokens of a sample, including forced ones, without forcing more tokens.
+        """Advance by known tokens of a sample, which may have been forced; force no more tokens.
 
         Sets ``error`` if the grammar does not allow the tokens.
         """

@@ -90,7 +90,7 @@ def _outcome(app: Callable[..., object]) -> tuple[int | str | None, str]:
         return error.exit_code, str(error)
     except Exception as error:
         if _is_full_stdout(error):
-            sys.stdout = None  # Python flushes it at exit, which would fail again
+            sys.stdout = None  # Python flushes stdout at exit, which would fail again
             problem = "cannot write to stdout: its disk is full; free space or write elsewhere"
             return ExitCode.STORAGE, problem
         try:
@@ -122,7 +122,7 @@ def print_stdout(text: str) -> None:
     try:
         print(text, flush=True)
     except BrokenPipeError:
-        sys.stdout = None  # Python flushes it at exit, which would fail again
+        sys.stdout = None  # Python flushes stdout at exit, which would fail again
 
 
 @contextmanager

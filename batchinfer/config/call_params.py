@@ -70,8 +70,8 @@ class _CallParams(sampling.SamplingParams):
     extra_args: Mapping[str, Any] | None = None
     """Not used; programs may store values here."""
     logprob_token_ids: tuple[int, ...] | None = None
-    """Return the log-probabilities of these token ids with each output token, instead of those of
-    the most likely tokens."""
+    """Token ids whose log-probabilities are returned with each output token, in place of the most
+    likely tokens."""
     prompt_logprob_token_ids: Any = None
     """Token ids whose log-probabilities are returned in ``prompt_token_id_logprobs``. Give a list,
     which may be empty, for each prompt token except the first, or an array [tokens, ids] padded
@@ -81,13 +81,13 @@ class _CallParams(sampling.SamplingParams):
     flat_logprobs: bool = False
     """Return log-probabilities as ``FlatLogprobs``: few objects instead of a dict per token."""
     spaces_between_special_tokens: bool = True
-    """Without effect, as with vLLM's fast tokenizers."""
+    """Has no effect, as with vLLM's fast tokenizers."""
     skip_reading_prefix_cache: bool | None = None
-    """Without effect."""
+    """Has no effect."""
     stream_interval: int | None = None
-    """Without effect."""
+    """Has no effect."""
     skip_clone: bool = False
-    """Without effect."""
+    """Has no effect."""
     best_of: int | None = None
     """Must be None or equal to ``n``. To choose the best of several samples, draw all of them with
     ``logprobs=0`` and keep those with the highest ``cumulative_logprob``."""
@@ -117,7 +117,7 @@ class _CallParams(sampling.SamplingParams):
         if self.stop and not self.detokenize:
             raise ValueError(
                 "stop strings cannot be combined with detokenize=False, because "
-                "they are searched for in the text; leave one out"
+                "matching them needs the text; leave out stop or detokenize=False"
             )
 
     @property

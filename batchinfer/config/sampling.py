@@ -92,13 +92,13 @@ class SamplingParams(Record):
     enforce is refused; with unsupported: check, finished texts are checked against it."""
     beam_width: int | None = None
     """Use beam search with this many beams. The n best beams are written, best first; the
-    temperature is ignored. Rules and scores are those of transformers with early_stopping=False."""
+    temperature is ignored. Rules and scores are as in transformers with early_stopping=False."""
     length_penalty: float = 1.0
     """Exponent of a beam's length. Beams are ranked by their log-probability divided by this power
     of their length."""
     max_reasoning_tokens: int | None = None
-    """Maximum number of reasoning tokens, without the markers. A sample that reaches it is forced
-    to end its reasoning. Needs output.reasoning."""
+    """Maximum number of reasoning tokens, not counting the markers. A sample that reaches this
+    number is forced to end its reasoning. Needs output.reasoning."""
 
     def __post_init__(self) -> None:
         self._normalize()

@@ -49,9 +49,9 @@ class StructuredOutputsParams:
     unsupported: str | None = None
     """check: if a grammar cannot enforce the schema, check finished texts against it."""
     backend: str | None = None
-    """Without effect."""
+    """Has no effect."""
     disable_fallback: bool = False
-    """Without effect."""
+    """Has no effect."""
 
     def __post_init__(self) -> None:
         kinds = [kind for kind in _KINDS if getattr(self, kind) is not None]

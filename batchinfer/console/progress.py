@@ -104,7 +104,7 @@ class MeteredProgress(Progress):
             self._warn(
                 f"no step has finished for {duration(waited)}; if that is unusual "
                 "for this model, check whether other processes, OMP_NUM_THREADS or "
-                "cgroup limits leave its threads too few cores"
+                "cgroup limits leave the engine too few cores"
             )
 
     def _show_if_due(self) -> None: ...

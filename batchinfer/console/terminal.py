@@ -27,7 +27,7 @@ def print_line(text: str, *, to_stderr: bool = False) -> None:
         else:
             print(text, file=stream, flush=True)
     except (OSError, ValueError):
-        setattr(sys, name, None)  # Python flushes it at exit, which would fail again
+        setattr(sys, name, None)  # Python flushes the stream at exit, which would fail again
 
 
 class TerminalLine:

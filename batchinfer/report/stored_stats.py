@@ -23,7 +23,8 @@ from batchinfer.report.timeline import Float, Timeline
 
 _BATCH_ROWS = 16384
 UNREADABLE = (OSError, pa.ArrowException, KeyError, ValueError)
-"""Errors from reading a damaged file, or one that a running job has just merged into another."""
+"""Errors from reading a damaged file, or a file that a running job has just merged into another.
+"""
 
 
 def batches(

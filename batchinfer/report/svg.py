@@ -91,7 +91,7 @@ class Series:
 
     Args:
         name: a description for screen readers.
-        edges_s: bounds of the slices of time, one more than there are values.
+        edges_s: bounds of the slices of time: one more bound than a layer has values.
         layers: layers from the lowest up. Layers that are not ``stacked`` overlap.
         unit: ``bytes``, or the plural of the counted things.
         format_value: formats a value with its unit.

@@ -27,13 +27,14 @@ FinalMessage = Literal["auto", "answer", "continue", "leave"]
 answer: always open an answer; continue: always continue the last message; leave: do neither."""
 
 _END_MARK = "\U0010fffd "
-"""Mark at the end of the message to continue. If its space is lost, the template trims messages."""
+"""Mark at the end of the message to continue. If a template drops its space, the template trims
+messages."""
 _REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 _PROBES = ("first7tExt", "second7tExt")
 """Texts that no template contains."""
 _WRITTEN_AS_LIST = re.compile(rf"""['"]text['"]:\s*['"]{_PROBES[0]}""")
 _TURNS = {"system": 0, "developer": 0, "user": 0, "assistant": 1, "tool": 2}
-"""In a test conversation, the number of messages before a message of each role."""
+"""Number of messages that precede a message of each role in a test conversation."""
 RESERVED_KWARGS = frozenset({"messages", "add_generation_prompt", "continue_final_message"})
 
 

@@ -43,7 +43,7 @@ class ControlTokens:
 
     def can_form_in(self, text: str) -> bool:
         """Return True if ``text`` contains a control token's text, or starts or ends with a part of
-        one that a template's text could complete."""
+        a control token's text that a template could complete."""
         at_edges = self.beginning_at_end(text) or self.ending_at_start(text)
         return bool(at_edges) or self.occur_in(text)
 

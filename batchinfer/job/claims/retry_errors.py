@@ -52,7 +52,7 @@ def reopen(out: OutputDir, plan: Manifest, generated: pa.Schema) -> None:
             segments.add(table)
         with storage_errors(out.parts, "delete"):
             out.files.delete(out.record(part))
-            # Otherwise, a crash could bring back the old record next to the new part.
+            # Without this sync, a crash could bring back the old record next to the new part.
             out.files.sync(out.parts)
 
 

@@ -301,7 +301,7 @@ class SharedClaim(Claim):
             return agreed
         if siblings:
             raise self._refusal("other writers have started another job in")
-        clear_output(self.shared, agreed)  # immediately, because no row is finished
+        clear_output(self.shared, agreed)  # before a model is loaded, because no row is finished
         return replace(agreed, starts_over=False)
 
     def _own_part_of(self, agreed: ResumePlan, *, trusts_records: bool) -> ResumePlan:

@@ -222,8 +222,8 @@ class Claims:
         if stored is None or stored.token != self._mine.token:
             raise LockedError(
                 "other processes have taken over this process's parts of "
-                f"{printable(str(self._out.root))}, because it gave no sign of "
-                "life for too long",
+                f"{printable(str(self._out.root))}, because this process gave "
+                "no sign of life for too long",
                 hint="let them finish, or run this command again",
             )
 

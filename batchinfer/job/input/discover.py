@@ -136,7 +136,7 @@ def add_folder_columns(schema: pa.Schema, folders: Mapping[str, Values]) -> pa.S
         if list(values) != list(names):
             raise DataError(
                 f"{file} and {first} are in key=value folders with different keys",
-                hint="set input.path to folders with the same keys, or list the files there",
+                hint="set input.path to folders with the same keys, or to a list of the files",
             )
     for name in names:
         if name not in schema.names:

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 
 _PARTS_EACH = 6
-"""Smallest number of parts per worker, so that no worker waits long for the others at the end."""
+"""Minimum number of parts per worker, so that no worker waits long for other workers at the end."""
 
 
 def plan_job(

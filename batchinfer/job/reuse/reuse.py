@@ -56,7 +56,7 @@ _FOUND = pa.schema(
     [
         ("row_id", pa.int64()),
         (KEY_COLUMN, KEY_TYPE),
-        (CONTROL_TEXT_COLUMN, pa.bool_()),  # about the row's input, not its answer
+        (CONTROL_TEXT_COLUMN, pa.bool_()),  # describes the row's input, not its answer
         ("file", pa.int32()),
         ("source", pa.int64()),
     ]

@@ -34,7 +34,9 @@ LOGPROB = pa.struct(
 )
 _NO_TALLY = Tally()
 _MOST_CALLS = 1000
-"""Call numbers reserved for each sample, so that calls of different samples have different ids."""
+"""Number of call numbers reserved for each sample, so that tool calls of different samples have
+different ids.
+"""
 
 
 @dataclass(frozen=True, slots=True)

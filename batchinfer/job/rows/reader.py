@@ -22,7 +22,7 @@ from batchinfer.text.tools.row_tools import RowTools, RowToolsReader
 InFlight = Callable[[Sequence[int]], AbstractContextManager[None]]
 
 _BATCHES_AHEAD = 1
-"""Number of batches whose prompts are started before the preceding batch's prompts are finished."""
+"""Number of further batches to start before waiting for the prompts of a batch."""
 _Prompts = Iterator[list[PromptRow]]
 
 

@@ -94,7 +94,7 @@ REFUSED: Mapping[tuple[str, str], JobError] = {
     ),
     ("--retry-errors", "--shard"): UsageError(
         "--retry-errors cannot be combined with --shard, because another shard "
-        "could end the job before this one has reopened its failed rows",
+        "could end the job before this shard has reopened its failed rows",
         hint="leave out --shard; --retry-errors runs only the failed rows",
     ),
     ("--update", "--shard"): UsageError(
@@ -141,7 +141,7 @@ def decide(
     """
     out = output_at(spec.output.path)
     if options.role is None and not options.overwrites:
-        end_swap(out)  # first, because it determines the generation that is resumed
+        end_swap(out)  # first, because a swap changes which generation is resumed
     job = _open_output_job(spec, out, options, combined_output)
     nothing = _nothing_to_do(job, options)
     if nothing is not None:

@@ -33,8 +33,7 @@ class RequestDeduplicator:
     def leaders(self, rows: Sequence[PromptRow]) -> list[PromptRow]:
         """Return the rows that must run; the rest of ``rows`` waits for equal rows.
 
-        A leader's ``reused_prefix_len`` becomes that of its last follower, because followers do not
-        run.
+        A leader gets the ``reused_prefix_len`` of its last follower, because followers do not run.
         """
         leaders = [row for row in rows if not self.attach(row)]
         for row in leaders:

@@ -201,7 +201,7 @@ class RowPipeline:
         self._num_coming = 0
         """Number of rows to run in all claims so far."""
         self._num_given = 0
-        """Number of these rows that earlier loops have given to the engine."""
+        """Number of rows that earlier engine loops have given to the engine."""
 
     def run(self) -> bool:
         """Compute and write all parts of the queue; return False if the run was stopped first.
@@ -298,7 +298,7 @@ class RowPipeline:
                 finally:
                     ending.set()
                     if not complete:
-                        self.loaded.processes.stop()  # do not wait for the rows in the processes
+                        self.loaded.processes.stop()  # do not wait for the text processes
         self._num_given += loop.num_given
         return complete and not cut_short.is_set()
 
@@ -359,7 +359,7 @@ class RowPipeline:
         for claim, ranges in claims:
             read = self.job.source.batches(loaded.reader.columns, claim.parts, ranges)
             rows = read_prompts(read, loaded.reader, self.in_flight.making, keeps_text=keeps_text)
-            rows = takewhile(lambda _: not is_over(), rows)  # do not fill the window
+            rows = takewhile(lambda _: not is_over(), rows)  # do not read the rest of the window
             rows = row_keys(self.job, loaded.context).with_keys(rows)
             if self.reuse is not None:
                 rows = self.reuse.without_found(rows, found)

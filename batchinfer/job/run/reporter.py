@@ -25,7 +25,7 @@ Report = Callable[[OutputDir, Callable[[str], None]], bool]
 _MAX_DAMAGE_LINES = 5
 _AGAIN = {
     False: "the same command again",
-    True: "it again without --overwrite and with output.if_exists: resume",
+    True: "the same command without --overwrite and with output.if_exists: resume",
 }
 
 

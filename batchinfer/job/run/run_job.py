@@ -47,7 +47,7 @@ from batchinfer.job.stats.live import LiveFile, WatchedRun
 from batchinfer.process.process import gc_paused, stop_signals
 
 _ATTENTION = "attention"
-"""Key of the attention kernel in ``EngineContext.kernels``; it depends only on the machine."""
+"""Key of the attention kernel in ``EngineContext.kernels``, which depends only on the machine."""
 
 _KEY = b"batchinfer.ids_of"
 

@@ -146,8 +146,8 @@ class InputSpec(Section):
     parquet for all other names. Folders of Delta and Iceberg tables are detected. In other folders,
     CSV and Arrow files are read only if the folder has no Parquet and no JSON Lines files."""
     version: int | None = Field(default=None, ge=0)
-    """Version of a Delta table, or snapshot id of an Iceberg table. null: the latest one when the
-    job is planned."""
+    """Version of a Delta table, or snapshot id of an Iceberg table. null: the latest
+    version when the job is planned."""
     schema_mode: Literal["strict", "union"] = Field(default="strict", alias="schema")
     """What to do if files differ in a column that the job uses or keeps. strict: refuse the files.
     union: use a type that holds every value unchanged (int64 for int32 and int64, string for
@@ -162,7 +162,7 @@ class InputSpec(Section):
     keep_columns: Literal["*"] | tuple[Text, ...] = "*"
     """Input columns to copy to the output; "*": all."""
     limit: int | None = Field(default=None, ge=0)
-    """Run only this many rows: the first ones that filter selects."""
+    """Run only this many rows: the first rows that filter selects."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

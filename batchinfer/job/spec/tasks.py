@@ -85,7 +85,7 @@ def _check_score(job: JobSpec) -> None:
     if "prompt_logprobs" in job.output.include:
         raise ValueError(
             "output.include: prompt_logprobs needs task: generate; with task: "
-            "score, include logprobs to get those of the scored tokens"
+            "score, output.include: logprobs covers the scored tokens"
         )
 
 

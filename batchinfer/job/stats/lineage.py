@@ -103,7 +103,7 @@ def run_event(
 
 
 def _datasets(files: Sequence[InputFile]) -> Iterable[tuple[str, Sequence[InputFile]]]:
-    """Group files into datasets: one per file, or, if too many, one per folder or just one."""
+    """Group files into at most ``MOST_DATASETS`` datasets: files, folders, or just one."""
     levels: tuple[Callable[[str], str], ...] = (str, _folder, lambda path: common)
     names = zip(*(_folder(file.path).split("/") for file in files), strict=False)
     common = "/".join(same[0] for same in takewhile(lambda each: len({*each}) == 1, names))

@@ -150,7 +150,7 @@ class Recorder:
         self._steps: list[StepRow] = []
         self._num_files = 0
         self._log: BinaryIO | None = None
-        self._save()  # reserves the id
+        self._save()  # the stored record reserves the run's id
 
     def loaded(self, context: EngineContext, load_s: float, phases: Phases | None = None) -> None:
         """Record the engine, and the ``load_s`` seconds that loading took before this run.

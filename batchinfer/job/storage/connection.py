@@ -34,7 +34,7 @@ _REFUSED = re.compile(r"status code: 4\d\d")
 _ROLE_REQUEST = re.compile("/latest/(api/token|meta-data)|/computeMetadata/")
 """Paths of a cloud's metadata service, which obstore asks for a role if it has no credentials."""
 _CREDENTIALS = {
-    "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY are not set (to print those of a "
+    "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY are not set (to print the keys of a "
     "profile, run: aws configure export-credentials --format env)",
     "gs": "GOOGLE_APPLICATION_CREDENTIALS is not set",
 }

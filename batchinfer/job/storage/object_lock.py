@@ -1,9 +1,9 @@
 """The lock of an output directory in an object store: one run at a time may write.
 
 ``lock.json`` names the holder and a fencing number, which grows by one with each holder. Runs
-create and replace it with conditional writes, so only one of two runs gets the lock. The holder
-rewrites it every few seconds. If ``lock.json`` is older than ``LAPSE_S`` by the store's clock, its
-holder counts as dead, and the next run takes over.
+create and replace this object with conditional writes, so only one of two runs gets the lock. The
+holder rewrites the object every few seconds. If ``lock.json`` is older than ``LAPSE_S`` by the
+store's clock, its holder counts as dead, and the next run takes over.
 
 A holder that was suspended asks the store before it writes anything, and learns that it has lost
 the lock. Its last requests may arrive later, but writes are conditional (see

@@ -20,9 +20,9 @@ from batchinfer.text.processes.worker import serve
 from batchinfer.text.tokenizer import Tokenizer
 
 GREETING = b"batchinfer: makes prompts\n"
-"""First bytes that the server sends. They tell the parent that it has started Python."""
-# Seconds between checks that the parent is alive. The pipe may not show that it has ended, because
-# another child of the parent may keep the parent's end of the pipe open.
+"""First bytes that the server sends. They tell the parent that Python has started."""
+# Seconds between checks that the parent is alive. The pipe may not show that the parent has ended,
+# because another child of the parent may keep the parent's end of the pipe open.
 _LOOK_S = 1.0
 _STDERR_BYTES = 4096
 """Number of last bytes of a worker's stderr to keep, which say why native code died."""

@@ -30,7 +30,7 @@ class ReasoningGrammar:
     Args:
         prompt_token_ids: token ids of the prompt, which may start or end the reasoning.
         answer: the grammar of the answer; None for any text.
-        budget: maximum number of reasoning tokens, without markers; None: no limit.
+        budget: maximum number of reasoning tokens, not counting markers; None: no limit.
         eos_token_ids: tokens that are not allowed during reasoning if the answer has a grammar.
         masks: makes token masks.
     """

@@ -94,7 +94,7 @@ class ReasoningTracker(Protocol):
 
     @property
     def num_thinking(self) -> int:
-        """Number of tokens of reasoning so far, without markers."""
+        """Number of reasoning tokens so far, not counting markers."""
         ...
 
     def take(self, token_id: int) -> None:

@@ -37,7 +37,7 @@ class TagFormat(ToolFormat):
         outer: the tag around a call, or around all calls.
         call, parameter: the start of a call's and a parameter's tag, up to the name.
         after_name: the end of these tags, after the name.
-        is_around_all: True if one ``outer`` surrounds all calls.
+        is_around_all: True if one ``outer`` tag surrounds all calls.
     """
 
     def __init__(

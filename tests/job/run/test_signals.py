@@ -53,7 +53,7 @@ def test_stopped_overwrite_says_how_to_resume(
     build.before_step = lambda step: os.kill(os.getpid(), signal.SIGTERM) if step == 2 else None
     assert run_job(job(tmp_path), build=build, overwrite=True, quiet=True) is ExitCode.INTERRUPTED
     error = capsys.readouterr().err
-    assert "run it again without --overwrite" in error
+    assert "run the same command without --overwrite" in error
     assert "batchinfer report" not in error  # --quiet
 
 
