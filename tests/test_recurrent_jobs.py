@@ -70,9 +70,8 @@ def test_plan_matches_the_run(tmp_path: Path, model: Path, monkeypatch: pytest.M
     assert plan["peak_used_blocks"] == (NUM_STATES - 1) * SLOTS_PER_STATE
     assert plan["rows_in_flight"] == max(steps["num_running"])
     assert plan["sharing"] == pytest.approx(summary["sharing"])
-    assert (
-        summary["sharing"]["achieved_of_planned"] > 0.95
-    )  # prefixes of a few tokens are too short to share
+    # Prefixes of a few tokens are too short to share.
+    assert summary["sharing"]["achieved_of_planned"] > 0.95
     for stats in (plan, summary["kv"]):
         assert (stats["block_size"], stats["mean_waste"], stats["contiguous_waste"]) == (0, 0, 0)
     lines = "\n".join(map(str, plan_facts(plan)))

@@ -1,4 +1,4 @@
-"""Jobs and calls compile the sampling kernels that a step needs before that step."""
+"""Jobs and calls compile the sampling kernels of a step before the step runs."""
 
 from __future__ import annotations
 

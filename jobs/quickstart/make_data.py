@@ -25,7 +25,8 @@ PROMPTS_PATH = HERE / "prompts.parquet"
 PROMPTS_SEED = 20_260
 NUM_PROMPTS = 2_048
 
-# One long instruction per task, a prefix that rows share. The first sentence identifies the task.
+# Each task has one long instruction, so its rows share a prefix. The first sentence identifies the
+# task.
 INSTRUCTIONS: dict[str, str] = {
     "ticket": (
         "Read the support ticket and find the order number and the customer. "

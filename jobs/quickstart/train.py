@@ -148,7 +148,7 @@ class Example:
 
 
 class Encoder:
-    """Tokenizes rows; system turns are encoded once."""
+    """Tokenizes rows; encodes each different system turn only once."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         self._tokenizer = tokenizer

@@ -122,11 +122,12 @@ def test_rates_depend_on_the_task(clock: Clock, draws: bool, blocks: int, rates:
 def test_eta_of_encoders_is_not_biased_by_long_texts(clock: Clock) -> None:
     meter = Meter(1000, before=200, draws=False, clock=clock)
     meter.add(Counts(begun=400, prompt_tokens=8_000), None)  # 20 tokens per row
-    meter.add(Counts(rows=5), None)  # refused
+    meter.add(Counts(rows=5), None)  # 5 refused rows
     clock.now = 10.0
     meter.add(Counts(rows=10, ended=10, prefill_tokens=1_000), None)
     assert meter.rows_done == pytest.approx(5 + 1_000 / 20)
     assert meter.eta_s == pytest.approx(10 * 945 / 55)
     assert meter.share == pytest.approx(255 / 1200)
-    meter.add(Counts(rows=985, begun=585, ended=985, prefill_tokens=1), None)  # in the KV pool
+    # Nearly all tokens of these rows are already in the KV pool.
+    meter.add(Counts(rows=985, begun=585, ended=985, prefill_tokens=1), None)
     assert (meter.share, meter.eta_s) == (1.0, 0.0)

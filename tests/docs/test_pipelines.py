@@ -168,7 +168,7 @@ def test_kubernetes_pod_failure_policy_uses_exit_codes(is_indexed: bool) -> None
     assert (manifest["apiVersion"], manifest["kind"]) == ("batch/v1", "Job")
     spec = manifest["spec"]
     pod = spec["template"]["spec"]
-    assert pod["restartPolicy"] == "Never"  # a pod failure policy requires it
+    assert pod["restartPolicy"] == "Never"  # required by ``podFailurePolicy``
     names = {container["name"] for container in pod["containers"]}
     actions: dict[str, set[int]] = {}
     for rule in spec["podFailurePolicy"]["rules"]:
@@ -178,7 +178,7 @@ def test_kubernetes_pod_failure_policy_uses_exit_codes(is_indexed: bool) -> None
             assert codes["containerName"] in names
             assert codes["operator"] == "In"
             actions[rule["action"]] = set(codes["values"])
-    # A new pod of a shard may find the old pod's lock, which expires later.
+    # A shard's new pod may find the lock of its old pod. A retry can succeed, as the lock expires.
     hopeless = HOPELESS - {ExitCode.LOCKED} if is_indexed else HOPELESS
     assert actions == {"Ignore": {ExitCode.INTERRUPTED}, "FailJob": hopeless}
     mounted = {mount["name"] for c in pod["containers"] for mount in c["volumeMounts"]}

@@ -73,8 +73,7 @@ def _slots(block: Block, *, has_own: bool) -> list[int]:
 
 
 def check_beam_groups(table: SequenceTable) -> None:
-    """Assert that all beams of a group run or only its leader, and that the beams have equal
-    lengths."""
+    """Assert that all beams of a group run or only the leader, and that they have equal lengths."""
     for leader in {sequence.group[0] for sequence in table.running() if sequence.state.search}:
         group, size = leader.group, leader.request.group_size
         rows = [beam.row for beam in group if beam.row >= 0]

@@ -123,7 +123,7 @@ def test_an_end_token_costs_one_extra_token_and_an_end_by_length_none(
 
 
 def test_blocks_of_a_row_that_ends_by_length_serve_the_next_step(make_engine: MakeEngine) -> None:
-    """The pool holds one row; the next row gets its blocks before the last token is read."""
+    """The pool holds one row, whose blocks go to the next row before its last token is read."""
     engine, _ = make_engine(2)
     requests = [make_request(row, [row + 1] * 5, max_tokens=3, ignore_eos=True) for row in range(4)]
     completions, steps = run_all(engine, requests)
@@ -134,7 +134,7 @@ def test_blocks_of_a_row_that_ends_by_length_serve_the_next_step(make_engine: Ma
 
 
 def test_a_row_that_ended_causes_no_preemption() -> None:
-    """The older row ends, and the newer row needs its blocks."""
+    """The newer row needs the blocks of the older row, which has ended."""
 
     def next_token(context: bytes, stream: int, sample: int, position: int) -> int:
         return EOS if (stream, position) == (0, 4) else hashed(context, stream, sample, position)
@@ -181,7 +181,7 @@ def test_rows_that_are_all_penalized_run_together() -> None:
 
 
 def test_samples_fork_into_the_table_row_of_a_row_that_ended() -> None:
-    """Row 6, which also has samples, takes row 0's table entry before row 0's token is read."""
+    """Row 6 also has two samples; it takes row 0's table entry before row 0's token is read."""
     engine, _ = make_engine(100, max_tokens=30, runs_ahead=True)
     lengths, samples = [1, 4, 9, 9, 9, 9, 4], [2, 2, 1, 1, 1, 1, 2]
     requests = [
@@ -253,7 +253,7 @@ class StepError(Exception):
 
 
 class Fails(FakeRunner):
-    """Makes one step fail without writes, when it is submitted or when its result is read."""
+    """Makes one step fail before it writes, either on submission or when its result is read."""
 
     def __init__(self, num_blocks: int, block_size: int, next_token: NextToken = hashed) -> None:
         super().__init__(num_blocks, block_size, next_token)
@@ -289,7 +289,7 @@ def test_blocks_that_a_failed_step_should_fill_are_not_found(
     engine.abort_all()
     check_scheduler(engine.scheduler)
     runner.left, runner.late = 10**9, False
-    completions, _ = run_all(engine, requests)  # the runner checks its contexts
+    completions, _ = run_all(engine, requests)  # the runner checks each context
     for request in requests:
         tokens = completions[request.row_id].outputs[0].token_ids.tolist()
         assert tokens == expected(request, 0)

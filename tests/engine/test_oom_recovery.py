@@ -153,7 +153,7 @@ def test_any_step_may_fail(setup: str, runs_ahead: bool, when: When) -> None:
     assert not recoveries
     num_steps, most = runner.num_submitted, engine.scheduler.max_num_batched_tokens
     assert num_steps > 10
-    # One value of ``when`` tests even steps, the other one odd steps.
+    # Test even steps with ``submitted``, and odd steps with ``read``.
     for at in range(when == "read", num_steps, 2):
         engine, runner = scarce(**options)
         runner.fails_at, runner.when = {at}, when

@@ -83,7 +83,7 @@ def test_no_states_are_kept_for_requests_that_need_logits_of_their_whole_prompts
     requests = with_branch_points([*scored, *others])
     assert [request.branch_points for request in requests] == [(), (), ((29, 1),), ()]
     engine, runner = make_engine(100, 4, slots_per_state=3)
-    points = ((12, 1),)  # from a plan that does not know what the rows need
+    points = ((12, 1),)  # from a plan that does not know which logits are needed
     run_all(engine, [replace(scored[0], branch_points=points)])
     assert runner.steps[0].num_tokens == 30
     assert not engine.scheduler.pool.states.snapshots

@@ -192,7 +192,7 @@ def test_hints_about_later_rows_save_more_than_lru(
 
 
 def in_prefix_order(prompts: list[list[int]]) -> list[Request]:
-    """Return requests in the order of their prompts; hints say what the next one shares."""
+    """Return requests in the order of their prompts; hints say how much the next prompt shares."""
     prompts = sorted(prompts)
     common = [common_tokens(*map(token_key, pair)) for pair in pairwise(prompts)] + [0]
     return [

@@ -52,7 +52,7 @@ def _two_files(place: Place) -> list[str]:
 
 
 def _later(change: Callable[[Place], object], command: list[str] = RUN) -> Failure:
-    """Return a failure of a job that has finished and is then modified by ``change``."""
+    """Return a failure of a job whose files ``change`` modifies after the job has finished."""
 
     def failure(place: Place) -> list[str]:
         place.finished()

@@ -70,7 +70,7 @@ def _run_share(worker: Callable[[range, Found], int], numbers: range) -> Found:
 def _run_worker(
     case: Case, seed: int, folder: Path, most_s: float, numbers: range, found: Found
 ) -> int:
-    """Run cases in a process until it dies; return how many it ran, including a fatal one."""
+    """Run cases in a process until it dies; return how many ran, including one that killed it."""
     receiver, sender = get_context("spawn").Pipe(duplex=False)
     place = folder / f"worker-{numbers[0]}"
     place.mkdir(exist_ok=True)

@@ -22,11 +22,11 @@ from tests.recurrent_models import draw_changes
 MOST_S = 300.0
 """Maximum number of seconds that a model may take."""
 SETUPS = 3
-"""Number of ways to run each model."""
+"""Number of setups in which each model runs."""
 _TIMES_AS_FAR = 5.0
 """Largest allowed ratio of our logits' error to that of transformers, both against float64."""
 _TIES = {torch.float32: 1e-3, torch.bfloat16: 0.05}
-"""Differences of logits, in standard deviations, that count as ties."""
+"""Largest difference of logits that counts as a tie, in standard deviations."""
 _MOST_WORSE = {torch.float32: 0.0, torch.bfloat16: 0.05}
 """Share of tokens that may differ from greedy ones, because bfloat16 may choose other experts."""
 _MOST_DRAWS = 60

@@ -234,7 +234,7 @@ def _both(first: Change, second: Change) -> Change:
 
 def _mutated_template(random: Random) -> str:
     first, second = random.choices(TEMPLATES, k=2)
-    macro = "{% macro m() %}" + first + "{% endmacro %}"  # the macro sees the names it sets
+    macro = "{% macro m() %}" + first + "{% endmacro %}"  # the macro can use names that it sets
     forms = [
         first + second,
         macro + "{% for again in range(9) %}{{ m() }}{% endfor %}",

@@ -79,7 +79,7 @@ def kill_an_update(folder: Path) -> dict[str, object]:
 def kill_while_accepting(folder: Path) -> dict[str, object]:
     """Kill runs that draw, judge and redraw samples."""
     accept = {"regex": "^.b", "k": 2, "max_tries": 9, "dedup": True}
-    # At temperature 0 equal rows share an answer, but ``drawn`` gives each row its own.
+    # At temperature 0, equal rows would share an answer, but ``drawn`` gives each row its own.
     spec = echo_job(folder, accept=accept, sampling={"max_tokens": 6, "temperature": 1.0})
     killer = Killer(folder, spec, FakeBuild(max_num_seqs=8, next_token=drawn), OFTEN)
     killer.run_unbroken()

@@ -165,7 +165,7 @@ class InBucket:
 
     def begin(self, place: Path) -> None:
         self._count += 1
-        # Names of failpoints contain this folder's name, so it must be the same for all jobs.
+        # Failpoint names contain the output folder's name, so all jobs use the name ``out``.
         self._key = f"killed/{self._count}/out/"
         self.path = f"{LAKE}/{self._key}"
 
@@ -293,7 +293,7 @@ class Killer:
             time.sleep(0.002)
         release.touch()
         codes = sorted(run.wait() for run in runs)
-        (self._place / "finished").unlink()  # both runs have written it
+        (self._place / "finished").unlink()  # both runs have written to it
         self._check(self._run(LONG_S))
         return codes
 

@@ -44,7 +44,7 @@ Row = tuple[str, str, str]
 MOST_LOST_S = 10.0
 """Maximum age in seconds of the finished rows that a kill may lose."""
 KILLS_PER_GIVEN_UP = 50
-"""One row may be given up per this many kills: on a busy machine, runs die soon after loading."""
+"""Number of kills per row that may be given up: on a busy machine, runs die soon after loading."""
 MOST_TOKENS_LOST_S = 5.0
 MOST_LOST_IN_FLEETS_S = 5.0
 MOST_TO_STOP_S = 5.0
@@ -152,7 +152,7 @@ def races(folder: Path, count: int, options: Namespace) -> Iterator[Row]:
 
 
 def kills_in_a_store(folder: Path, count: int, options: Namespace) -> Iterator[Row]:
-    """Kill runs that write to a store, at random times, failpoints and a certain row; race runs."""
+    """Kill runs that write to a store at random times, failpoints or a certain row; race runs."""
     random, num_races = Random(options.seed), max(1, count // 5)
     with s3_server() as address:
         os.environ.update(environment(address))

@@ -125,7 +125,7 @@ def failing(function: Callable[..., Any], at: int) -> Callable[..., Any]:
 
 _FAILURES = {
     "layer": (native_layers, "decoder_layers", (0, 1, 4)),
-    "attention": (cpu_attention, "attention_args", (0, 1, 2)),  # once for each of the three layers
+    "attention": (cpu_attention, "attention_args", (0, 1, 2)),  # one call per layer
     "sampling": (native_sampling, "draw", (0, 1, 4)),
 }
 
@@ -152,7 +152,7 @@ def test_a_c_kernel_without_memory_is_no_worse(
     broken = failing(getattr(module, name), call)
 
     def starts(self: ModelRunner, step: Any) -> Any:
-        with monkeypatch.context() as patch:  # not while the model is loaded and checked
+        with monkeypatch.context() as patch:  # loading and its checks need the original
             patch.setattr(module, name, broken)
             return start(self, step)
 

@@ -116,7 +116,7 @@ class RecurrentLayer:
         torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
 
     def assert_same_bits(self, kernel: Any, cuts: Cuts, device: str = "cpu") -> None:
-        """Check that sequences in steps, and alone, have the bits of all sequences in one step."""
+        """Check that cutting sequences into steps, and running each alone, changes no bits."""
         whole = self.run(kernel, device=device)
         assert torch.equal(self.run(kernel, cuts, device), whole)
         inputs, lengths, tables = self.inputs, self.lengths, self.tables

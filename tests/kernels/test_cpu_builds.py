@@ -114,7 +114,7 @@ def test_cpu_attention_over_float8_equals_reference(
 
 def test_engines_in_one_process_use_their_own_instructions() -> None:
     """Layers keep their C functions' arguments, even if another engine uses the same pool."""
-    wide = {"head_dim": 128, "num_hidden_layers": 6}  # sums differ after rounding
+    wide = {"head_dim": 128, "num_hidden_layers": 6}  # sums of other instructions round differently
     model, layout = fused("qwen3", joined=True, dtype=torch.bfloat16, **wide)
     run = Run("qwen3", layout, torch.bfloat16, **wide)
     step = run.maker.step([(run.first, 40), (run.second, 25)], every_logit=True)

@@ -36,7 +36,7 @@ def test_missing_compiler_disables_the_kernels(
 @compiled
 @pytest.mark.parametrize(("flag", "tiles"), [("-mavx512bf16", "1"), ("-mno-avx512bf16", "0")])
 def test_amx_needs_bf16_vectors_for_the_same_pool(flag: str, tiles: str) -> None:
-    """Linux may refuse a process the permission to use AMX."""
+    """If Linux refuses AMX to a process, bf16 vector instructions attend over the same pool."""
     header = Path(compiled_library.__file__).with_name("amx_tiles.h")
     compiler = os.environ.get("CC", "cc")
     command = [compiler, "-march=sapphirerapids", flag, "-include", str(header), "-E", "-P", "-"]

@@ -44,7 +44,7 @@ def test_threads_get_separate_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*arguments: Any) -> torch.Tensor:
         monkeypatch.setattr(huge_pages, "_part", part)
         other.start()
-        other.join(0.1)  # it may wait for this thread
+        other.join(0.1)  # the other thread may wait for this one
         return part(*arguments)
 
     monkeypatch.setattr(huge_pages, "_part", interrupted)
@@ -68,7 +68,7 @@ def test_memory_is_freed_with_its_last_tensor() -> None:
 
 
 def test_memory_is_allocated_without_huge_page_support(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mmap, "MADV_HUGEPAGE", 1 << 20, raising=False)  # an unknown advice
+    monkeypatch.setattr(mmap, "MADV_HUGEPAGE", 1 << 20, raising=False)  # a value that Linux rejects
     with pytest.raises(OSError, match="Invalid argument"):
         mmap.mmap(-1, 4096).madvise(mmap.MADV_HUGEPAGE)
     for size in (10, 9 * MIB):

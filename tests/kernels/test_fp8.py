@@ -151,7 +151,7 @@ def test_rotary_write_to_float8_equals_reference(
     pool, got = build_rotary_write(case, device, dtype, FP8)
     expected_pool, expected = build_rotary_write(case, device, dtype, FP8)
     for arguments in (got, expected):
-        arguments["qkv"][1::2, -3] = torch.nan  # in the last head's value
+        arguments["qkv"][1::2, -3] = torch.nan  # NaN in the last head's value
     rotary_write(**got)
     reference.rotary_write(**expected)
     tolerance = TOLERANCE[dtype]

@@ -28,7 +28,7 @@ ROUNDING = {torch.float32: 2**-24, torch.float16: 2**-11, torch.bfloat16: 2**-8}
 """Half of the distance from 1 to the next number of the dtype."""
 TENSOR_CORES = 2**-12
 """Error of sums on Hopper's tensor cores, relative to the sum of absolute values: a group of 128
-takes four additions, whose inputs are truncated to some 14 bits."""
+takes four additions, whose inputs are truncated to about 14 bits."""
 either = pytest.mark.parametrize("rows_too", [False, True], ids=["16_bit_rows", "float8_rows"])
 
 
@@ -168,7 +168,8 @@ def test_quantize_blocks_error_is_within_float8_rounding() -> None:
     assert scales.shape == (3, 2)
     sizes = weight.bfloat16().float().abs()
     spread = scales.repeat_interleave(128, 0)[:300].repeat_interleave(128, 1)[:, :200]
-    # Half of the last of four significant bits; below 2^-6 numbers are 2^-9 apart.
+    # float8 has four significant bits, and rounding errs by half of the last one. Below 2^-6,
+    # numbers are 2^-9 apart.
     allowed = (sizes * 2**-4).maximum(spread * 2**-10) * 1.001
     assert ((back - weight.bfloat16().float()).abs() <= allowed).all()
     assert torch.equal(*(fp8_blocks.quantize_blocks(w)[0].float() for w in (weight, 2 * weight)))

@@ -26,7 +26,7 @@ def instructions() -> list[list[list[str]]]:
 
 
 def permuted(word: Words, selector: int) -> Words:
-    """Emulate PTX's `prmt` of a word and 0: each result byte is a byte, or a byte's sign."""
+    """Emulate PTX's `prmt` of a word and 0, which selects bytes or copies of their sign bits."""
     out = np.zeros_like(word)
     for place in range(4):
         choice = selector >> (4 * place) & 15

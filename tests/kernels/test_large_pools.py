@@ -17,7 +17,7 @@ from tests.kernels.batch_invariant_cases import batch_invariant_arguments
 from tests.kernels.cases import AttentionCase, attend_paged, build_attention, reference_attention
 
 SLOT_ELEMENTS = 2**30
-MARGIN = 2**33  # bytes before and after the pool, for overflowing offsets
+MARGIN = 2**33  # bytes before and after the pool, where overflowing offsets end up
 NO_RESERVE = 0x4000  # Linux's MAP_NORESERVE, which Python defines from 3.13 on
 CASE = AttentionCase(
     "far_apart", ((1, 40), (9, 21), (1, 17)), num_heads=4, num_kv_heads=2, key_width=16
@@ -51,9 +51,8 @@ def test_kv_write_and_attention_use_int64_offsets(
     monkeypatch.setattr(decode_attention, "multiplies_float8", lambda *_, **__: kind == "split")
     cache_dtype = None if kind == "model" else FP8
     inputs = build_attention(CASE, interpreter, torch.float16, cache_dtype)
-    inputs.arguments["query"].copy_(
-        inputs.arguments["query"].bfloat16()
-    )  # two float8 numbers hold it exactly
+    # Two float8 numbers can hold a bfloat16 number exactly.
+    inputs.arguments["query"].copy_(inputs.arguments["query"].bfloat16())
     arguments = far_apart(inputs.arguments, inputs.pool)
     assert len(inputs.pool) * SLOT_ELEMENTS > 2**32
     rows, slots = torch.randn(2, 3, 2, 16).half(), arguments["block_tables"][[0, 1, 2], [2, 1, 1]]

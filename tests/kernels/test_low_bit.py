@@ -94,7 +94,7 @@ def test_low_bit_gemm_takes_rows_with_gaps() -> None:
 @needs_compiler
 def test_rows_are_rounded_half_to_even() -> None:
     halves = torch.arange(-126.5, 127)
-    x = torch.cat((halves, torch.tensor([127.0, 0.0])))[None]  # its scale is 1
+    x = torch.cat((halves, torch.tensor([127.0, 0.0])))[None]  # so that the scale is 1
     check_low_bit(x, Int8Weight.rounded(torch.eye(x.shape[1])))
 
 

@@ -220,7 +220,7 @@ def test_chunk_plan_lists_every_tile_once(
 
 
 def test_chunk_work_list_may_be_longer_than_its_tiles(interpreter: str) -> None:
-    """A captured step has such a list, because its bounds must fit other lengths, too."""
+    """A captured step has such a list, because the list must have room for other query lengths."""
     case = INTERPRETED_ATTENTION_CASES[3]
     arguments = build_attention(case, interpreter, torch.float32).with_fresh_out()
     chunks = plan_chunks(arguments["query_starts"], tokens=5, num_tokens=1000)

@@ -96,7 +96,7 @@ def test_numbers_grow_while_the_job_runs(tmp_path: Path, monkeypatch: pytest.Mon
     rows = [found.rows_done for found in seen]
     assert rows == sorted(rows)
     assert rows[-1] > 20
-    # All rows except the failed one have run, whether they are in parts or in segments.
+    # Lengths cover all finished rows except the failed one, whether in parts or in segments.
     assert [found.lengths.rows for found in seen[1:]] == [max(0, done - 1) for done in rows[1:]]
     steps = [found.timeline.totals.steps for found in seen]
     assert steps == sorted(steps)

@@ -33,7 +33,7 @@ def encode(tokenizer: Tokenizer, text: str) -> list[int]:
 def feed(
     made: StopChecker, token_ids: list[int], *, min_tokens: int = 0
 ) -> tuple[int, StopMatch | None]:
-    """Return the number of tokens taken, and the match or None."""
+    """Feed tokens until a stop matches; return their number, and the match or None."""
     for count, token_id in enumerate(token_ids, 1):
         if match := made.on_token(token_id, may_stop=count >= min_tokens):
             return count, match

@@ -59,8 +59,8 @@ def test_tensors_of_the_failed_attempt_are_freed() -> None:
 
 
 def test_tensors_of_an_earlier_error_are_freed() -> None:
-    """The out-of-memory error is raised while another error is handled; the tensors of that error
-    must be freed, too."""
+    """The out-of-memory error is raised while an earlier error is handled; the tensors of the
+    earlier error must be freed, too."""
     kept: list[weakref.ref[torch.Tensor]] = []
 
     def fail() -> None:

@@ -1,6 +1,7 @@
 """With `engine.deterministic`, the bits of a row's tokens and logprobs are reproducible on CUDA.
 
-They depend neither on other rows nor on the schedule. Tested in Triton's interpreter and on GPUs.
+They depend neither on other rows nor on the schedule. The tests run in Triton's interpreter
+and on GPUs.
 """
 
 from __future__ import annotations

@@ -331,7 +331,7 @@ def evict_all(pool: BlockPool) -> None:
 
 
 def test_a_step_does_not_fill_a_host_slot_that_it_reads() -> None:
-    """A step copies to the host before it reads from there, so it would read the new contents."""
+    """A step first copies to the host and then reads from it, so it would read the new contents."""
     pool, reuse_hints = small_pool(2, 2)
     first = indexed(pool, [1, 1, 1, 1, 2, 2, 2, 2])
     waiting_for(reuse_hints, first)
@@ -346,7 +346,7 @@ def test_a_step_does_not_fill_a_host_slot_that_it_reads() -> None:
 
 
 def test_a_step_does_not_fill_a_host_slot_that_it_reads_after_its_block_left_the_index() -> None:
-    """A failed row's blocks leave the index; a row that will read one still gets its contents."""
+    """A failed row's blocks leave the index; a row that has acquired them gets their contents."""
     pool, reuse_hints = small_pool(4, 2)
     first = indexed(pool, [1, 1, 1, 1, 2, 2, 2, 2])
     waiting_for(reuse_hints, first)
@@ -426,7 +426,7 @@ def test_the_last_row_to_arrive_decides_whether_a_block_is_used_later() -> None:
 
 @pytest.mark.parametrize("submitted", [False, True])
 def test_blocks_that_a_failed_step_moved_are_not_found(submitted: bool) -> None:
-    """This holds for blocks that the step copied to the host and for blocks that it copied back."""
+    """The failed step copied one block to the host, and another block back to the device."""
     pool, reuse_hints = small_pool(2, 4)
     there = indexed(pool, [1] * SIZE)
     waiting_for(reuse_hints, there)

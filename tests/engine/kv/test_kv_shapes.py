@@ -83,7 +83,7 @@ shapes = st.builds(
 def test_layers_do_not_overlap_in_the_pool(
     kinds: list[str], drawn: st.DataObject, layer_major: bool
 ) -> None:
-    """After all layers have written to their blocks, each layer reads back what it wrote."""
+    """After all layers of a group have written, each layer reads back what it wrote."""
     one_each = [drawn.draw(shapes) for _ in kinds]
     own = {
         str(at): {
@@ -101,9 +101,9 @@ def test_layers_do_not_overlap_in_the_pool(
     }
     layout = KVLayout.from_config(config, block_size=4, dtype="float32", max_model_len=4096)
     cache = KVCache(layout, 2, torch.device("cpu"), torch.float32, layer_major=layer_major)
-    slots = torch.tensor([1, 6])  # a slot of each block
+    slots = torch.tensor([1, 6])  # one token in each of the two blocks
     groups = {cache.group(layer) for layer in range(len(kinds))}
-    for group in groups:  # the layers of a group share a slot, but groups do not
+    for group in groups:  # a slot of the pool holds the layers of only one group
         members = [layer for layer in range(len(kinds)) if cache.group(layer) == group]
         for layer in members:
             shape = one_each[layer]
@@ -121,7 +121,7 @@ def test_layers_do_not_overlap_in_the_pool(
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"num_kv_shared_layers": 5},  # no layer with full attention comes before them
+        {"num_kv_shared_layers": 5},  # no layer with full attention comes before these 5
         {"num_kv_shared_layers": 9},
         {"num_kv_shared_layers": "2"},
         {"per_layer_config": {"9": {"head_dim": 8}}},

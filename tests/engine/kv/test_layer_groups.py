@@ -56,7 +56,7 @@ def test_a_window_longer_than_all_sequences_is_ignored() -> None:
     [
         ({"model_type": "mistral", "sliding_window": 4096}, 4096),
         ({"model_type": "mistral", "sliding_window": None}, 0),
-        ({"model_type": "unheard_of", "sliding_window": 4096}, 0),  # some layers may not use it
+        ({"model_type": "unheard_of", "sliding_window": 4096}, 0),  # some layers may have no window
     ],
 )
 def test_families_without_kinds_of_layers(config: dict[str, Any], window: int) -> None:
@@ -66,7 +66,7 @@ def test_families_without_kinds_of_layers(config: dict[str, Any], window: int) -
 @pytest.mark.parametrize("window", [2, 9, 16, 17])
 @pytest.mark.parametrize("num_new", [1, 5, 16])
 def test_a_window_covers_the_right_blocks(window: int, num_new: int) -> None:
-    """Count blocks position by position; a window has the next token and the ones before it."""
+    """Count blocks position by position; a window has the next token and the tokens before it."""
     most = 0
     for computed in range(200):
         seen = range(max(computed - window + 1, 0), computed + num_new)

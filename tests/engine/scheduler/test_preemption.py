@@ -34,9 +34,8 @@ def test_auto_chooses_the_faster_preemption(token_s: float, swaps: bool) -> None
 
 
 def test_blocks_already_on_the_host_cost_one_copy() -> None:
-    preemption_policy = measured(
-        "auto", 1e-3, 1e-4
-    )  # computing a block takes as long as 1.6 copies
+    # Computing a block takes as long as 1.6 copies.
+    preemption_policy = measured("auto", 1e-3, 1e-4)
     assert not preemption_policy.should_swap([table(10)], SIZE)
     assert preemption_policy.should_swap([table(10, on_host=5)], SIZE)
 

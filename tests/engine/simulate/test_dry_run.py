@@ -135,7 +135,7 @@ def test_waste_at_these_lengths_is_under_one_percent() -> None:
 def test_worked_examples_of_the_docs_are_right(
     reserved: int, used: int, block_size: int, reserving_wastes: float, blocks_waste: float
 ) -> None:
-    """The examples of docs/memory-model.md: a sequence ends with ``used`` tokens."""
+    """Run the examples of docs/memory-model.md, whose sequence ends with ``used`` tokens."""
     prompt = used - 100
     engine, _ = make_dry_engine(
         EngineConfig(block_size=block_size),

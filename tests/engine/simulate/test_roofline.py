@@ -112,7 +112,7 @@ def test_the_work_of_a_step_is_counted_from_its_arrays() -> None:
     schedule = engine.scheduler.schedule()
     assert schedule is not None
     work = StepWork.of(build_step(table, schedule).step)
-    # Row 0 computes its sixth token; row 1 its prompt of three tokens, which see 1, 2 and 3 tokens.
+    # Row 0 computes its sixth token. Row 1 computes 3 prompt tokens, which see 1, 2 and 3 tokens.
     assert work == StepWork(
         tokens=4,
         logits_rows=2,

@@ -22,7 +22,7 @@ def padded(tables: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def common_blocks(left: list[int], right: list[int]) -> int:
-    """Return the number of equal leading blocks."""
+    """Return the number of leading blocks that two tables share."""
     pairs = list(zip(left, right, strict=False))
     return next((at for at, (a, b) in enumerate(pairs) if a != b), len(pairs))
 

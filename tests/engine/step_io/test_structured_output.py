@@ -117,7 +117,7 @@ def test_forced_tokens_take_no_extra_steps(make_engine: MakeEngine) -> None:
     (sample,) = completion.outputs
     assert len(sample.token_ids) == 21
     assert sample.token_ids[-1] == EOS
-    assert sum(step.num_samples for step in runner.steps) == 4  # tokens that are not forced
+    assert sum(step.num_samples for step in runner.steps) == 4  # the other tokens are forced
     assert sample.cumulative_logprob == -4.0
     assert completion.stats.output_tokens == 21
 

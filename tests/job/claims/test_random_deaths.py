@@ -23,7 +23,7 @@ class DiedError(Exception):
 
 @dataclass
 class Job:
-    """A job with rows of these lengths; ``poison`` is the row and the token that kill a run."""
+    """A job with rows of these lengths; ``poison``: a row, and its token that kills a run."""
 
     lengths: list[int]
     poison: tuple[int, int] | None = None
@@ -87,7 +87,7 @@ def random_job(random: Random, *, has_poison: bool) -> Job:
 
 @pytest.mark.parametrize("has_poison", [False, True])
 def test_no_row_is_given_up_for_kills_from_outside(has_poison: bool) -> None:
-    """The same holds for jobs with a row that kills the process; only this row is given up."""
+    """In a job with a row that kills the process, only this row is given up."""
     for seed in range(60):
         random = Random(seed)
         job, most_s = random_job(random, has_poison=has_poison), random.choice([1.5, 4.0, 20.0])

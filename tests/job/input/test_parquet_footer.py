@@ -108,7 +108,7 @@ def test_a_file_whose_second_row_group_is_damaged_is_named(tmp_path: Path) -> No
     data = path.read_bytes()
     footer = footer_of(data)
     second = len(data) - 8 - len(footer) + footer.rindex(b"prompt")
-    path.write_bytes(data[: second - 1] + b"\x7f" + data[second:])  # length of the name
+    path.write_bytes(data[: second - 1] + b"\x7f" + data[second:])  # wrong length of the name
     with pytest.raises(DataError, match=r"x\.parquet cannot be read as Parquet: its footer"):
         source.format.stored_bytes(source.files[0], ["prompt"])
     assert source.format.stored_bytes(source.files[0], []) == 0

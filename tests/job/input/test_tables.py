@@ -211,7 +211,7 @@ def test_an_interrupted_swap_ends_at_the_new_version(
 
 
 def test_an_interrupted_update_resumes_at_its_version(tmp_path: Path) -> None:
-    """The job was unfinished even before the update; afterwards the table gets a newer version."""
+    """The job is unfinished when its update starts. Then the table gets yet another version."""
     stopped_on_a_table(tmp_path, step=15)
     breaks = TellingBuild(max_num_seqs=4)
     breaks.before_step = stop_at(3)

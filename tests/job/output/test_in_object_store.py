@@ -197,7 +197,7 @@ def test_run_with_a_lapsed_lock_commits_nothing(
 ) -> None:
     monkeypatch.setattr(part_writer, "FLUSH_ROWS", 1)
     monkeypatch.setattr(object_lock, "_TRUSTED_S", 0.0)
-    monkeypatch.setattr(object_lock, "LAPSE_S", -60.0)  # the next run takes over
+    monkeypatch.setattr(object_lock, "LAPSE_S", -60.0)  # the next run takes over the lock
     first, left = FakeBuild(max_num_seqs=2), {}
 
     def be_passed(step: int) -> None:
@@ -220,7 +220,7 @@ def test_late_segment_of_a_frozen_run_is_ignored_by_the_next_job(
     monkeypatch.setattr(part_writer, "FLUSH_ROWS", 4)
     monkeypatch.setattr(pipeline, "BackgroundConsumer", AtOnce)
     monkeypatch.setattr(object_lock, "_TRUSTED_S", 0.0)
-    monkeypatch.setattr(object_lock, "LAPSE_S", -60.0)  # the next run takes over
+    monkeypatch.setattr(object_lock, "LAPSE_S", -60.0)  # the next run takes over the lock
     next_job = job(tmp_path, output={"path": OUT}, sampling={"max_tokens": 3})
     stopped = FakeBuild(max_num_seqs=4)
     late: list[str] = []

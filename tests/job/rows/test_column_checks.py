@@ -1,4 +1,4 @@
-"""Columns with a type from which no request can be made are refused."""
+"""A job refuses columns whose types it cannot turn into requests."""
 
 from __future__ import annotations
 

@@ -170,8 +170,8 @@ def test_dense_layers_of_the_folder_are_run(tmp_path: Path, model: Path) -> None
 
 @pytest.mark.parametrize("size", [300.0, 1e5, 1e30])
 def test_half_precision_rounds_the_finished_embedding(size: float) -> None:
-    """Squares overflow float16. Values of 1e5 and more do, too, and squares of 1e30 overflow even
-    float32."""
+    """All squares overflow float16. The values 1e5 and 1e30 overflow it themselves, and the square
+    of 1e30 overflows even float32."""
     embed = Embedder(EmbeddingModules(4), EmbedConfig(dtype="float16"))
     vector = embed(np.full(4, size, np.float32))
     assert vector.dtype == np.float16

@@ -1,4 +1,4 @@
-"""Jobs of all tasks that draw no samples: interrupted jobs, and plans."""
+"""Interrupted jobs, and plans of jobs, for all tasks that draw no samples."""
 
 from __future__ import annotations
 

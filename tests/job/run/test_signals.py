@@ -54,7 +54,7 @@ def test_stopped_overwrite_says_how_to_resume(
     assert run_job(job(tmp_path), build=build, overwrite=True, quiet=True) is ExitCode.INTERRUPTED
     error = capsys.readouterr().err
     assert "run the same command without --overwrite" in error
-    assert "batchinfer report" not in error  # --quiet
+    assert "batchinfer report" not in error  # because of quiet=True
 
 
 def test_signal_after_success_is_ignored(

@@ -47,7 +47,7 @@ def test_prefetcher_stops_its_thread() -> None:
     before = set(threading.enumerate())
     with Prefetcher(iter(int, 1), depth=1) as endless:
         assert endless.take(60) == 0
-    # A subset: threads of earlier tests may end meanwhile.
+    # There may be fewer threads than before: threads of earlier tests may have ended.
     assert set(threading.enumerate()) <= before
 
 

@@ -90,7 +90,7 @@ def test_token_file_with_all_tokens_replaces_older_files(out: OutputDir, dies: b
     write(files, increment(3, [(0, [5, 6, 8])], chain=1), replaces_all=True)
     (path,) = out.files.entries(out.tokens)
     assert files.size == Path(path).stat().st_size
-    for name, data in old.items() if dies else ():  # as if it died before deleting them
+    for name, data in old.items() if dies else ():  # as if the run died before deleting them
         Path(name).write_bytes(data)
     assert tokens_of(out, 3) == [[5, 6, 8]]
     write(files, replaces_all=True)

@@ -126,7 +126,7 @@ def test_error_of_a_fork_server_that_fails_to_start_ends_with_its_reason(
 def test_one_worker_builds_all_prompts_if_the_system_refuses_to_fork(
     make_processes: MakeProcesses, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prompts = prompts_of(make_processes(byte_level(), most=2))  # forks one
+    prompts = prompts_of(make_processes(byte_level(), most=2))  # forks one worker
 
     def refused(_: ServerProcess) -> None:
         raise ForkRefusedError("full")

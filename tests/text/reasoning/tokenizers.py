@@ -18,7 +18,7 @@ EOS = "<eos>"
 def byte_tokenizer(
     special: Sequence[str] = (), added: Sequence[str] = (), chat_template: str | None = None
 ) -> Tokenizer:
-    """Return a tokenizer of bytes and control tokens; decoding keeps ``added`` ones in texts."""
+    """Return a tokenizer of bytes and control tokens; decoded texts contain the ``added`` ones."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Backend(models.BPE({text: at for at, text in enumerate(alphabet)}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -88,9 +88,8 @@ def test_a_decode_step_gives_the_plain_logits_and_touches_no_other_slot(
 @settings(max_examples=1, phases=[Phase.explicit, Phase.generate])
 @example(parts=[(19, 1), (0, 1), (7, 6), (32, 5), (0, 3)], seed=0)  # decodes and chunks
 @example(parts=[(0, 2)], seed=1)  # a step of the smallest size
-@example(
-    parts=[(17, 1)] * 4 + [(0, 29), (3, 2), (50, 2), (9, 1)], seed=2
-)  # a step of the largest size, without padding
+# A step of the largest size, without padding
+@example(parts=[(17, 1)] * 4 + [(0, 29), (3, 2), (50, 2), (9, 1)], seed=2)
 @given(
     st.lists(st.tuples(st.integers(0, 30), st.integers(1, 8)), min_size=1, max_size=4),
     st.integers(min_value=0, max_value=9),
@@ -297,7 +296,7 @@ def test_a_failed_capture_loses_only_its_size() -> None:
         in "".join(lines)
     )
     assert "not permitted" in "".join(lines)
-    # A larger graph runs the steps.
+    # The graph of the next larger size runs such steps.
     step = every_token(bench, [(5, 1), (20, 1), (9, 1)])
     size = bench.graphs.size_for(step)
     assert size == ("decode", 8, 8)

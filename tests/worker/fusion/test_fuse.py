@@ -106,7 +106,7 @@ def test_parameters_are_stored_once() -> None:
 
 
 def fused_is_close(family: str, dtype: torch.dtype, change: Callable[[Any], None]) -> Any:
-    """Change and fuse a model; check that fusion does not move its logits away from float32's."""
+    """Change a model, fuse it, and check that fusion adds little to the error of its logits."""
     model: Any = prepared(tiny_model(family))
     change(model)
     layout = layout_of(model)
@@ -129,7 +129,7 @@ def logits_of(model: Any, step: Step) -> torch.Tensor:
 @dtypes
 @pytest.mark.parametrize("family", ["gemma2", "gemma3_text", "llama", "qwen3", "olmo2"])
 def test_fusion_with_norm_weights_of_trained_models(family: str, dtype: torch.dtype) -> None:
-    """Some weights are far larger than the rest: activations differ only at large gates."""
+    """Some norm weights are very large, because some activations differ only at large gates."""
 
     def change(model: Any) -> None:
         torch.manual_seed(1)
@@ -144,7 +144,7 @@ def test_fusion_with_norm_weights_of_trained_models(family: str, dtype: torch.dt
 @dtypes
 @pytest.mark.parametrize("limit", [0.5, 5.0, 50.0, 1000.0])
 def test_attention_that_clips_is_not_fused(limit: float, dtype: torch.dtype) -> None:
-    """OLMo clips queries, keys and values with ``clip_qkv``, which only large values reveal."""
+    """Only large values reveal that attention clips, as OLMo's does with ``clip_qkv``."""
 
     class Clipped(LlamaAttention):
         def forward(self, hidden_states: torch.Tensor, **options: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Models with float8 weights in fused and small layers have the logits of rounded weights."""
+"""Models with float8 weights give the logits of rounded weights, also in fused and small layers."""
 
 from __future__ import annotations
 

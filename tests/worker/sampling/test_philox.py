@@ -23,7 +23,7 @@ KNOWN_ANSWERS = [
 
 
 def words(*texts: str) -> npt.NDArray[np.uint64]:
-    """Parse hexadecimal words; returns [words, texts]."""
+    """Parse hexadecimal words; return them as [words, texts]."""
     return np.array([[int(word, 16) for word in text.split()] for text in texts], np.uint64).T
 
 

@@ -77,9 +77,8 @@ def team_of_a_fresh_thread(
         pool.submit(threading.get_native_id).result()
         team = Team(environ)
         yield lambda count: pool.submit(team.bound, count).result()
-        assert (
-            pool.submit(os.sched_getaffinity, 0).result() == OWN
-        )  # threads that it starts later may run on any core
+        # Threads that the starting thread starts later may run on any of its cores.
+        assert pool.submit(os.sched_getaffinity, 0).result() == OWN
 
 
 @binds

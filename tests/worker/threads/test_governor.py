@@ -116,7 +116,7 @@ def test_more_threads_are_tried_while_cores_are_short() -> None:
 
 
 def slow_without_delay(at: int) -> tuple[float, float | None]:
-    """The processor may be throttled, or contexts may have grown."""
+    """Steps may be slow because the processor is throttled or contexts have grown."""
     return 0.01 if at < 100 else 0.1, 0.0
 
 

@@ -59,7 +59,7 @@ def test_compressed_tensors(kind: str, arguments: dict[str, Any], tmp_path: Path
 @pytest.mark.parametrize("kind", ["nf4", "fp4"])
 def test_bitsandbytes_4_bits(kind: str, nested: bool, tmp_path: Path) -> None:
     library = pytest.importorskip("bitsandbytes")
-    weight = WEIGHT[:, :64].contiguous()  # the library's CPU code starts a block in each row
+    weight = WEIGHT[:, :64].contiguous()  # the library's CPU code starts a new block in each row
     codes, state = library.functional.quantize_4bit(
         weight, blocksize=64, quant_type=kind, compress_statistics=nested
     )
