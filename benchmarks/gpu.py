@@ -168,7 +168,7 @@ def failures(results: Results, stages: list[str], names: set[str]) -> list[str]:
 
 
 def _has_cuda() -> bool:
-    """Check in another process, so that this one allocates no device memory."""
+    """Check in another process, so that this process allocates no device memory."""
     code = "import torch, sys; sys.exit(not torch.cuda.is_available())"
     return subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 

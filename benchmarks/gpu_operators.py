@@ -98,7 +98,7 @@ def attention(
     results: Results, device: torch.device, ceilings: Ceilings, model: str, *, dry_run: bool
 ) -> None:
     """Measure all cases with a model's number of heads; context lengths vary."""
-    heads = max(shape_of(model).heads, _KV_HEADS)  # a dry run's model has fewer
+    heads = max(shape_of(model).heads, _KV_HEADS)  # a dry run's model has fewer heads
     measure = partial(_measure, results, model)
     strided = (2, 20) if dry_run else _STRIDED
     for layer_major in (False, True):

@@ -88,7 +88,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Measure the host time per step.")
     parser.add_argument("--sequences", type=int, default=1024)
     sequences = parser.parse_args().sequences
-    list(steps(16, 32, runs_ahead=False))  # imports and first calls
+    list(steps(16, 32, runs_ahead=False))  # warm-up: imports and first calls
     print("engine        steps        count  median ms  mean ms")
     for runs_ahead in (False, True):
         timed = list(steps(sequences, 2 * sequences, runs_ahead=runs_ahead))

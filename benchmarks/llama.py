@@ -69,10 +69,10 @@ class _Batching:
         self._random = np.random.default_rng(0)
         self._free = list(range(_SEQUENCES))
         self._waiting = [(at, sample) for at, row in enumerate(rows) for sample in range(row.n)]
-        self._todo: dict[int, list[int]] = {}  # by sequence: tokens to compute
+        self._todo: dict[int, list[int]] = {}  # tokens to compute, keyed by sequence
         self._computed: dict[int, int] = {}
-        self._of: dict[int, tuple[int, int]] = {}  # by sequence: row and sample
-        self._leads: dict[int, int] = {}  # by row: the sequence with its prompt
+        self._of: dict[int, tuple[int, int]] = {}  # row and sample, keyed by sequence
+        self._leads: dict[int, int] = {}  # sequence with the prompt, keyed by row
         self._counts = [[0] * row.n for row in rows]
 
     def run(self) -> list[list[int]]:

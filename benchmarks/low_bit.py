@@ -35,7 +35,7 @@ FEW_ROWS = ("D1", "D4", "D8")
 MODELS = {"small": (make_small, 0.25), "large": (make_large, 0.125)}
 """The function that creates each model, and the share of a workload's rows to run with it."""
 SHARES = {"llama-q8_0": 0.5}
-"""Factor that reduces this share for engines that are several times slower than the others."""
+"""Factors that reduce this share for engines that are several times slower than other engines."""
 
 Run = dict[str, Any]
 

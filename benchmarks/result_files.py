@@ -1,4 +1,4 @@
-"""Writes benchmark results as JSON with one measurement per line, which is easy to compare."""
+"""Writes benchmark results as JSON with one measurement per line, to make comparing files easy."""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ def measured(folder: Path, out: str, *others: str) -> dict[str, Any]:
 
 
 class OneAnswer(RowReuse):
-    """Stands in for the other outputs, and has the same answer for every row."""
+    """Replaces the search in other outputs: every row is found, with the same answer."""
 
     def __init__(self, outputs: Any, generated: pa.Schema, warn: Any) -> None:
         super().__init__([], generated, warn)

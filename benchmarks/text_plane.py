@@ -38,7 +38,7 @@ MESSAGES = [
 
 @dataclass(frozen=True)
 class NoEngine:
-    """Stands in for the result of ``build_engine``, with only what making prompts needs."""
+    """Replaces the result of ``build_engine``; has only the attributes for making prompts."""
 
     tokenizer: Any
     eos_token_ids: frozenset[int] = frozenset({0})

@@ -153,7 +153,7 @@ def _load_transposed(
     slots,  # [TILE] int32 or int64
     offsets,  # [TILE] int32: position of each token in its block
 ):  # [VALUE_BLOCK, TILE]
-    # Tell Triton that adjacent tokens of a block are adjacent in memory. It cannot infer this,
+    # Tell Triton that adjacent tokens of a block are adjacent in memory. Triton cannot infer this,
     # because slots come from a table.
     tile: tl.constexpr = slots.shape[0]
     if tile // cache.BLOCK_SIZE * cache.BLOCK_SIZE == tile:

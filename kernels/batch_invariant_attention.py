@@ -1,9 +1,9 @@
 """Batch-invariant paged attention: a token's bits depend only on its own context.
 
-The formula is that of `paged_attention`. In `paged_attention`, decodes and chunks run in
-different kernels and may give the same token different bits. Here, one compiled kernel computes all
-tokens: in a chunk of any size, in a decode, after a cached prefix or a preemption, with any other
-sequences in the batch. It always sums over a token's context in this order:
+The formula is the same as in `paged_attention`. In `paged_attention`, decodes and chunks run in
+different kernels and may give the same token different bits. In this module, one compiled kernel
+computes all tokens: in a chunk of any size, in a decode, after a cached prefix or a preemption,
+with any other sequences in the batch. The kernel always sums over a token's context in this order:
 
 1. Positions are cut into pieces at multiples of `ALIGNED_PIECE`, and pieces into tiles. Both are
    counted from position 0.

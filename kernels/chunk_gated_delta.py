@@ -11,11 +11,12 @@ decays up to token i (one number, or one for each key channel):
     out = (Q exp G) M + P D
     M = exp(G[last]) M + (K exp(G[last] - G))^T D
 
-D holds what each token writes: the delta between its value and what the matrix recalls. The delta
-depends on what the earlier tokens of the chunk write, so D is the solution of a linear system (UT
-transform; Yang et al. 2024, https://arxiv.org/abs/2412.06464, https://arxiv.org/abs/2406.06484;
-Kimi Team 2025, https://arxiv.org/abs/2510.26692). One kernel computes (I + A)^-1 diag(b) and P for
-all chunks in parallel. Another kernel then computes the chunks of a sequence one after the other.
+D holds the delta that each token writes: b times the difference between the token's value and the
+value that the matrix recalls for the token's key. The recalled value depends on the deltas of the
+chunk's earlier tokens, so D is the solution of a linear system (UT transform; Yang et al. 2024,
+https://arxiv.org/abs/2412.06464, https://arxiv.org/abs/2406.06484; Kimi Team 2025,
+https://arxiv.org/abs/2510.26692). One kernel computes (I + A)^-1 diag(b) and P for all chunks in
+parallel. Another kernel then computes the chunks of a sequence one after the other.
 
 All exponents are at most 0. With a decay per channel, exp(G[i] - G[j]) must be split into the
 factors exp(G[i] - R) and exp(R - G[j]), where R is G at a token between j and i, so that the sums

@@ -8,9 +8,9 @@ fill the 16 columns of the second operand.
 
 Tensor cores of an H100 keep about 14 bits of a float8 sum, so each tile is summed separately, and
 tiles are added in float32. Two float8 terms represent weights down to 2^-18 of the largest weight,
-so weights are relative to the largest weight of their own tile: here, the maximum score `m` of
-`README.md` is the maximum of the latest tile, but not less than the largest maximum so far minus 64
-(in powers of two).
+so weights are relative to the largest weight of their own tile. The maximum score `m` of
+`README.md` is therefore the maximum of the latest tile, but not less than the largest maximum so
+far minus 64 (in powers of two).
 
 Blocks store values transposed, because float8 GEMMs sum over tokens, and need this dimension to be
 contiguous in both operands. Values are never NaN (`without_nan`), so a weight of 0 is enough to

@@ -4,9 +4,9 @@ Formula, for every row t and output n:
 
     out[t, n] = bias[n] + sum_k x[t, k] weight[n, k]      (plus out[t, n] with `adds`)
 
-cuBLAS chooses tiles and split-K based on the number of rows. Here, the launch shape depends only on
-the weight, and a program sums each output from the first k to the last. The price is that a tile
-with few rows takes as long as a full tile.
+cuBLAS chooses tiles and split-K based on the number of rows. In this kernel, the launch shape
+depends only on the weight, and a program sums each output from the first k to the last. The price
+is that a tile with few rows takes as long as a full tile.
 
 Accumulation: float32, rounded to the dtype of `out` once; float32 inputs are multiplied in full
 float32 (no TF32).

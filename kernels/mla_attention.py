@@ -1,14 +1,14 @@
 """Multi-head latent attention (MLA) with absorbed projections: one latent per token for all heads.
 
-The formula is that of `paged_attention` with one KV head whose values are the first elements of its
-keys. A tile of the cache is therefore loaded once and multiplied twice. A key has rank + rotary
-elements, 512 + 64 in DeepSeek's models. The two parts are multiplied separately, because 576 would
-be padded to 1024.
+The formula is the same as in `paged_attention`, with one KV head whose values are the first
+elements of its keys. A tile of the cache is therefore loaded once and multiplied twice. A key has
+rank + rotary elements, 512 + 64 in DeepSeek's models. The two parts are multiplied separately,
+because 576 would be padded to 1024.
 
-The rows of a program are query heads of a token: as many as the registers can hold outputs for.
-Programs for other heads of the token read the context again, usually from the L2 cache, because
-programs for the same piece run at the same time. The work lists are the same as for
-`paged_attention`, with these groups of query heads instead of KV heads.
+The query heads of a token are cut into groups, each as large as the registers allow. The rows of a
+program are the heads of one group, for each of its query tokens. Programs for other groups read the
+context again, usually from the L2 cache, because programs for the same piece run at the same time.
+The work lists are the same as for `paged_attention`, with these groups instead of KV heads.
 
 Sources: DeepSeek-V2 (2024, arXiv:2405.04434, section 2.1). FlashMLA (DeepSeek 2025) also keeps a
 latent in shared memory for both GEMMs.

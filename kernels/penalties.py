@@ -154,7 +154,7 @@ def _penalties_kernel(
 
 @triton.jit
 def _count(ids_ptr, counts_ptr, values_ptr, first, end, BLOCK: tl.constexpr):
-    """Write how often each id occurs. The memory of the values is used for counting."""
+    """Write how often each id occurs. The counters are in the memory of the values."""
     lanes = tl.arange(0, BLOCK)
     places = values_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
     for start in range(first, end, BLOCK):

@@ -29,7 +29,7 @@ _MAX_COLUMNS = 32  # columns per program, at most
 
 
 def gated_delta(
-    qkv: torch.Tensor,  # [T, channels], last dimension contiguous, like all inputs here
+    qkv: torch.Tensor,  # [T, channels], last dimension contiguous, like all inputs
     gate: torch.Tensor,  # [T, Hv * Dv]
     decay: torch.Tensor,  # [T, Hv * decay_width]
     beta: torch.Tensor,  # [T, Hv]
@@ -74,7 +74,7 @@ def gated_delta(
 
 
 def mamba2(
-    values: torch.Tensor,  # [T, channels], last dimension contiguous, like all inputs here
+    values: torch.Tensor,  # [T, channels], last dimension contiguous, like all inputs
     gate: torch.Tensor,  # [T, H * P]
     dt: torch.Tensor,  # [T, H]
     *,

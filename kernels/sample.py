@@ -7,7 +7,7 @@ One program computes one distribution (a row of logits, and parameters that its 
    top-p, collects candidates for the last kept token (`top_k_top_p.py`);
 3. one draw per sample reads one tile.
 
-The kernel thus reads 4 bytes per 16-bit logit, or 2 for greedy rows. For flat rows, whose last kept
+The kernel reads 4 bytes per 16-bit logit, or 2 for greedy rows. For flat rows, whose last kept
 token was not among the candidates, a second launch continues the search. Weights are integers, so
 their sums are exact in any order, and no bit depends on other rows.
 
@@ -67,8 +67,8 @@ class Distributions(NamedTuple):
 
 
 class Draws(NamedTuple):
-    """The samples of each distribution, and what determines their random numbers. Kernels take
-    these as one argument."""
+    """The samples of each distribution, and the values that determine their random numbers. Kernels
+    take these tensors as one argument."""
 
     starts: torch.Tensor  # [D + 1] int32
     samples: torch.Tensor  # [k] int32

@@ -102,7 +102,7 @@ def is_kept(keys, columns, cut, last):
 @triton.jit
 def last_reaching(keys, measures, goal, low, high):
     """Return the largest key in [low, high] such that the measures of all tokens with this key or
-    larger keys add up to at least `goal`. The caller ensures that they do for `low`."""
+    larger keys add up to at least `goal`. The caller ensures that `low` is such a key."""
     while low < high:
         middle = (low.to(tl.int64) + (high.to(tl.int64) - low + 1) // 2).to(tl.int32)
         reached = tl.sum(tl.where(keys >= middle, measures, tl.zeros_like(measures))) >= goal

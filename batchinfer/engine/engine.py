@@ -35,9 +35,9 @@ class StepOutcome:
 
     @property
     def output_tokens(self) -> int:
-        """Number of output tokens of the step. ``decode_tokens`` counts tokens when they are fed
-        back to the model. A sample's last token never is, so it counts when the sample is
-        returned."""
+        """Number of output tokens of the step. ``decode_tokens`` counts a token when it is fed
+        back to the model. A sample's last token is never fed back, so this property counts it when
+        the sample is returned."""
         last = sum(len(completion.outputs) for completion in self.completions)
         return last + (0 if self.stats is None else self.stats.decode_tokens)
 
@@ -150,7 +150,7 @@ class Engine:
         self._num_unfinished = 0
 
     def step(self) -> StepOutcome:
-        """Submit a step, and process it or, when running ahead, the previous one.
+        """Submit a step, then process this step or, when running ahead, the previous step.
 
         If a step runs out of memory, smaller steps compute its tokens.
 

@@ -66,7 +66,7 @@ class Request:
     unpooled: int = 0
     """Number of leading prompt tokens that ``EncoderEngine`` excludes from pooling."""
     logits_processors: tuple[LogitsProcessor, ...] = ()
-    """The user's logits processors, in order. They run before all others."""
+    """The user's logits processors, in order. They run before masks, biases and penalties."""
     named_token_ids: tuple[int, ...] = ()
     """With ``params.logprobs``: ids whose log-probabilities are returned for each output token."""
     named_prompt_token_ids: Int32 | None = None

@@ -148,7 +148,8 @@ class Sequence:
         """Number of leading blocks outside the window, for each window slot of a block."""
         self.row = -1
         self.deferred = False
-        """True if it has already waited to make its prefix hit longer by less than a block."""
+        """True if the sequence has already waited for a prefix hit that is longer by less than a
+        block."""
         self.computed_once = 0
         """Number of leading tokens that were computed or cached before. Computing them again counts
         as recomputation."""
@@ -157,7 +158,7 @@ class Sequence:
         self.index_parent: Block | None = None
         """Indexed block that will be the parent of this sequence's next full block."""
         self.num_indexed = 0
-        """Number of leading blocks whose tokens are indexed, in these or in equal blocks."""
+        """Number of leading blocks that are indexed, themselves or as blocks with equal tokens."""
         self.cumulative_logprob = 0.0
         self.logprobs: list[TokenLogprobs] | None = None if request.params.logprobs is None else []
         make_checker = request.make_stop_checker

@@ -26,7 +26,7 @@ Bool = npt.NDArray[np.bool_]
 class SamplingColumns:
     """Sampling parameters, one value for each row of a table or each of K samples.
 
-    Every field declared here is passed from ``SamplingParams`` to the sampler under its own name.
+    Every field of this class is passed from ``SamplingParams`` to the sampler under its own name.
     """
 
     temperature: Float32  # 0 = most likely token
@@ -50,7 +50,7 @@ class SamplingColumns:
         return cls(**{name: np.zeros(count, dtype) for name, dtype in _COLUMN_DTYPES.items()})
 
     def set_row(self, row: int, params: object, **derived: float) -> None:
-        """Fill a row. A column's value comes from ``derived`` if given there, else from
+        """Fill a row. A column's value comes from ``derived`` if it is given there, else from
         ``params``."""
         for name in _COLUMN_DTYPES:
             value = derived[name] if name in derived else getattr(params, name)
@@ -94,7 +94,7 @@ output (lists), and the next token's logits (float32 [V] on the model's device).
 
 @dataclass(frozen=True, slots=True)
 class ProcessedRow:
-    """A row of logits with the user's logits processors, which run before all others."""
+    """A row of logits, and the user's logits processors. They run before masks and penalties."""
 
     row: int
     processors: tuple[LogitsProcessor, ...]

@@ -7,7 +7,7 @@ for frozen weights (torch/_inductor/fx_passes/mkldnn_fusion.py). ``torch`` is
 oneDNN's operators are private to torch, each kernel is first tried on a small layer, and not used
 if it fails.
 
-On a CUDA device torch multiplies, or a Triton kernel if the results must be batch-invariant.
+On a CUDA device, the kernel is torch, or a Triton kernel if results must be batch-invariant.
 """
 
 from __future__ import annotations

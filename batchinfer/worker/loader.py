@@ -131,7 +131,7 @@ def describe_model(
     latent: bool = False,
     weights_too: bool = False,
 ) -> ModelDescription:
-    """Read and check a model folder (or hub id), without its weights. No code from it is run.
+    """Read and check a model folder (or hub id), without its weights. Run no code from the folder.
 
     Args:
         device_type: device that the model will run on, ``cpu`` or ``cuda``.

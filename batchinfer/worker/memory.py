@@ -1,4 +1,4 @@
-"""Measures a device's memory, sizes the KV pool and estimates what else needs memory."""
+"""Measures a device's memory, sizes the KV pool, and estimates other uses of memory."""
 
 from __future__ import annotations
 
@@ -190,9 +190,10 @@ def fit_memory(
     """Plan the device's memory: size the KV pool and estimate the other parts.
 
     The pool has ``num_kv_blocks`` blocks or ``kv_cache_memory`` bytes, if one of them is set.
-    Otherwise the pool on a CUDA device takes what weights, activations, logits and graphs leave of
-    ``gpu_memory_utilization`` of the device's memory. A CPU's pool is as large as ``max_num_seqs``
-    sequences of ``max_model_len`` tokens can use, but takes at most a quarter of the free memory.
+    Otherwise, on a CUDA device, the engine may use the share ``gpu_memory_utilization`` of the
+    memory. The pool takes the part of this memory that weights, activations, logits and graphs do
+    not need. A CPU's pool is as large as ``max_num_seqs`` sequences of ``max_model_len`` tokens can
+    use, but takes at most a quarter of the free memory.
     For a model without attention layers, the CPU's pool is twice as large: one half holds the
     sequences' states, the other half holds snapshots.
 
@@ -304,7 +305,7 @@ def _host_blocks(
 
 
 def _size(num_bytes: int) -> str:
-    """Return a size as the job file writes it, rounded up."""
+    """Return a size in the notation of job files, rounded up."""
     unit, name = (2**20, "MiB") if num_bytes >= 2**20 else (2**10, "KiB")
     return f"{-(-num_bytes // unit)}{name}"
 

@@ -36,7 +36,7 @@ class raise_out_of_memory:  # noqa: N801
         if error is None or not is_out_of_memory(error):
             return
         reason = one_line(error, _LONGEST_REASON)
-        clear_frames(traceback)  # otherwise, the error keeps their tensors alive
+        clear_frames(traceback)  # otherwise, the error keeps the tensors alive
         error.__context__ = error.__cause__ = None
         torch.cuda.empty_cache()
         raise OutOfMemory(reason) from None

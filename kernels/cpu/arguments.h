@@ -18,8 +18,8 @@ typedef struct {
     const int32_t *context_lens; /* [S] */
     const float *sinks;          /* [Hq] or NULL */
     const int32_t *order;        /* [S] the sequences; those with a common prefix are adjacent */
-    const int32_t *shared_lens;  /* [S] leading tokens shared with the previous one in `order` */
-    int64_t query_token_stride, query_head_stride; /* in elements, like all strides here */
+    const int32_t *shared_lens;  /* [S] leading tokens that order[i - 1] and order[i] share */
+    int64_t query_token_stride, query_head_stride; /* in elements, like all strides */
     int64_t out_token_stride;
     int64_t key_slot_stride, key_head_stride, value_slot_stride, value_head_stride;
     int64_t table_width;
@@ -66,7 +66,7 @@ typedef struct {
     const void *q_norm, *k_norm; /* [width] or NULL */
     void *keys, *values;         /* [slot, Hkv] blocks as in kv_block_layout.h */
     const int64_t *slot_mapping; /* [T] slot * block_size + offset; negative: skip the token */
-    int64_t token_stride, query_head_stride; /* in elements, like all strides here */
+    int64_t token_stride, query_head_stride; /* in elements, like all strides */
     int64_t keys_slot_stride, keys_head_stride, values_slot_stride, values_head_stride;
     int32_t num_tokens, num_heads, num_kv_heads, width, rotary_width, block_size, num_threads;
     float eps, offset;
@@ -86,7 +86,7 @@ typedef struct {
     const float *scales;  /* for codes: [out] or [out, groups] */
     const uint8_t *zeros; /* for GROUPS: [out, groups] */
     const int8_t *table;  /* for 4-bit codes: [16] value of each code; NULL: the code itself */
-    const int32_t *order; /* for GROUPS: [in] column of x for each packed column; NULL: the same */
+    const int32_t *order; /* for GROUPS: [in] column of x for each packed column; NULL: in order */
     void *packed;         /* output, packed_bytes bytes */
     int64_t in_features, out_features, group; /* group: number of columns that share a scale */
     int32_t num_threads, kernel; /* kernel: VECTORS or TILES */

@@ -163,7 +163,7 @@ static float *make_scratch(
         (num_heads * of_head + of_all) * sizeof(float) + p->max_tiles * sizeof(part);
     float *const scratch = aligned_alloc(64, (bytes + 63) / 64 * 64), *at = scratch;
     if (!scratch) return NULL;
-    memset(scratch, 0, bytes); /* some parts are read before they are written; results unused */
+    memset(scratch, 0, bytes); /* some parts are read, but not used, before they are written */
     task shared = {.acc_stride = (int32_t)dv};
     shared.keys = at, at += PIECE * dk;
     shared.values = at, at += PIECE * dv;

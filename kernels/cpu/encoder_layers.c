@@ -2,8 +2,8 @@
    sequence, and the post-norm structure of BERT (Devlin et al. 2018,
    https://arxiv.org/abs/1810.04805).
 
-   A task has a few adjacent sequences, and one thread computes all layers for it. Threads thus wait
-   for each other only once per step, and activations between layers stay in a core's cache. If
+   A task has a few adjacent sequences, and one thread computes all layers for it. Threads wait for
+   each other only once per step, and activations between layers stay in a core's cache. If
    there are fewer tasks than threads, all threads compute the whole step together, part by part.
 
    The numbers that a token is computed from, and their order, depend only on the token's own

@@ -102,7 +102,7 @@ INLINE void load_row(const int vectors, const float *from, vec *row) {
     for (int v = 0; v < vectors; v++) row[v] = load(from + v * LANES);
 }
 
-/* Adds what a token's key recalls from the matrix. */
+/* Adds the value that a token's key recalls from the matrix. */
 INLINE void recall(
     const int vectors, const float *at, int64_t columns, int64_t rows, const float *recalling,
     row_sums *recalled) {
@@ -118,8 +118,9 @@ INLINE void recall(
     add_row(vectors, row, recalling + i, recalled->of[0]);
 }
 
-/* Decays a row of the matrix and adds the token's update to it. Adds what the token's query reads,
-   and what the key of the `next` token, unless that is NULL, recalls. */
+/* Decays row i of the matrix and adds the token's update to it. Then adds the row's part of two
+   sums: the value that the token's query reads, and, unless `next` is NULL, the value that the key
+   of the next token recalls. */
 INLINE void write_row(
     const int vectors, float *at, vec kept, int64_t i, const token_inputs *token,
     const token_inputs *next, const vec *delta, vec *read, vec *recalled) {

@@ -35,7 +35,7 @@ class GatedDeltaArgs(ctypes.Structure):
 
 
 def gated_delta(
-    qkv: torch.Tensor,  # [T, channels], last dimension contiguous, like all inputs here
+    qkv: torch.Tensor,  # [T, channels], last dimension contiguous, like all inputs
     gate: torch.Tensor,  # [T, Hv * Dv]
     decay: torch.Tensor,  # [T, Hv * decay_width]
     beta: torch.Tensor,  # [T, Hv]
@@ -79,8 +79,8 @@ def gated_delta_args(
     out: torch.Tensor,  # [T, Hv * Dv], last dimension contiguous
     buffers: Sequence[torch.Tensor],
 ) -> GatedDeltaArgs:
-    """Convert the arguments of ``gated_delta`` to those of the C function. These do not keep the
-    tensors alive.
+    """Convert the arguments of ``gated_delta`` to those of the C function. The result does not
+    keep the tensors alive.
 
     Args:
         buffers: a float32 buffer [T, width] for each of ``workspace_widths``.

@@ -8,9 +8,9 @@
    Packed: the order of columns, if they are sorted, padded to a cache line; then panels of PANEL
    outputs. Each panel has scales [group][output] (float) and zero points [group][output] (uint8),
    together padded to a cache line, and codes. 8-bit codes are [k / 4][vector][lane][4]; 128 is
-   subtracted from them and OFFSET is added, because signed int8 is multiplied here. 4-bit codes are
-   [k / 8][vector][lane][4]: the lower half of a byte belongs to the first four of eight k, the
-   upper half to the other four. */
+   subtracted from them and OFFSET is added, because add_int8_quads multiplies signed int8. 4-bit
+   codes are [k / 8][vector][lane][4]: the lower half of a byte belongs to the first four of eight
+   k, the upper half to the other four. */
 
 #include "no_reassociation.h"
 

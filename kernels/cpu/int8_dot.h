@@ -48,7 +48,7 @@ INLINE ints all_tables(const uint8_t *table) {
     return load_ints(bytes);
 }
 
-/* Replaces each byte of `codes`, from 0 to 15, with that entry of the table. */
+/* Replaces each byte of `codes`, from 0 to 15, with the table entry of this index. */
 INLINE ints look_up(ints table, ints codes) {
 #if LANES == 16 && defined(__AVX512BW__)
     return (ints)_mm512_shuffle_epi8((__m512i)table, (__m512i)codes);

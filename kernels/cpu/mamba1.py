@@ -28,7 +28,7 @@ class _Args(ctypes.Structure):
 
 
 def mamba1(
-    values: torch.Tensor,  # [T, channels], last dimension contiguous, like all inputs here
+    values: torch.Tensor,  # [T, channels], last dimension contiguous, like all inputs
     dt: torch.Tensor,  # [T, channels]
     write: torch.Tensor,  # [T, N]
     read: torch.Tensor,  # [T, N]

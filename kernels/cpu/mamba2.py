@@ -29,7 +29,7 @@ class _Args(ctypes.Structure):
 
 
 def mamba2(
-    values: torch.Tensor,  # [T, channels], last dimension contiguous, like all inputs here
+    values: torch.Tensor,  # [T, channels], last dimension contiguous, like all inputs
     gate: torch.Tensor,  # [T, H * P]
     dt: torch.Tensor,  # [T, H]
     *,

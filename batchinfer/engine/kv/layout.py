@@ -230,7 +230,7 @@ class KVLayout:
 
     def slots_for(self, num_tokens: int, num_new: int = 1) -> int:
         """Return the maximum number of pool slots that a sequence holds, including its recurrent
-        state, until it has ``num_tokens`` tokens. A step computes up to ``num_new`` of them."""
+        state, until it has ``num_tokens`` tokens. A step computes up to ``num_new`` tokens."""
         blocks = most_slots(self.windows, self.block_size, num_tokens, num_new)
         return blocks + self.slots_per_state
 

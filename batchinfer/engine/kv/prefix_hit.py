@@ -17,7 +17,7 @@ class PrefixHit:
     """Block whose leading part is copied; None: no block."""
     num_tokens: int
     owns_tail: bool = False
-    """True if no other sequence needs the tail. It is then removed from the index and reused."""
+    """True if no other sequence needs the tail. The tail then leaves the index and is reused."""
     num_evicted: tuple[int, ...] = ()
     """For each window, the number of leading blocks outside it."""
     snapshot: StateSnapshot | None = None

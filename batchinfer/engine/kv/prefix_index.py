@@ -159,7 +159,7 @@ class StateSnapshot:
         self.followers = followers
         """Number of rows that have yet to start from the snapshot."""
         self.in_windows = in_windows
-        """Number of blocks, up to the state's last one, that each window includes."""
+        """Number of blocks, up to ``block``, that each window includes."""
 
     @property
     def num_tokens(self) -> int:

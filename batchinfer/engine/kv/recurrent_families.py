@@ -131,8 +131,8 @@ def _mamba1(
     """Return a function that reads the shape for Mamba-1 from the given config keys.
 
     See Gu and Dao 2023, https://arxiv.org/abs/2312.00752. The layer has one head. A column of its
-    matrix is the state of a channel. If the config has ``channels_key``, this is the number of
-    channels; otherwise, they are ``expand`` times the hidden size.
+    matrix is the state of a channel. If the config has ``channels_key``, its value is the
+    number of channels. Otherwise, the number of channels is ``expand`` times the hidden size.
     """
 
     def shape(text: Config) -> RecurrentShape:

@@ -226,7 +226,7 @@ class StateSlots:
     def drop_of(self, blocks: Iterable[Block]) -> None:
         """Drop the snapshots in blocks that leave the index."""
         for snapshot in [kept for block in blocks for kept in block.snapshots]:
-            if snapshot in self.snapshots:  # dropping another one may have pruned the block
+            if snapshot in self.snapshots:  # dropping another snapshot may have pruned the block
                 self.drop(snapshot)
 
     def drop_all(self) -> None:

@@ -175,7 +175,7 @@ class KVManager:
         for row in rows[table.num_computed[rows] == table.next_branch[rows]]:
             sequence, at = table.sequence(row), int(table.num_computed[row])
             followers = dict(sequence.request.branch_points).get(at)
-            if followers is not None:  # else beams fork here
+            if followers is not None:  # None: only beams fork at this token
                 self.keep_state(sequence, at, followers)
             table.find_next_branch(row)
 

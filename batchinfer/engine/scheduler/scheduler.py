@@ -229,8 +229,9 @@ class Scheduler:
     def _continue_running(self) -> ScheduledRows | None:
         """Choose tokens to compute for running sequences; preempt the newest if blocks run out.
 
-        Returns None if the step in flight should be read first: too many sequences would skip the
-        step, or a sequence that ended in it may free blocks and thus avoid a preemption.
+        Returns None if the step in flight should be read first. This is the case if too many
+        sequences would skip this step, or if blocks run out: a sequence that ended in the step
+        in flight may free blocks, which avoids a preemption.
         """
         preempted = 0
         while True:

@@ -199,7 +199,7 @@ def encoder_cost(config: Config, dtype: str) -> ModelCost:
         mlp_parameters=matrices * hidden * inner,
         experts=0,
         experts_per_token=0,
-        # Only the embedding, because an encoder has no logits.
+        # Count only the embedding, because an encoder computes no logits.
         head_parameters=size("vocab_size") * hidden,
         tied=True,
         activations=10 * hidden + 4 * queries + 4 * keys + 2 * matrices * inner,

@@ -58,12 +58,12 @@ def _gpu(
 
 
 DEVICES: Mapping[str, Device] = {
-    # Bandwidth and 16-bit rate measured.
+    # The bandwidth and the 16-bit rate were measured.
     "h200": _gpu("NVIDIA H200", 4.3e12, 790e12, 60e12, 139.8, 50e9),
     "h100": _gpu("NVIDIA H100 SXM", 3.0e12, 700e12, 60e12, 79.1, 50e9),
     "a100-80g": _gpu("NVIDIA A100 80 GB", 1.83e12, 280e12, 17.5e12, 79.1, 25e9),
     "l40s": _gpu("NVIDIA L40S", 0.78e12, 290e12, 70e12, 44.4, 25e9),
-    # Two cores with AVX-512, measured.
+    # Measured on two cores with AVX-512.
     "cpu": Device("cpu", 32e9, {2: 419e9, 4: 198e9}, None, kernel_s=5e-6),
 }
 

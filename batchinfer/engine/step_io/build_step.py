@@ -218,7 +218,8 @@ def _add_biases(sequence: Sequence, position: int, sample: int, bias: _Entries) 
         for word in request.bad_words_token_ids
         if _ends_with(sequence.output_ids, word[:-1])
     }
-    if position < params.min_tokens and request.grammar is None:  # a grammar's mask bans them
+    # If there is a grammar, its mask already bans stop tokens.
+    if position < params.min_tokens and request.grammar is None:
         banned.update(request.stop_token_ids)
     bias.add(sample, sorted(banned), [-np.inf] * len(banned))
 

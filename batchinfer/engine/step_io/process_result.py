@@ -1,8 +1,8 @@
 """Processes a step's result: appends tokens, finds stops, forks samples, makes completions.
 
-If the next step is already in flight, a stop is seen one step late. Freeing the sequence's row and
-blocks here is safe, because no submitted step reuses them (see ``Runner``). The token that the next
-step draws for the sequence is dropped when that step is processed.
+If the next step is already in flight, a stop is seen one step late. The sequence's row and blocks
+can be freed nevertheless, because no submitted step reuses them (see ``Runner``). The token that
+the next step draws for the sequence is dropped when that step is processed.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ def add_forced_tokens(
             stop_result.stops[at] = token
         elif continues[at] and at not in stop_result.stops:
             forced = state.take(token)
-        error = state.error  # while taking this token or making its mask
+        error = state.error  # from making the token's mask, or from taking the token
         if error is not None:
             stop_result.broken[at] = error
             stop_result.stops.pop(at, None)

@@ -37,7 +37,7 @@ ATTENTION_NAME = "batchinfer_paged"
 ATTENTION = "attention"
 """Key of the attention kernel in a run's table of kernels."""
 
-# Arguments that would change the result and are not implemented here.
+# Arguments that would change the result, and that paged attention does not support.
 _UNSUPPORTED = ("position_bias", "indices", "block_indices", "relative_attention_bias")
 
 
@@ -106,7 +106,7 @@ def _is_batch_invariant(kernel: LinearKernel | None) -> bool:
 
 @dataclass(frozen=True)
 class AttentionKernel:
-    """The name of the attention kernel. If it is a torch kernel, also why it is not a C kernel."""
+    """The name of the attention kernel. For a torch kernel, also why no C kernel is used."""
 
     name: str
     why: str = ""
@@ -142,7 +142,7 @@ class AttentionKernel:
 
 @dataclass(frozen=True, slots=True)
 class ForwardContext:
-    """What the attention layers need to know about the current forward pass."""
+    """Data of the current forward pass that the attention layers need."""
 
     cache: KVCache
     backend: AttentionBackend

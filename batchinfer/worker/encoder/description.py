@@ -29,7 +29,7 @@ from batchinfer.worker.model.weights import choose_dtype
 
 @dataclass(frozen=True)
 class EncoderDescription:
-    """What an encoder's folder says about it, apart from its weights."""
+    """An encoder without its weights, as its folder describes it."""
 
     folder: Path
     pretrained: PreTrainedConfig

@@ -43,8 +43,8 @@ _POOLER = "pooler."
 """Prefix of the weights of BERT's pooler, a layer that does not change hidden states."""
 _LENGTHS = (1, 2, 5, 17, 33, 64)
 _COUNT = 5
-"""Lengths of the texts, and number of texts of each length, that are compared in a batch and
-alone."""
+"""Lengths of the texts that are computed both in a batch and alone, and number of texts of each
+length in the batch."""
 
 
 class Encoder:
@@ -235,7 +235,7 @@ def _texts(description: EncoderDescription, *lengths: int) -> list[torch.Tensor]
 @torch.inference_mode()
 def _reference(body: PreTrainedModel, token_ids: torch.Tensor) -> torch.Tensor:
     """Compute the hidden states [T, H] of a text with transformers' attention."""
-    with quiet_transformers():  # warns if a family has no attention to switch
+    with quiet_transformers():  # transformers warns if a family's attention cannot be switched
         body.set_attn_implementation("eager")
         try:
             states: torch.Tensor = body(input_ids=token_ids[None].to(body.device)).last_hidden_state

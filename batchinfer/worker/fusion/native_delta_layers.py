@@ -77,7 +77,7 @@ class NativeDeltaLayer(NativeLayers):
 
     def _make_arguments(self, hidden: torch.Tensor, context: ForwardContext) -> None:
         """Make the C function's arguments that stay the same for all steps over this pool and
-        workspace. ``DeltaStepArgs`` holds the others."""
+        workspace. ``DeltaStepArgs`` holds the arguments that change."""
         layer: Any = self.layers[0]
         mixer, workspace = layer.linear_attn, self.workspace
         last = getattr(mixer, mixer.output).linear

@@ -107,7 +107,7 @@ class NativeDecoderLayers(NativeLayers):
 
     def _make_arguments(self, hidden: torch.Tensor, context: ForwardContext) -> None:
         """Make the C function's arguments that stay the same for all steps over this pool and
-        workspace. ``StepArgs`` holds the others."""
+        workspace. ``StepArgs`` holds the arguments that change."""
         layers: list[Any] = [*self.layers]
         numbers = [layer.self_attn.layer for layer in layers]
         groups = [context.cache.group(number) for number in numbers]

@@ -3,8 +3,8 @@
 The fastest kernel on one processor may be half as fast on another. On a CPU, kernels are therefore
 timed on the model's shapes, once for each model, processor and version. The result is cached in the
 user's cache folder, like the compiled C kernels. A resumed job keeps the kernel that it began with.
-A deterministic job uses batch-invariant kernels only. On a CUDA device torch multiplies, except in
-a deterministic job, which uses the batch-invariant Triton kernel.
+A deterministic job uses batch-invariant kernels only. On a CUDA device, a deterministic job uses
+the batch-invariant Triton kernel, and other jobs use torch.
 """
 
 from __future__ import annotations
@@ -271,7 +271,7 @@ def _time_shape(
     x = torch.linspace(1, -1, max(_ROWS) * width).to(dtype).view(-1, width)
     packed = {kernel.name: kernel.pack(weight) for kernel in kernels}
     best = {(name, rows): math.inf for name in packed for rows in _ROWS}
-    # There is one extra round, because kernels prepare for the shape in the first one.
+    # There is one extra round, because kernels prepare for the shape in the first round.
     for number in range(1 + _ROUNDS):
         if number and time.perf_counter() > ends:
             break

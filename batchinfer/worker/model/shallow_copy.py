@@ -94,7 +94,8 @@ def _keep_layers(text: Any, count: int) -> None:
     of every type, unless layers differ in shape."""
     num_layers, values = text.num_hidden_layers, text.to_dict()
     shapes = values.get("per_layer_config") or {}
-    listed = {"layer_types", "layers_block_type"} & values.keys()  # else derived from other keys
+    # Some families do not list layer types, but derive them from other keys.
+    listed = {"layer_types", "layers_block_type"} & values.keys()
     types = list(dict.fromkeys(text.layer_types or ())) if listed else []
     count = min(max(count, len(types)), num_layers)
     for key, value in values.items():

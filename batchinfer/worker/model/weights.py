@@ -191,7 +191,7 @@ def _unused_head(model: PreTrainedModel) -> set[str]:
     saved = model.config.architectures or [""]
     if saved[0] not in headless_names(model.config):
         return set()
-    head = getattr(model.get_output_embeddings(), "weight", None)  # encoders have none
+    head = getattr(model.get_output_embeddings(), "weight", None)  # encoders have no head
     return {name for name, part in model.named_parameters() if part is head}
 
 

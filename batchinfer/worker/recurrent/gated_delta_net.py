@@ -16,7 +16,7 @@ from batchinfer.worker.recurrent.paged_states import choose_kernel, paged_states
 
 
 class LayerInputs(NamedTuple):
-    """What a layer's projections compute for T packed tokens."""
+    """Outputs of a layer's input projections for T packed tokens."""
 
     qkv: torch.Tensor
     """[T, channels] queries and keys of all key heads, then values, before the convolution."""
@@ -76,7 +76,7 @@ class Family:
             parts = module.fix_query_key_value_ordering(
                 module.in_proj_qkvz(hidden)[None], module.in_proj_ba(hidden)[None]
             )
-            # With one value head per key head, transformers returns strided views of the last two.
+            # With one value head per key head, transformers returns `beta` and `decay` strided.
             query, key, value, gate, beta, decay = (
                 part[0].flatten(1).contiguous() for part in parts
             )

@@ -44,7 +44,8 @@ def forward(self: Any, hidden_states: torch.Tensor, **_: Any) -> torch.Tensor:
         native=native.mamba2,
         reference=reference.mamba2,
     )
-    # The chunked scan rounds products of B and C to the model's dtype. They may overflow float16.
+    # The chunked scan rounds products of B and C to the model's dtype. In float16,
+    # these products could overflow.
     states = paged_states(self.layer_idx, has_scan=out.dtype != torch.float16)
     compute(values, gate, dt, weights=weights, states=states, out=out)
     output: torch.Tensor = self.out_proj(out)

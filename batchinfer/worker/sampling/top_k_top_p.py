@@ -40,7 +40,7 @@ def left_out(weights: Tensor, logits: Tensor, top_k: Int32, top_p: Float32) -> T
 
     Args:
         weights: int64 [D, V], not negative; 0 for tokens that were removed before.
-        logits: float32 [D, V], from which the order of tokens follows.
+        logits: float32 [D, V], which determine the order of tokens.
         top_k: [D] 0 = all.
         top_p: [D].
     """

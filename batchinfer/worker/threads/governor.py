@@ -111,7 +111,8 @@ class ThreadGovernor:
         """Number of threads for the next step."""
         self._most = most
         self._read_delay = delay
-        # All threads, three quarters (in case others use a core or two), a half, a quarter, ...
+        # All threads, a half, a quarter, and so on. Also three quarters, because other processes
+        # may use only a core or two.
         self._counts = {most >> by for by in range(most.bit_length())} | {most - most // 4}
         # Seconds per token on all threads while no other process uses the cores.
         self._quiet: dict[int, float] = {}
