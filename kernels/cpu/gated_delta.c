@@ -235,7 +235,8 @@ INLINE void recurrence(const gated_delta_args *a, const int by_row) {
             .key_head = head / per_key,
             .column = column,
         };
-        recur_all_columns(by_row, a, &m, span_of(&a->states, sequence));
+        const span s = span_of(&a->states, sequence);
+        if (s.count > 0) recur_all_columns(by_row, a, &m, s);
     }
 }
 

@@ -35,7 +35,7 @@ typedef struct {
     void *output;               /* [T, num_channels], contiguous */
 } gating;
 
-#define CHANNEL_BLOCK 256 /* channels per convolution task */
+#define CHANNEL_BLOCK 256 /* channels per task of a convolution or of Mamba-1's scan */
 #define MAX_CONV_WIDTH 16
 #define WORTH_A_TEAM 4096 /* with fewer elements, waking threads costs more than it saves */
 

@@ -12,7 +12,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from batchinfer.kernels.cpu import compiled_library, decoder_layer, encoder_layers, gemm, row_ops
+from batchinfer.kernels.cpu import (
+    compiled_library,
+    decoder_layer,
+    encoder_layers,
+    gated_delta,
+    gemm,
+    row_ops,
+)
 from batchinfer.kernels.cpu import paged_attention as cpu_attention
 from batchinfer.worker.attention.attention import make_backend
 from batchinfer.worker.forward import forward
@@ -47,7 +54,12 @@ from tests.kernels.test_cpu_paged_attention import (  # noqa: F401
 from tests.kernels.test_cpu_row_ops import (  # noqa: F401
     test_cpu_rms_norm_equals_reference,
     test_cpu_rotary_write_equals_reference,
+    test_cpu_sigmoid_mul_equals_reference,
     test_cpu_silu_mul_equals_reference,
+)
+from tests.kernels.test_gated_delta import (  # noqa: F401
+    test_bits_do_not_depend_on_steps_and_neighbors,
+    test_c_kernel_equals_reference,
 )
 from tests.kernels.test_low_bit import test_low_bit_gemm_has_the_bits_of_its_reference  # noqa: F401
 from tests.worker.fusion.test_native_layers import Run, fused
@@ -67,6 +79,7 @@ pytestmark = [
 dtypes = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 
 
+_MODULES = cpu_attention, gemm, row_ops, decoder_layer, encoder_layers, gated_delta
 _BUILDS = [
     pytest.param(flags, id=name, marks=[] if name == "lanes_8" else [pytest.mark.long])
     for name, flags in _FLAGS.items()
@@ -90,7 +103,7 @@ def other_build(
         if built is None:
             pytest.skip(f"the compiler does not support {flags}")
         assert request.param == _FLAGS["tiles"] or not built.stores_pairs()
-        for module in (cpu_attention, gemm, row_ops, decoder_layer, encoder_layers):
+        for module in _MODULES:
             patch.setattr(module, "load", lambda: built)
         linear_kernels.cache_clear()
         yield

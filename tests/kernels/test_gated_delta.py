@@ -46,15 +46,34 @@ def test_c_kernel_equals_reference(
 @given(
     cuts=cuts_of_sequences,
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
-    value_width=st.sampled_from([16, 24, 128]),
+    key_width=st.sampled_from([1, 7, 8]),
+    value_width=st.sampled_from([16, 24, 72, 200]),
     by_row=st.booleans(),
 )
 def test_bits_do_not_depend_on_steps_and_neighbors(
-    cuts: Cuts, dtype: torch.dtype, value_width: int, by_row: bool
+    cuts: Cuts, dtype: torch.dtype, key_width: int, value_width: int, by_row: bool
 ) -> None:
     lengths = [ends[-1] for ends in cuts]
-    layer = gated_delta_layer(lengths, value_width=value_width, by_row=by_row, dtype=dtype)
+    layer = gated_delta_layer(
+        lengths, key_width=key_width, value_width=value_width, by_row=by_row, dtype=dtype
+    )
     layer.assert_same_bits(gated_delta, cuts)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_bits_do_not_depend_on_the_size_of_slots(dtype: torch.dtype) -> None:
+    small, large = (
+        gated_delta_layer([9, 1, 4], key_heads=1, value_heads=6, slot_bytes=size, dtype=dtype)
+        for size in (512, 65536)
+    )
+    large.weights, large.inputs = small.weights, small.inputs
+    assert torch.equal(small.run(gated_delta), large.run(gated_delta))
+
+
+def test_steps_without_tokens_change_nothing() -> None:
+    layer = gated_delta_layer([3, 2])
+    whole = layer.run(gated_delta)
+    assert torch.equal(layer.run(gated_delta, [[0, 3, 3], [0, 2, 2]]), whole)
 
 
 def test_wide_convolutions_are_left_to_the_reference() -> None:

@@ -116,14 +116,14 @@ def layer_state_bytes(text: Mapping[str, Any]) -> int:
 
 
 def _matrix_cuts(shape: RecurrentShape) -> list[StatePart]:
-    """Return the ways to cut a layer's matrices into pieces of whole CPU vectors."""
-    columns = [n for n in _divisors(shape.value_width) if n % _LANES == 0] or [shape.value_width]
+    """Return the ways to cut a layer's matrices into pieces."""
+    columns = _widths(shape.value_width)
     return [StatePart(shape.num_values // n, shape.key_width * n) for n in columns]
 
 
 def _convolution_cuts(shape: RecurrentShape) -> list[StatePart]:
     """Return the ways to cut the state of a layer's convolution into pieces."""
-    channels = _divisors(shape.num_channels)
+    channels = _widths(shape.num_channels)
     return [StatePart(shape.num_channels // n, (shape.conv_width - 1) * n) for n in channels]
 
 
@@ -131,6 +131,13 @@ def _fewest_slots(parts: list[StatePart], num_layers: int, slot_bytes: int) -> S
     """Return the cut that takes the fewest slots; in a tie, the one with the largest pieces."""
     fitting = [part for part in parts if part.per_slot(slot_bytes)]
     return min(fitting, key=lambda part: (part.num_slots(num_layers, slot_bytes), part.num_pieces))
+
+
+def _widths(whole: int) -> list[int]:
+    """Return the widths of pieces into which ``whole`` elements can be cut: whole CPU vectors, or
+    else one piece. An element that is not part of a vector may have other bits, so the bits would
+    depend on the size of slots."""
+    return [n for n in _divisors(whole) if n % _LANES == 0] or [whole]
 
 
 def _divisors(number: int) -> list[int]:

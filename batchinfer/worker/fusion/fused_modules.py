@@ -94,10 +94,11 @@ class FusedAttention(nn.Module):
         Args:
             shape: shape of the layer's keys and values.
         """
-        heads = qkv[:, : qkv.shape[1] - 2 * shape.num_kv_heads * shape.key_width]
+        width = shape.key_width
+        heads: Any = qkv[:, : qkv.shape[1] - 2 * shape.num_kv_heads * width]
         if not self.is_gated:
-            return heads.view(len(qkv), -1, shape.key_width), None
-        query, gate = heads.view(len(qkv), -1, 2, shape.key_width).unbind(2)
+            return heads.unflatten(1, (-1, width)), None
+        query, gate = heads.unflatten(1, (-1, 2, width)).unbind(2)
         return query, gate
 
     def head_norms(self) -> HeadNorms | None:

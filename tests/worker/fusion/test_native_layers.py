@@ -26,6 +26,7 @@ from batchinfer.worker.kv_cache import KVCache
 from batchinfer.worker.linear.packed_linear import pack_linears, quantize_packed
 from batchinfer.worker.linear_kernels import linear_kernels
 from tests.models import VOCAB_SIZE, tiny_model
+from tests.worker.fusion.test_layers import ATTENTION_ALONE
 from tests.worker.step_maker import StepMaker
 
 pytestmark = pytest.mark.skipif(
@@ -35,7 +36,7 @@ pytestmark = pytest.mark.skipif(
 LENGTHS = (40, 25)
 PARTS = (
     *(("rms_norm", "attention_norm"), ("gemm", "qkv"), ("rotary_write", "rotary")),
-    *(("attend", "attention"), ("gemm", "o"), ("rms_norm", "mlp_norm")),
+    *(("attend", "attention"), ("sigmoid_mul", "gate"), ("gemm", "o"), ("rms_norm", "mlp_norm")),
     *(("gemm", "gate_up"), ("silu_mul", "silu"), ("gemm", "down")),
 )
 """Pairs of a C function and a group of a layer's arguments, in the order of the calls."""
@@ -245,16 +246,26 @@ def test_the_workspace_holds_rows_of_each_product_of_a_layer(
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("method", ["", "int8", "int4"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [("mistral", {}), ("qwen3_5_text", ATTENTION_ALONE)],
+    ids=["mistral", "gated"],
+)
 def test_joined_layers_have_the_bits_of_separate_calls(
-    dtype: torch.dtype, method: str, threads: int, monkeypatch: pytest.MonkeyPatch
+    family: str,
+    changes: dict[str, Any],
+    dtype: torch.dtype,
+    method: str,
+    threads: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Run few tokens and many tokens, because different functions round them to int8.
 
     Threads must wait for each other where one function reads what another wrote.
     """
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    model, layout = fused("mistral", joined=True, dtype=dtype, method=method)
-    run = Run("mistral", layout, dtype)
+    model, layout = fused(family, joined=True, dtype=dtype, method=method, **changes)
+    run = Run(family, layout, dtype, **changes)
     tokens: list[int] = []
     monkeypatch.setattr(native_layers, "decoder_layers", partial(_both_ways, tokens))
     for parts in (((run.first, 1),), ((run.first, 39), (run.second, 23)), ((run.second, 2),)):
@@ -271,6 +282,8 @@ def _both_ways(tokens: list[int], layers: Any, steps: Any, dtype: torch.dtype) -
     together, hidden.raw = hidden.raw, before
     for layer in layers:
         for function, part in PARTS:
+            if part == "gate" and not layer.gate.gate:
+                continue  # attention without output gates
             call = getattr(compiled_library.load(), f"{function}_{compiled_library.SUFFIX[dtype]}")
             call(ctypes.byref(getattr(layer, part)))
     assert hidden.raw == together
