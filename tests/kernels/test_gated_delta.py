@@ -63,8 +63,8 @@ def test_bits_do_not_depend_on_steps_and_neighbors(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_bits_do_not_depend_on_the_size_of_slots(dtype: torch.dtype) -> None:
     small, large = (
-        gated_delta_layer([9, 1, 4], key_heads=1, value_heads=6, slot_bytes=size, dtype=dtype)
-        for size in (512, 65536)
+        gated_delta_layer([9, 1, 14], key_width=1, slot_bytes=size, dtype=dtype)
+        for size in (128, 65536)
     )
     large.weights, large.inputs = small.weights, small.inputs
     assert torch.equal(small.run(gated_delta), large.run(gated_delta))
