@@ -20,7 +20,7 @@ from batchinfer.job.run.run_job import run_job
 from batchinfer.job.spec.spec import JobSpec
 from batchinfer.worker.model_runner import ModelRunner
 from tests.job.fakes import AtOnce
-from tests.models import make_text_model
+from tests.models import RECURRENT_FAMILIES, make_text_model
 
 PREFIXES = ["Translate this sentence into French: ", "Say in one word what this is about: "]
 PROMPTS = [PREFIXES[row % 2] + f"{row} plus {row * row}" for row in range(16)]
@@ -82,24 +82,41 @@ def test_plan_matches_the_run(tmp_path: Path, model: Path, monkeypatch: pytest.M
 def test_killed_job_resumes_to_equal_bytes(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spec, killed = job(tmp_path, model, order="input"), tmp_path / "killed"
+    check_resumed_job(tmp_path, model, monkeypatch)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", RECURRENT_FAMILIES)
+def test_killed_job_of_each_family_resumes_to_equal_bytes(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_text_model(tmp_path / "tiny", family)
+    check_resumed_job(tmp_path, model, monkeypatch, num_kv_blocks=400, max_num_seqs=4)
+
+
+def check_resumed_job(
+    folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch, **engine: Any
+) -> None:
+    """Resume a job from the files that kill -9 would leave after two parts, and compare its parts
+    with those of an undisturbed run."""
+    spec, killed = job(folder, model, order="input", **engine), folder / "killed"
     submit = ModelRunner.submit
 
     def submit_and_copy(runner: ModelRunner, step: Any) -> Any:
-        if len(parts(tmp_path)) == 2 and not killed.exists():  # the files that kill -9 would leave
-            shutil.copytree(tmp_path / "out", killed)
+        if len(parts(folder)) == 2 and not killed.exists():
+            shutil.copytree(folder / "out", killed)
         return submit(runner, step)
 
     monkeypatch.setattr(part_writer, "FLUSH_ROWS", 1)
     monkeypatch.setattr(pipeline, "BackgroundConsumer", AtOnce)
     monkeypatch.setattr(ModelRunner, "submit", submit_and_copy)
     assert run_job(spec, quiet=True) is ExitCode.OK
-    whole = parts(tmp_path)
-    shutil.rmtree(tmp_path / "out")
-    killed.rename(tmp_path / "out")
-    assert len(parts(tmp_path)) == 2
+    whole = parts(folder)
+    shutil.rmtree(folder / "out")
+    killed.rename(folder / "out")
+    assert len(parts(folder)) == 2
     assert run_job(spec, quiet=True) is ExitCode.OK
-    assert parts(tmp_path) == whole
+    assert parts(folder) == whole
 
 
 def test_outputs_do_not_depend_on_pool_or_reuse(tmp_path: Path, model: Path) -> None:
