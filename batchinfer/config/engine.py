@@ -13,7 +13,7 @@ QUANTIZATIONS = ("int8", "int4", "fp8", "int8_weight_only", "int4_weight_only")
 
 @dataclass(frozen=True)
 class EngineConfig(Record):
-    """Settings of the engine. A run does not change them."""
+    """Settings of the engine. They stay the same during a run."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: the first CUDA device if there is one, otherwise the CPU."""
@@ -44,12 +44,12 @@ class EngineConfig(Record):
     order: Literal["prefix", "input"] = "prefix"
     """Order in which rows run. The output is always in input order."""
     order_window: int = 65536
-    """About how many rows to plan together, as a window of whole parts. With order: prefix, the
-    rows of a window are sorted. A window has at most 64 million prompt tokens."""
+    """Approximate number of rows to plan together, as a window of whole parts. With order: prefix,
+    the rows of a window are sorted. A window has at most 64 million prompt tokens."""
     deterministic: bool = False
     """Make the bits of a row's results independent of the other rows in a batch. On a CUDA device,
-    this uses slower kernels and refuses some models. On a CPU, dense models have such results
-    anyway with `cpu_kernels: own` and without `latent_cache`."""
+    this uses slower kernels and refuses some models. On a CPU, results of dense models
+    are always independent with `cpu_kernels: own` and without `latent_cache`."""
     latent_cache: bool = False
     """Cache one latent per token for latent attention (DeepSeek V2 and V3, GLM 4.7-Flash, ...)
     instead of the keys and values of every head: 71 times fewer bytes for DeepSeek V3. Bits may

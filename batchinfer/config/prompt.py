@@ -27,9 +27,9 @@ class PromptConfig(Record):
     token_ids_column: str | None = None
     """A column of token ids: list<int>."""
     adapter: str | None = None
-    """Adapter from ``model.adapters`` for all rows; null: the base model."""
+    """Name of an adapter in ``model.adapters``, for all rows. null: the base model."""
     adapter_column: str | None = None
-    """A column of names from ``model.adapters``; null: the base model."""
+    """A column of names of adapters in ``model.adapters``. null: the base model."""
     system: str | None = None
     """System message of the conversation (a template like ``template``)."""
     chat_template: str = "auto"

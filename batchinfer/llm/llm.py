@@ -95,8 +95,7 @@ class LLM(GenerationCalls, PoolingCalls):
             ``auto``: by the model's class.
         task: the earlier name of ``runner``: ``generate``, ``embed``, ``classify`` or ``score``.
         hf_overrides: a dict with ``classifier_from_token``, the tokens with which a reranker
-        answers
-            no and yes: ``["no", "yes"]``.
+            answers no and yes: ``["no", "yes"]``.
         tensor_parallel_size: accepted for compatibility; must be 1.
         engine_keys: keys of the job file's ``engine`` section, like ``block_size=32``, and
             arguments of vLLM that have no effect here, which produce a warning.

@@ -82,7 +82,7 @@ class ModelSpec(Section):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Data type of the weights and activations. auto: the data type of the checkpoint."""
     max_model_len: int | None = Field(default=None, ge=1)
-    """Largest number of tokens of a prompt and its output together. null: the limit in the model's
+    """Largest number of tokens in a prompt and its output together. null: the limit in the model's
     config."""
     quantization: Text | None = None
     """Method that quantizes the weights of linear layers when they are loaded. int8 and int4:
@@ -100,7 +100,7 @@ class ModelSpec(Section):
     served_model_name: Text | tuple[Text, ...] | None = None
     """Names of the model that requests in an OpenAI batch file may use. If a name is a path, its
     last components are enough. Answers to requests without a model use the first name. null:
-    model.name; requests for other models are then answered with a warning, or refused if
+    model.name; requests for other models are then answered with a warning, or are refused if
     model.adapters is set."""
 
     @model_validator(mode="after")
@@ -146,13 +146,13 @@ class InputSpec(Section):
     parquet for all other names. Folders of Delta and Iceberg tables are detected. In other folders,
     CSV and Arrow files are read only if the folder has no Parquet and no JSON Lines files."""
     version: int | None = Field(default=None, ge=0)
-    """Version of a Delta table, or snapshot id of an Iceberg table. null: the latest
-    version when the job is planned."""
+    """Version of a Delta table, or snapshot id of an Iceberg table. null: the latest version at the
+    time when the job is planned."""
     schema_mode: Literal["strict", "union"] = Field(default="strict", alias="schema")
     """What to do if files differ in a column that the job uses or keeps. strict: refuse the files.
     union: use a type that holds every value unchanged (int64 for int32 and int64, string for
-    dictionaries of strings), and null if a file does not have the column; columns without a common
-    type, like string and number, are refused. JSON Lines files always form a union."""
+    dictionaries of strings), and null if a file does not have the column; refuse columns without a
+    common type, like string and number. JSON Lines files are always read with union."""
     id_column: Text | None = None
     """A column that identifies rows. A row without a value fails with missing_id, and a row with
     the value of an earlier row fails with duplicate_id."""
@@ -184,15 +184,15 @@ class OutputSpec(Section):
     path: Text
     """Output directory, local or in an object store (s3://, gs://)."""
     format: Literal["parquet", "openai-batch"] = "parquet"
-    """Format of the output. openai-batch: also write OpenAI's files openai/output.jsonl and
-    openai/errors.jsonl."""
+    """Format of the output. openai-batch: also write the files openai/output.jsonl and
+    openai/errors.jsonl in OpenAI's format."""
     rows_per_part: int = Field(default=4096, ge=1)
     """Number of rows in an output file."""
     if_exists: Literal["resume", "error", "overwrite"] = "resume"
     """What to do if the directory already has output."""
     explode: bool = False
-    """Write one row per sample: outputs and generated_text hold the sample, and other columns are
-    repeated."""
+    """Write one row per sample: outputs and generated_text hold only this sample, and other columns
+    are repeated."""
     include: tuple[Literal["prompt", "token_ids", "logprobs", "prompt_logprobs"], ...] = ()
     """Additional columns to write."""
     rename: Mapping[str, Text] = {}
