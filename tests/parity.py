@@ -23,6 +23,7 @@ from batchinfer.worker.kv_cache import KVCache
 from batchinfer.worker.loader import LoadedModel
 from batchinfer.worker.model_runner import ModelRunner
 from batchinfer.worker.sampling.sampler import Sampler
+from batchinfer.worker.vision.image_embeddings import ImageEmbeddings
 from tests.engine.invariants import check_scheduler
 from tests.engine.prompt_trees import planned
 from tests.models import VOCAB_SIZE
@@ -71,8 +72,10 @@ def prompts(longer: int = 0) -> list[list[int]]:
     ]
 
 
-def run(loaded: LoadedModel, setup: Setup) -> tuple[dict[int, Completion], list[StepStats]]:
-    """Run all prompts on an engine with the loaded model."""
+def make_engine(
+    loaded: LoadedModel, setup: Setup, images: ImageEmbeddings | None = None
+) -> tuple[Engine, Scheduler]:
+    """Return an engine with the loaded model, and its scheduler."""
     layout = loaded.layout(setup.block_size)
     num_blocks = setup.pool_tokens // setup.block_size * len(layout.windows)
     num_blocks += setup.num_states * layout.slots_per_state
@@ -94,8 +97,13 @@ def run(loaded: LoadedModel, setup: Setup) -> tuple[dict[int, Completion], list[
     )
     policy = PreemptionPolicy("swap" if num_host_blocks else "recompute")
     scheduler = Scheduler(pool, table, setup.max_tokens, policy)
-    runner = ModelRunner(loaded.model, cache, Sampler())
-    engine = Engine(scheduler, runner, runs_ahead=setup.runs_ahead)
+    runner = ModelRunner(loaded.model, cache, Sampler(), images=images)
+    return Engine(scheduler, runner, runs_ahead=setup.runs_ahead), scheduler
+
+
+def run(loaded: LoadedModel, setup: Setup) -> tuple[dict[int, Completion], list[StepStats]]:
+    """Run all prompts on an engine with the loaded model."""
+    engine, scheduler = make_engine(loaded, setup)
     params = SamplingParams(
         max_tokens=OUTPUT_TOKENS,
         temperature=setup.temperature,
@@ -110,6 +118,13 @@ def run(loaded: LoadedModel, setup: Setup) -> tuple[dict[int, Completion], list[
     for row, prompt in rows:
         token_ids, branches = np.asarray(prompt, dtype=np.int32), points.get(row, ())
         engine.add_request(Request(row, token_ids, params, (3, row), branch_points=branches))
+    return run_engine(engine, scheduler, setup)
+
+
+def run_engine(
+    engine: Engine, scheduler: Scheduler, setup: Setup
+) -> tuple[dict[int, Completion], list[StepStats]]:
+    """Run an engine's requests to their ends. Return completions by row, and statistics."""
     completions, steps = {}, []
     for _ in itertools.takewhile(lambda _: engine.num_unfinished, itertools.count()):
         outcome = engine.step()

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from batchinfer.config import MAX_BEAMS, SamplingParams
+from batchinfer.engine.images import PromptImage
 from batchinfer.engine.prompt_logprobs import PromptLogprobs
 from batchinfer.engine.step import Float32, Int32, LogitsProcessor, LogprobsMode
 from batchinfer.protocols import Grammar, StopChecker, StopMatch
@@ -48,6 +49,8 @@ class Request:
     models with recurrent state."""
     scored_from: int = 1
     """With ``params.prompt_logprobs``: index of the first prompt token to score."""
+    images: tuple[PromptImage, ...] = ()
+    """Images of the prompt, in order. Their tokens have negative ids."""
     first_sample: int = 0
     """Index of the first sample. If above 0, an earlier request of the row computed the prompt, and
     computing it again counts as recomputation."""

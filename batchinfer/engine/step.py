@@ -15,6 +15,8 @@ from typing import Any, ClassVar, Self
 import numpy as np
 import numpy.typing as npt
 
+from batchinfer.engine.images import StepImage
+
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 UInt64 = npt.NDArray[np.uint64]
@@ -195,6 +197,7 @@ class Step:
     state_tables: Int32 = field(default_factory=_no_pairs)  # [S, slots of a recurrent state]
     scored: ScoredTokens | None = None  # None: no prompt tokens are scored
     pooled: Int32 | None = None  # [E] indices of packed tokens whose hidden states are returned
+    images: tuple[StepImage, ...] = ()  # image tokens of the step
     adapters: Int32 | None = None  # [S] number of each sequence's adapter, 0 = none; None: all 0
 
     @property

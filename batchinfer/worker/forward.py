@@ -17,6 +17,7 @@ from batchinfer.worker.cuda_graphs.step_graphs import StepGraphs
 from batchinfer.worker.kv_cache import KVCache
 from batchinfer.worker.model.body import recorded_output
 from batchinfer.worker.transfer import to_device
+from batchinfer.worker.vision.image_embeddings import ImageEmbeddings
 
 
 @torch.inference_mode()
@@ -28,6 +29,7 @@ def forward(
     prev_token_ids: torch.Tensor | None = None,
     graphs: StepGraphs | None = None,
     body_outputs: list[Any] | None = None,
+    images: ImageEmbeddings | None = None,
 ) -> torch.Tensor:
     """Copy a step's blocks, and compute its logits.
 
@@ -35,6 +37,7 @@ def forward(
         prev_token_ids: int64 token ids that the previous step sampled, on the pool's device;
             ``step.previous_sample`` indexes them.
         graphs: captured graphs, replayed for steps of their sizes.
+        images: embeds the step's images.
         body_outputs: list to which the output of the model's body is appended.
 
     Returns:
@@ -55,13 +58,26 @@ def forward(
     records = nullcontext() if body_outputs is None else recorded_output(model, body_outputs)
     with forward_context(ForwardContext(cache, backend, tensors, adapters)), records:
         output = model(
-            input_ids=_input_ids(step, tensors, prev_token_ids)[None],
+            **_inputs(model, step, _input_ids(step, tensors, prev_token_ids), images),
             position_ids=tensors["positions"][None],
             use_cache=False,
             logits_to_keep=tensors["logits_indices"],
         )
     logits: torch.Tensor = output.logits[0]
     return logits
+
+
+def _inputs(
+    model: Any, step: Step, token_ids: torch.Tensor, images: ImageEmbeddings | None
+) -> dict[str, torch.Tensor]:
+    """Return the model's argument for token ids [T]: the ids, or their embeddings if the step has
+    images."""
+    if not step.images:
+        return {"input_ids": token_ids[None]}
+    assert images is not None
+    embeddings = model.get_input_embeddings()(token_ids.clamp(min=0))
+    images.put(step.images, embeddings)
+    return {"inputs_embeds": embeddings[None]}
 
 
 def _input_ids(

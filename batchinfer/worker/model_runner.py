@@ -19,6 +19,7 @@ from batchinfer.worker.model.body import PooledHandle
 from batchinfer.worker.oom import raise_out_of_memory
 from batchinfer.worker.prompt_logprobs import PromptScorer, ScoredHandle
 from batchinfer.worker.sampling.output import SampleHandle
+from batchinfer.worker.vision.image_embeddings import ImageEmbeddings
 
 Sample = Callable[[torch.Tensor, SamplingBatch], SampleHandle]
 """Draws the samples of a step from its logits [R, vocabulary]."""
@@ -32,6 +33,7 @@ class ModelRunner:
 
     Args:
         kernel: kernel of the model's linear layers; attention uses the same instructions.
+        images: embeds images; None if the model takes only text.
     """
 
     def __init__(
@@ -41,6 +43,7 @@ class ModelRunner:
         sample: Sample,
         graphs: StepGraphs | None = None,
         kernel: LinearKernel | None = None,
+        images: ImageEmbeddings | None = None,
     ) -> None:
         self._model = model
         self._cache = cache
@@ -49,6 +52,7 @@ class ModelRunner:
         self._previous = SampleHandle.nothing(cache.pool.device)
         self._graphs = graphs
         self._scorer = PromptScorer(model)
+        self._images = images
 
     def use_graphs(self, graphs: StepGraphs | None) -> None:
         """Set the graphs to replay from the next step on."""
@@ -68,7 +72,8 @@ class ModelRunner:
 
     def _start(self, step: Step, body_outputs: list[Any] | None = None) -> SampleHandle:
         state = self._model, self._cache, self._backend
-        logits = forward(*state, step, self._previous.token_ids, self._graphs, body_outputs)
+        previous = self._previous.token_ids
+        logits = forward(*state, step, previous, self._graphs, body_outputs, self._images)
         if step.num_samples == 0:
             return SampleHandle.nothing(logits.device)
         return self._sample(logits, step.sampling)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from batchinfer.engine.images import StepImage, images_of_chunk
 from batchinfer.engine.kv.pending_blocks import Pairs
 from batchinfer.engine.scheduler.schedule import Schedule
 from batchinfer.engine.scheduler.sequence_table import Rows, SequenceTable
@@ -94,6 +95,7 @@ def _step(
         pooled=pooled if len(pooled) else None,
         adapters=adapters if adapters.any() else None,
         state_tables=table.state_table[rows],
+        images=tuple(_images(table, schedule, starts)),
         **other_groups,
     )
 
@@ -125,6 +127,17 @@ def _token_ids(table: SequenceTable, schedule: Schedule, starts: Int32) -> Int32
         tokens = table.sequence(rows[at]).tokens(start, start + int(num_new[at]))
         token_ids[starts[at] : starts[at + 1]] = tokens
     return token_ids
+
+
+def _images(table: SequenceTable, schedule: Schedule, starts: Int32) -> Iterator[StepImage]:
+    """Yield the step's image tokens."""
+    computed = table.num_computed[schedule.rows]
+    for at in np.flatnonzero(computed < table.num_prompt[schedule.rows]):
+        images = table.sequence(schedule.rows[at]).request.images
+        if images:
+            start = int(computed[at])
+            stop = start + int(schedule.num_new[at])
+            yield from images_of_chunk(images, start, stop, int(starts[at]))
 
 
 def build_sampling_batch(table: SequenceTable, schedule: Schedule) -> SamplingBatch:
@@ -248,4 +261,4 @@ def _padded(rows: Items[Int32 | list[int]]) -> Int32:
     padded = np.full((len(rows), max(map(len, rows))), -1, dtype=np.int32)
     for row, token_ids in zip(padded, rows, strict=True):
         row[: len(token_ids)] = token_ids
-    return padded
+    return np.maximum(padded, -1)  # the tokens of images have other negative ids

@@ -112,7 +112,7 @@ class StepGraphs:
 
     def size_for(self, step: Step) -> GraphSize | None:
         """Return the size whose graph can compute a step; None if there is no such graph."""
-        if step.num_sequences == 0 or not self._inputs.holds(step):
+        if step.num_sequences == 0 or step.images or not self._inputs.holds(step):
             return None
         chunks = self._cache.layout.chunks
         if chunks and crosses_chunks(step, max(chunks)):

@@ -1,0 +1,71 @@
+"""Images of prompts, as the engine and its steps see them.
+
+Each token of an image has the same negative id, which belongs to this image alone. The prefix index
+compares token ids, so prompts share an image's blocks exactly if they have the same image after the
+same tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Int32 = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Image:
+    """An image that the model's processor has prepared."""
+
+    number: int
+    """Number of the image. Equal images have equal numbers; no other image has the same one."""
+    inputs: Mapping[str, npt.NDArray[Any]]
+    """Arguments of the vision tower, such as ``pixel_values``, for this image alone."""
+    num_tokens: int
+    """Number of embeddings that the vision tower returns."""
+
+    @property
+    def token_id(self) -> int:
+        """Negative id of the image's tokens."""
+        return -1 - self.number
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PromptImage:
+    """An image in a prompt."""
+
+    image: Image
+    positions: Int32
+    """[``image.num_tokens``] ascending positions in the prompt."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepImage:
+    """Tokens of an image that a step computes."""
+
+    image: Image
+    first: int
+    """Index of the first of these tokens among the image's tokens."""
+    indices: Int32
+    """Indices of these tokens among the step's packed tokens."""
+
+
+def images_of_chunk(
+    images: tuple[PromptImage, ...], start: int, stop: int, packed_start: int
+) -> list[StepImage]:
+    """Return the images' tokens at positions [start, stop) of a prompt.
+
+    Args:
+        packed_start: index of the token at ``start`` among the step's packed tokens.
+    """
+    found = []
+    for each in images:
+        first, end = np.searchsorted(each.positions, [start, stop]).tolist()
+        if first < end:
+            indices = each.positions[first:end] + np.int32(packed_start - start)
+            found.append(StepImage(each.image, first, indices))
+    return found

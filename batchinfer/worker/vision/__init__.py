@@ -1,0 +1,1 @@
+"""Vision towers: their weights, and the embeddings of images."""

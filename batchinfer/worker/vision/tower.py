@@ -1,0 +1,84 @@
+"""Loads the vision tower and the projector of a multimodal model, which are transformers' own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy.typing as npt
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from batchinfer.worker.model.language_model import language_model, saved_class
+from batchinfer.worker.model.quiet_transformers import quiet_transformers
+
+FAMILIES = frozenset({"llava", "mistral3", "internvl"})
+"""Types of models whose images this module supports. Their language models are causal over images
+and have one position for each token."""
+
+
+class VisionTower(nn.Module):
+    """The part of a multimodal model that turns images into embeddings.
+
+    Args:
+        body: transformers' multimodal model without its language model.
+    """
+
+    def __init__(self, body: Any) -> None:
+        super().__init__()
+        self.body = body
+
+    @torch.inference_mode()
+    def forward(self, inputs: Mapping[str, npt.NDArray[Any]]) -> torch.Tensor:
+        """Return the embeddings [tokens, hidden] of one image.
+
+        Args:
+            inputs: the image's arguments for ``get_image_features``.
+        """
+        parameter = next(self.body.parameters())
+        tensors = {name: torch.from_numpy(array) for name, array in inputs.items()}
+        tensors = {
+            name: tensor.to(
+                parameter.device, parameter.dtype if tensor.is_floating_point() else None
+            )
+            for name, tensor in tensors.items()
+        }
+        features = self.body.get_image_features(**tensors, return_dict=True).pooler_output
+        return torch.cat([each.flatten(0, -2) for each in features])
+
+
+def load_vision_tower(
+    folder: Path, config: PreTrainedConfig, dtype: str, device: torch.device
+) -> VisionTower | None:
+    """Load the tower of a model's folder; return None if images of its family are not supported."""
+    if config.model_type not in FAMILIES:
+        return None
+    wrapper_class = saved_class(config)
+    assert wrapper_class is not None
+    with quiet_transformers():
+        wrapper = _without_language_model(wrapper_class).from_pretrained(
+            folder, config=config, dtype=getattr(torch, dtype), attn_implementation="sdpa"
+        )
+    return VisionTower(wrapper.model).to(device).eval()
+
+
+def _without_language_model(wrapper_class: type[PreTrainedModel]) -> type[PreTrainedModel]:
+    """Return a subclass without the language model and its head. The subclass has the name and
+    module of ``wrapper_class``, because transformers uses these to look up the rules for renaming
+    tensors."""
+
+    class Wrapper(wrapper_class):  # type: ignore[misc]
+        def __init__(self, config: PreTrainedConfig) -> None:
+            super().__init__(config)
+            dropped = language_model(self), self.get_output_embeddings()
+            for name, module in [*self.named_modules()]:
+                if any(module is each for each in dropped):
+                    self.set_submodule(name, nn.Identity())
+            # The tied weights were dropped.
+            self.all_tied_weights_keys: dict[str, str] = {}
+
+    Wrapper.__name__ = Wrapper.__qualname__ = wrapper_class.__name__
+    Wrapper.__module__ = wrapper_class.__module__
+    return Wrapper

@@ -1,0 +1,87 @@
+"""Tiny random models that see, and images for them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoConfig, AutoModelForImageTextToText
+
+from batchinfer.engine.images import Image
+from tests.models import VOCAB_SIZE
+
+IMAGE_TOKEN = VOCAB_SIZE - 1
+_TEXT = {
+    "model_type": "llama",
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.2,
+    "tie_word_embeddings": False,
+    "eos_token_id": None,
+    "bos_token_id": None,
+    "pad_token_id": None,
+}
+_VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "patch_size": 8,
+    "initializer_range": 0.2,
+}
+_CONFIGS: dict[str, dict[str, Any]] = {
+    "llava": {
+        "vision_config": {**_VISION, "model_type": "clip_vision_model", "image_size": 32},
+        "text_config": _TEXT,
+        "image_token_id": IMAGE_TOKEN,
+        "image_token_index": IMAGE_TOKEN,
+    },
+    "mistral3": {
+        "vision_config": {**_VISION, "model_type": "pixtral", "image_size": 64, "head_dim": 16},
+        "text_config": {**_TEXT, "model_type": "mistral", "head_dim": 16, "sliding_window": None},
+        "image_token_id": IMAGE_TOKEN,
+        "image_token_index": IMAGE_TOKEN,
+        "spatial_merge_size": 2,
+    },
+    "internvl": {
+        "vision_config": {
+            **_VISION,
+            "model_type": "internvl_vision",
+            "image_size": [32, 32],
+            "patch_size": [8, 8],
+        },
+        "text_config": {**_TEXT, "model_type": "qwen2"},
+        "image_token_id": IMAGE_TOKEN,
+        "downsample_ratio": 0.5,
+    },
+}
+VISION_FAMILIES = tuple(_CONFIGS)
+
+
+def make_vision_checkpoint(family: str, path: Path, seed: int = 0) -> Path:
+    """Write a tiny random float32 checkpoint of a model that sees."""
+    torch.manual_seed(seed)
+    config = AutoConfig.for_model(family, **_CONFIGS[family])
+    model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+    model.save_pretrained(path)
+    return path
+
+
+def random_image(family: str, number: int) -> Image:
+    """Return an image of random pixels; sizes differ between images if the family allows it."""
+    rng = np.random.default_rng(number)
+    if family == "mistral3":
+        height, width = 16 * rng.integers(1, 4, 2)
+        pixels = rng.standard_normal((1, 3, height, width)).astype(np.float32)
+        sizes = np.array([[height, width]])
+        return Image(number, {"pixel_values": pixels, "image_sizes": sizes}, height * width // 256)
+    count = int(rng.integers(1, 4)) if family == "internvl" else 1
+    pixels = rng.standard_normal((count, 3, 32, 32)).astype(np.float32)
+    return Image(number, {"pixel_values": pixels}, count * (4 if family == "internvl" else 16))

@@ -1,0 +1,182 @@
+"""Rows with images get the same greedy tokens as in transformers, one row at a time."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn import functional
+from transformers import AutoModelForImageTextToText
+
+from batchinfer.config import ModelConfig, SamplingParams
+from batchinfer.engine.images import Image, PromptImage, images_of_chunk
+from batchinfer.engine.request import Completion, Request
+from batchinfer.worker.loader import LoadedModel, load_model
+from batchinfer.worker.vision.image_embeddings import ImageEmbeddings
+from batchinfer.worker.vision.tower import load_vision_tower
+from tests.parity import CPU, OUTPUT_TOKENS, TIE, Setup, make_engine, run_engine, tokens_of
+from tests.vision_models import (
+    IMAGE_TOKEN,
+    VISION_FAMILIES,
+    make_vision_checkpoint,
+    random_image,
+)
+
+SETUPS = {
+    "plain": Setup(),
+    "chunks_of_7": Setup(max_tokens=7, block_size=4),
+    "no_prefix_reuse": Setup(caching=False),
+    "four_samples": Setup(n=4, block_size=8),
+    "small_pool": Setup(block_size=4, pool_tokens=160, misleading=True, n=2),
+    "swapped": Setup(block_size=4, pool_tokens=160, misleading=True, num_host_blocks=40),
+}
+# Images of each row; equal numbers are equal images. A row without images is text alone.
+ROWS = ([0], [0], [], [1], [2, 0], [0, 0], [3, 1, 2, 0], [], [1])
+
+
+class Row:
+    """A prompt with images between random tokens. All rows have the same text."""
+
+    def __init__(self, family: str, number: int) -> None:
+        rng = np.random.default_rng(5)
+        self.images = [random_image(family, image) for image in ROWS[number]]
+        parts: list[Any] = [rng.integers(2, IMAGE_TOKEN, 5)]
+        for image in self.images:
+            parts += [np.full(image.num_tokens, image.token_id), rng.integers(2, IMAGE_TOKEN, 3)]
+        self.token_ids = np.concatenate(parts).astype(np.int32)
+
+    def request(self, number: int, params: SamplingParams) -> Request:
+        starts = np.flatnonzero(self.token_ids < 0)
+        images, at = [], 0
+        for image in self.images:
+            positions = starts[at : at + image.num_tokens].astype(np.int32)
+            images.append(PromptImage(image, positions))
+            at += image.num_tokens
+        return Request(number, self.token_ids, params, (3, number), images=tuple(images))
+
+    def features(self) -> dict[str, torch.Tensor]:
+        """Return the images as arguments of transformers' model; smaller images are padded."""
+        if not self.images:
+            return {}
+        inputs = [image.inputs for image in self.images]
+        height, width = np.max([each["pixel_values"].shape[2:] for each in inputs], axis=0)
+        pixels = [
+            functional.pad(x, (0, width - x.shape[3], 0, height - x.shape[2]))
+            for x in (torch.from_numpy(each["pixel_values"]) for each in inputs)
+        ]
+        sizes = [torch.from_numpy(each["image_sizes"]) for each in inputs if "image_sizes" in each]
+        return {
+            "pixel_values": torch.cat(pixels),
+            **({"image_sizes": torch.cat(sizes)} if sizes else {}),
+        }
+
+
+@pytest.fixture(scope="module", params=VISION_FAMILIES)
+def family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def folder(family: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_vision_checkpoint(family, tmp_path_factory.mktemp(family))
+
+
+@pytest.fixture(scope="module")
+def loaded(folder: Path) -> LoadedModel:
+    return load_model(ModelConfig(str(folder)), device=CPU)
+
+
+def embeddings(loaded: LoadedModel, num_bytes: int = 2**20) -> ImageEmbeddings:
+    tower = load_vision_tower(loaded.folder, loaded.pretrained, loaded.dtype, CPU)
+    assert tower is not None
+    return ImageEmbeddings(tower, num_bytes)
+
+
+def run_rows(
+    loaded: LoadedModel, setup: Setup, family: str, images: ImageEmbeddings
+) -> dict[int, Completion]:
+    engine, scheduler = make_engine(loaded, setup, images)
+    params = SamplingParams(
+        max_tokens=OUTPUT_TOKENS,
+        temperature=0.0,
+        n=setup.n,
+        # transformers would expect an image in place of this token.
+        logit_bias={IMAGE_TOKEN: -100.0},
+    )
+    if setup.misleading:
+        scheduler.output_lengths.observe(np.full(100, 2), np.ones(100, dtype=np.bool_))
+    for number in range(len(ROWS)):
+        engine.add_request(Row(family, number).request(number, params))
+    return run_engine(engine, scheduler, setup)[0]
+
+
+@pytest.mark.parametrize("setup", SETUPS.values(), ids=SETUPS)
+def test_greedy_tokens_equal_transformers(
+    setup: Setup, family: str, folder: Path, loaded: LoadedModel
+) -> None:
+    images = embeddings(loaded)
+    completions = run_rows(loaded, setup, family, images)
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+    assert images.num_encoded == 4
+    assert len(completions) == len(ROWS)
+    for number, completion in completions.items():
+        row = Row(family, number)
+        for output in completion.outputs:
+            drawn = output.token_ids.tolist()
+            ids = np.concatenate([np.where(row.token_ids < 0, IMAGE_TOKEN, row.token_ids), drawn])
+            with torch.no_grad():
+                logits = model(
+                    input_ids=torch.from_numpy(ids)[None], use_cache=False, **row.features()
+                ).logits[0, -OUTPUT_TOKENS - 1 : -1]
+            logits[:, IMAGE_TOKEN] = -torch.inf
+            taken = logits[torch.arange(OUTPUT_TOKENS), torch.tensor(drawn)]
+            assert (logits.max(dim=1).values - taken).max() < TIE, number
+
+
+def test_a_small_cache_encodes_images_again(family: str, loaded: LoadedModel) -> None:
+    whole = run_rows(loaded, Setup(), family, embeddings(loaded))
+    small = embeddings(loaded, num_bytes=0)
+    parts = run_rows(loaded, Setup(max_tokens=7, block_size=4), family, small)
+    assert small.num_encoded > 4
+    assert tokens_of(whole) == tokens_of(parts)
+
+
+def test_different_images_share_no_blocks(family: str, loaded: LoadedModel) -> None:
+    """Equal images after equal tokens share their blocks."""
+    completions = run_rows(loaded, Setup(block_size=1, max_tokens=64), family, embeddings(loaded))
+    cached = {number: done.stats.cached_tokens for number, done in completions.items()}
+    one = random_image(family, 0).num_tokens
+    assert cached[1] >= 5 + one  # the same image as row 0
+    assert cached[3] == 5  # another image after the same text
+
+
+@given(
+    lengths=st.lists(st.integers(1, 6), min_size=1, max_size=4),
+    gaps=st.lists(st.integers(0, 3), min_size=5, max_size=5),
+    cuts=st.lists(st.integers(0, 40)),
+)
+def test_chunks_of_a_prompt_hold_each_image_token_once(
+    lengths: list[int], gaps: list[int], cuts: list[int]
+) -> None:
+    images, at = [], gaps[0]
+    for number, length in enumerate(lengths):
+        images.append(PromptImage(Image(number, {}, length), np.arange(at, at + length)))
+        at += length + gaps[number + 1]
+    bounds = sorted({0, at, *(cut for cut in cuts if cut < at)})
+    found = [
+        (each.image.number, each.first + k, int(position) + start - 100)
+        for start, stop in pairwise(bounds)
+        for each in images_of_chunk(tuple(images), start, stop, packed_start=100)
+        for k, position in enumerate(each.indices)
+    ]
+    assert found == [
+        (image.image.number, k, int(position))
+        for image in images
+        for k, position in enumerate(image.positions)
+    ]
