@@ -66,7 +66,8 @@ ROOMS = [
     described("process", ("errors",)),
     Room("config", "settings as records that check their values", ("errors", "near_names")),
     Room("kernels", "tensors and numbers only: Triton, C, and their references in torch"),
-    Room("engine.step", "the message each way between engine and worker"),
+    Room("engine.images", "images in prompts, and their tokens"),
+    Room("engine.step", "the message each way between engine and worker", ("engine.images",)),
     Room("engine.encoder_step", "the message of a worker that reads texts whole", ("engine.step",)),
     Room("engine.runner", "the border to the worker", ("engine.step",)),
     Room("engine.prompt_logprobs", "log-probabilities of a prompt's tokens", ("engine.step",)),
@@ -116,6 +117,7 @@ ROOMS = [
     described(
         "worker.model", ("config", "errors", "engine", "worker.attention", "worker.transfer")
     ),
+    described("worker.vision", ("engine.images", "worker.model")),
     described("worker.cuda_graphs", ("kernels", "engine.runner", "engine.step", "worker")),
     Room("worker.forward", "one forward pass", ("engine.step", "worker")),
     Room("worker.verify", "a model tried on a few tokens", ("engine.kv", "engine.step", "worker")),
