@@ -191,8 +191,8 @@ class OutputSpec(Section):
     if_exists: Literal["resume", "error", "overwrite"] = "resume"
     """What to do if the directory already has output."""
     explode: bool = False
-    """Write one row per sample: outputs and generated_text hold only this sample, and other columns
-    are repeated."""
+    """Write one row per sample: the columns about samples, like outputs and generated_text,
+    describe only this sample, and other columns are repeated."""
     include: tuple[Literal["prompt", "token_ids", "logprobs", "prompt_logprobs"], ...] = ()
     """Additional columns to write."""
     rename: Mapping[str, Text] = {}
