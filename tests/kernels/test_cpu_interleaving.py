@@ -64,7 +64,7 @@ def test_decoder_layers_under_interleaving(
     dtype: torch.dtype, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     test_native_layers.test_joined_layers_have_the_bits_of_separate_calls(
-        dtype, method, 3, monkeypatch
+        "mistral", {}, dtype, method, 3, monkeypatch
     )
 
 
