@@ -81,7 +81,9 @@ def random_image(family: str, number: int) -> Image:
         height, width = 16 * rng.integers(1, 4, 2)
         pixels = rng.standard_normal((1, 3, height, width)).astype(np.float32)
         sizes = np.array([[height, width]])
-        return Image(number, {"pixel_values": pixels, "image_sizes": sizes}, height * width // 256)
+        inputs = {"pixel_values": pixels, "image_sizes": sizes}
+        return Image(number, lambda: inputs, height * width // 256)
     count = int(rng.integers(1, 4)) if family == "internvl" else 1
     pixels = rng.standard_normal((count, 3, 32, 32)).astype(np.float32)
-    return Image(number, {"pixel_values": pixels}, count * (4 if family == "internvl" else 16))
+    num_tokens = count * (4 if family == "internvl" else 16)
+    return Image(number, lambda: {"pixel_values": pixels}, num_tokens)

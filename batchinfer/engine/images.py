@@ -7,7 +7,7 @@ same tokens.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,14 +17,15 @@ import numpy.typing as npt
 Int32 = npt.NDArray[np.int32]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Image:
     """An image that the model's processor has prepared."""
 
     number: int
     """Number of the image. Equal images have equal numbers; no other image has the same one."""
-    inputs: Mapping[str, npt.NDArray[Any]]
-    """Arguments of the vision tower, such as ``pixel_values``, for this image alone."""
+    load_inputs: Callable[[], Mapping[str, npt.NDArray[Any]]]
+    """Returns the arguments of the vision tower, such as ``pixel_values``, for this image alone.
+    The arrays are large, so nothing keeps them once the image is embedded."""
     num_tokens: int
     """Number of embeddings that the vision tower returns."""
 

@@ -40,7 +40,7 @@ class ImageEmbeddings:
         if image.number in self._kept:
             self._kept.move_to_end(image.number)
             return self._kept[image.number]
-        embedded: torch.Tensor = self._tower(image.inputs)
+        embedded: torch.Tensor = self._tower(image.load_inputs())
         assert len(embedded) == image.num_tokens
         self._kept[image.number] = embedded
         self._used_bytes += embedded.nbytes

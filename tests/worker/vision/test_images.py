@@ -64,7 +64,7 @@ class Row:
         """Return the images as arguments of transformers' model; smaller images are padded."""
         if not self.images:
             return {}
-        inputs = [image.inputs for image in self.images]
+        inputs = [image.load_inputs() for image in self.images]
         height, width = np.max([each["pixel_values"].shape[2:] for each in inputs], axis=0)
         pixels = [
             functional.pad(x, (0, width - x.shape[3], 0, height - x.shape[2]))
@@ -166,7 +166,7 @@ def test_chunks_of_a_prompt_hold_each_image_token_once(
 ) -> None:
     images, at = [], gaps[0]
     for number, length in enumerate(lengths):
-        images.append(PromptImage(Image(number, {}, length), np.arange(at, at + length)))
+        images.append(PromptImage(Image(number, dict, length), np.arange(at, at + length)))
         at += length + gaps[number + 1]
     bounds = sorted({0, at, *(cut for cut in cuts if cut < at)})
     found = [
