@@ -110,19 +110,19 @@ _NOTES = {
 _HEAD = """\
 # Which models run
 
-A model runs if transformers has a class for its family, and the KV pool can hold what its layers
-keep. Weights must be in safetensors. batchinfer never runs code from a model's folder. Use
-`batchinfer plan` to find out whether a model runs before you rent a machine. When batchinfer loads
-a model, it compares the logits of a few tokens with those of transformers' own attention, and
-refuses the model if they differ.
+A model runs if transformers has a class for its family, and the KV pool can hold the keys and
+values, or the states, of its layers. Weights must be in safetensors. batchinfer never runs code
+from a model's folder. To find out whether a model runs before you rent a machine, use `batchinfer
+plan`. When batchinfer loads a model, it compares the logits of a few tokens with those of
+transformers' own attention, and refuses the model if they differ.
 
 Vision and audio models run on text prompts, because only their language model is loaded. A row with
 an image gets the error `unsupported_content`.
 
-Models without an output head can run the tasks in the last column: `embed`, and `classify` with a
-head of a `...ForSequenceClassification` class.
+The last column has the tasks of models without an output head: `embed`, and `classify` for models
+with the head of a `...ForSequenceClassification` class.
 
-| models | family (`model_type`) | support | without its output head |
+| models | family (`model_type`) | support | tasks without an output head |
 |---|---|---|---|
 """
 
@@ -144,8 +144,8 @@ _WHOLE = """
 ## Encoders
 
 Encoders generate no text and have no KV pool ([embeddings, labels, rerankers](embeddings.md)).
-Bidirectional decoders run in the same way, but only for `embed`: EmbeddingGemma (`gemma3_text` with
-`use_bidirectional_attention`), GTE-Qwen and others with `is_causal: false`.
+Bidirectional decoders run in the same way, but only with `embed`: EmbeddingGemma (`gemma3_text`
+with `use_bidirectional_attention`), and GTE-Qwen and others with `is_causal: false`.
 
 | models | family (`model_type`) | tasks |
 |---|---|---|

@@ -81,7 +81,7 @@ class StatsSpec(Section):
 
 
 class ScaleSpec(Section):
-    """Number and location of the job's workers. A cluster needs ``batchinfer[ray]``."""
+    """Number and location of the job's workers. A Ray cluster needs ``pip install '.[ray]'``."""
 
     workers: Annotated[int, Field(ge=1)] | Literal["auto"] = 1
     """Number of workers. Each worker has an engine and a device; without GPUs, workers share the
