@@ -6,7 +6,7 @@ Formula, with G groups of 128 columns (the last group may be shorter):
                                 sum_(k in g) weight[n, k] x[t, k]
 
 x is float8 with a scale for every row and group (`quantize_groups`), or has 16 or 32 bits and no
-scales. In the latter case, weights are converted to the dtype of x in registers, which is exact.
+scales. Without scales, weights are converted to the dtype of x in registers, which is exact.
 
 Accumulation: tensor cores sum each group from zero. Group sums are scaled and added in float32, in
 order. (An H100 keeps about 14 bits of a float8 sum, so longer sums would lose more bits.) If there

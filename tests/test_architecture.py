@@ -56,9 +56,8 @@ def described(name: str, may_import: tuple[str, ...] = ()) -> Room:
     return Room(name, docstring.splitlines()[0], may_import)
 
 
-# A room may import only rooms above it in this list, and of these only the ones that its last
-# argument names. Hence rooms do not import each other in cycles. Add a new room below all the rooms
-# that it imports.
+# A room may import only rooms above it in this list that its last argument names. Hence rooms do
+# not import each other in cycles. Add a new room below all the rooms that it imports.
 ROOMS = [
     Room("errors", "errors that a user can cause and fix, with their exit codes"),
     Room("near_names", "suggestions for misspelled names"),

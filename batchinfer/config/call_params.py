@@ -1,7 +1,7 @@
 """Sampling and beam search parameters of the Python API, with vLLM's names.
 
-``SamplingParams`` extends the job file's class of the same name. Unlike there, values may be
-changed later; each change validates all values again.
+``SamplingParams`` extends the job file's class of the same name. Unlike in that class, values may
+be changed later; each change validates all values again.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from batchinfer.config.types import format_value, near_name
 _GREEDY_BELOW = 1e-5
 """Temperature below which sampling is greedy, as in vLLM."""
 _MAX_BIAS = 100.0
-"""Largest absolute value of a logit bias; OpenAI's API clips biases to it."""
+"""Largest absolute value of a logit bias. OpenAI's API clips larger biases."""
 _UNLIMITED = 2**31 - 1
 _ALIASES: Mapping[str, str] = {
     "guided_decoding": "structured_outputs",
@@ -56,7 +56,7 @@ class _CallParams(sampling.SamplingParams):
     max_tokens: int | None = 16  # type: ignore[assignment]  # the engine gets a number
     """Maximum number of tokens of a sample; None for as many as ``LLM.max_model_len`` allows."""
     detokenize: bool = True
-    """False to leave texts empty, in outputs and in log-probabilities."""
+    """False: texts stay empty, in outputs and in log-probabilities."""
     truncate_prompt_tokens: int | None = None
     """Keep this many tokens from the end of the prompt; -1 leaves room for one output token."""
     logits_processors: tuple[Any, ...] | None = None
@@ -70,12 +70,12 @@ class _CallParams(sampling.SamplingParams):
     extra_args: Mapping[str, Any] | None = None
     """Not used; programs may store values here."""
     logprob_token_ids: tuple[int, ...] | None = None
-    """Token ids whose log-probabilities are returned with each output token, in place of the most
-    likely tokens."""
+    """Return the log-probabilities of these token ids with each output token, instead of those of
+    the most likely tokens."""
     prompt_logprob_token_ids: Any = None
-    """Token ids whose log-probabilities are returned in ``prompt_token_id_logprobs``. Give a list,
-    which may be empty, for each prompt token except the first, or an array [tokens, ids] padded
-    with -1."""
+    """Return the log-probabilities of these token ids in ``prompt_token_id_logprobs``. Give a list
+    (possibly empty) for each prompt token except the first, or an array [tokens, ids] padded with
+    -1."""
     prompt_logprob_start: int | None = None
     """Skip this many prompt tokens after the first in ``prompt_logprob_token_ids``."""
     flat_logprobs: bool = False
@@ -303,16 +303,16 @@ class BeamSearchParams:
     """Ignored."""
     length_penalty: float = 1.0
     include_stop_str_in_output: bool = False
-    """Keep the end-of-sequence token in the ``tokens`` of ``BeamSearchOutput.sequences``."""
+    """Keep the end-of-sequence token in ``tokens`` of ``BeamSearchOutput.sequences``."""
     structured_outputs: Any = None
     """See ``SamplingParams``."""
     skip_special_tokens: bool = False
-    """Leave special tokens out of the ``text`` of ``BeamSearchOutput.sequences``."""
+    """Leave special tokens out of ``text`` of ``BeamSearchOutput.sequences``."""
     allowed_token_ids: tuple[int, ...] | None = None
     """Must be None."""
 
     def sampling(self) -> SamplingParams:
-        """Return sampling parameters for a request that returns all of its beams.
+        """Return sampling parameters for a request that returns all its beams.
 
         Raises:
             TypeError, ValueError: a field is invalid; the message names it.

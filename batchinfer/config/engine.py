@@ -16,11 +16,11 @@ class EngineConfig(Record):
     """Settings of the engine. They stay the same during a run."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: the first CUDA device if there is one, otherwise the CPU."""
+    """auto: the first CUDA device, or the CPU if there is none."""
     block_size: int = 16
     """Number of tokens in a KV block."""
     gpu_memory_utilization: float = 0.9
-    """Fraction of the device's memory for weights, KV pool and activations together."""
+    """Share of the device's memory for weights, KV pool and activations together."""
     kv_cache_memory: str | int | float | None = None
     """Size of the KV pool, like 40GiB (a bare number is GiB). Overrides gpu_memory_utilization."""
     num_kv_blocks: int | None = None
@@ -28,40 +28,41 @@ class EngineConfig(Record):
     max_num_seqs: int = 1024
     """Largest number of sequences that run at the same time."""
     max_num_batched_tokens: int = 8192
-    """Largest number of tokens to compute in one step. On a CPU, the size of its caches limits the
-    number further."""
+    """Largest number of tokens to compute in one step. On a CPU, steps have at most 1,024 tokens,
+    or max_num_seqs if that is more, because larger steps overflow its caches."""
     enable_prefix_caching: bool = True
     """Reuse the KV blocks of prefixes that rows have in common."""
     preemption: Literal["auto", "recompute", "swap"] = "auto"
-    """How a preempted sequence gets its KV back. recompute: it is computed again. swap: it is
-    copied to host memory and back. auto: the faster of the two."""
+    """How a preempted sequence gets its KV back. recompute: its tokens are computed again. swap:
+    its KV is copied to host memory and back. auto: the faster of the two."""
     swap_space: str | int | float = "4GiB"
     """Host memory for swapped blocks; 0: none. On a CPU, the default is also limited to a quarter
     of the free memory."""
     kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3"] = "auto"
-    """auto: the model's dtype. fp8 (another name for fp8_e4m3): one byte per number with a scale of
-    1, so the pool has twice as many blocks as with 16 bits."""
+    """auto: the model's dtype. fp8 (the same as fp8_e4m3): one byte per number, without scales, so
+    the pool has twice as many blocks as with 16 bits."""
     order: Literal["prefix", "input"] = "prefix"
     """Order in which rows run. The output is always in input order."""
     order_window: int = 65536
-    """Approximate number of rows to plan together, as a window of whole parts. With order: prefix,
-    the rows of a window are sorted. A window has at most 64 million prompt tokens."""
+    """About how many rows to plan together, as a window. A window consists of whole parts, and has
+    at most 64 million prompt tokens. With order: prefix, its rows are sorted."""
     deterministic: bool = False
     """Make the bits of a row's results independent of the other rows in a batch. On a CUDA device,
-    this uses slower kernels and refuses some models. On a CPU, results of dense models
-    are always independent with `cpu_kernels: own` and without `latent_cache`."""
+    this uses slower kernels and refuses some models. On a CPU, most dense models are independent
+    anyway, with cpu_kernels: own and without latent_cache."""
     latent_cache: bool = False
-    """Cache one latent per token for latent attention (DeepSeek V2 and V3, GLM 4.7-Flash, ...)
-    instead of the keys and values of every head: 71 times fewer bytes for DeepSeek V3. Bits may
-    then depend on the other rows of a batch."""
+    """For latent attention (DeepSeek V2 and V3, GLM 4.7-Flash, ...), cache one latent per token
+    instead of the keys and values of every head. For DeepSeek V3, a token then takes a 71st of the
+    memory. Bits of a row may then depend on the other rows of a batch."""
     num_threads: int | None = None
     """Number of threads that compute on a CPU. null: OMP_NUM_THREADS if it is set, otherwise one
-    per core that this process may use, and fewer while other processes use the cores."""
+    per core that this process may use. Fewer threads compute while other processes use the
+    cores."""
     cpu_kernels: Literal["auto", "own", "onednn", "torch"] = "auto"
     """Kernels for linear layers on a CPU. auto: the fastest for the model's shapes, measured once.
     own: batchinfer's kernels, which give a row the same bits in any batch. onednn: oneDNN with
-    packed weights. torch: torch's linear layers. A resumed job keeps its first choice if it is
-    available."""
+    packed weights. torch: torch's linear layers. A resumed job uses the kernels of its first run if
+    the machine has them."""
 
     def __post_init__(self) -> None:
         coerce_fields(self)

@@ -1,4 +1,4 @@
-"""Settings of the model to run, and what its config.json says about its attention."""
+"""Settings of the model to run, and facts from its config.json, for example about its attention."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ states of all tokens of a text, computed in one step without a KV cache.
 """
 
 _OFFSET_FAMILIES = ("camembert", "mpnet", "roberta", "xlm-roberta")
-"""Families whose positions start after the id of the padding token (as in fairseq)."""
+"""Families that number positions from the padding token's id plus 1 (as in fairseq)."""
 ENCODER_FAMILIES = (
     *_OFFSET_FAMILIES,
     *("bert", "distilbert", "electra", "eurobert", "modernbert", "nomic_bert"),
@@ -39,8 +39,8 @@ class ModelConfig(Record):
     quantization: str | None = None
     """A value of ``QUANTIZATIONS``; None for the checkpoint's quantization."""
     adapters: Mapping[str, str] = field(default_factory=dict)
-    """Folder or hub id of each LoRA adapter, by name. Requests refer to adapters by their numbers,
-    which count from 1 in this order."""
+    """Folder or hub id of each LoRA adapter, by name. Requests name an adapter by its number: 1 for
+    the first."""
     runner: Runner = "generate"
     """Purpose of the model; with pooling, it may lack an output head."""
 

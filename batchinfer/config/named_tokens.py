@@ -1,4 +1,4 @@
-"""Checks the token ids whose log-probabilities a call requests."""
+"""Checks the token ids for which a call requests log-probabilities."""
 
 from __future__ import annotations
 

@@ -14,22 +14,22 @@ from batchinfer.config.types import Record, coerce_fields
 
 @dataclass(frozen=True)
 class PromptConfig(Record):
-    """How to make a prompt from a row. Set at most one source. The default is the column
-    ``messages``, or the column ``prompt`` if there is no ``messages``."""
+    """How to make a prompt from a row. Set at most one source. The default source is the column
+    ``messages``, or the column ``prompt`` if there is no column ``messages``."""
 
     column: str | None = None
     """A column of strings, or of conversations: list<struct<role, content>>."""
     template: str | None = None
     """A Jinja2 template that uses the row's columns. It runs in a sandbox."""
     messages: tuple[Mapping[str, str], ...] | None = None
-    """A conversation: messages with a ``role`` and a ``content``. Each content is a template, like
+    """A conversation: messages with a ``role`` and a ``content``. Each content is a template like
     ``template``."""
     token_ids_column: str | None = None
     """A column of token ids: list<int>."""
     adapter: str | None = None
     """Name of an adapter in ``model.adapters``, for all rows. null: the base model."""
     adapter_column: str | None = None
-    """A column of names of adapters in ``model.adapters``. null: the base model."""
+    """A column with the name of each row's adapter in ``model.adapters``. null: the base model."""
     system: str | None = None
     """System message of the conversation (a template like ``template``)."""
     chat_template: str = "auto"
@@ -46,8 +46,8 @@ class PromptConfig(Record):
     """A column with each row's own tools: the list as JSON text, or list<struct>. A row with null
     has no tools."""
     tool_choice: str | Mapping[str, Any] = "auto"
-    """auto: the model may call a tool. none: the model sees no tools. required: it must call a
-    tool. {type: function, function: {name: ...}}: it must call this tool."""
+    """auto: the model may call tools. none: the model sees no tools. required: the model must call
+    a tool. {type: function, function: {name: ...}}: the model must call this tool."""
     parse_special_tokens: bool = False
     """Parse control tokens such as <|im_end|> in the text of rows. false: they stay plain text."""
     on_too_long: Literal["error", "truncate_left", "truncate_right"] = "error"
@@ -75,7 +75,7 @@ class PromptConfig(Record):
 
 @dataclass(frozen=True)
 class AcceptConfig(Record):
-    """Draw samples of a row until enough samples pass or ``max_tries`` are drawn.
+    """Draw samples of a row until enough samples pass, or until ``max_tries`` samples are drawn.
 
     The filter checks samples in the order of their indices and keeps the first samples that pass,
     so its choice does not depend on the other rows of a batch.
@@ -89,8 +89,8 @@ class AcceptConfig(Record):
     min_tokens: int = 0
     """Smallest number of tokens in an accepted sample, including the token that ends it."""
     k: int | None = None
-    """Number of samples to keep. null: sampling.n. A row's own n, if greater
-    than 1, overrides this number."""
+    """Number of samples to keep for each row. null: sampling.n. A row's own n overrides this number
+    if it is greater than 1."""
     max_tries: int = 16
     """Largest number of samples to draw for a row."""
     dedup: bool = False

@@ -1,7 +1,8 @@
 r"""Matches regular expressions in linear time, and makes patterns portable between dialects.
 
 Matching uses Arrow's RE2, which is imported on first use. RE2 never backtracks and limits the size
-of compiled patterns. Matching thus needs no time limit and gives the same result on every machine.
+of compiled patterns. Matching therefore needs no time limit, and gives the same result on every
+machine.
 
 Patterns for generated text spell out ``\d``, ``\s`` and ``\w`` in ASCII, because dialects differ:
 llguidance lets ``\d`` match any Unicode digit, while ECMAScript (for JSON Schema) and RE2 match

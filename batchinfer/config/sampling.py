@@ -15,7 +15,7 @@ MAX_SAMPLES = 16_384
 """Maximum number of samples per prompt, as in vLLM."""
 MAX_BEAMS = 256
 MAX_LENGTH_PENALTY = 32.0
-"""Largest length penalty; the greatest length raised to this power is still a finite float."""
+"""Largest length penalty. The maximum length raised to this power is still a finite float."""
 HUGE = 1e30
 """Largest absolute value of a parameter, so that float32 arithmetic does not overflow."""
 
@@ -50,18 +50,19 @@ class SamplingParams(Record):
     temperature: float = 1.0
     """Temperature of sampling. 0: always take the most likely token."""
     top_p: float = 1.0
-    """Keep the smallest set of most likely tokens whose probabilities reach this sum."""
+    """Keep only the fewest tokens, most likely first, with probabilities that add up to at least
+    this number."""
     top_k: int = 0
-    """Keep this many most likely tokens; 0 or -1 keeps all."""
+    """Keep only this many of the most likely tokens; 0 or -1 keeps all."""
     min_p: float = 0.0
-    """Keep tokens that are at least this fraction as likely as the most likely token."""
+    """Keep only tokens with at least this fraction of the most likely token's probability."""
     presence_penalty: float = 0.0
     """Number to subtract once from the logit of every token that is already in the output."""
     frequency_penalty: float = 0.0
     """Number to subtract from a token's logit for each time that the token is in the output."""
     repetition_penalty: float = 1.0
-    """Number that divides positive logits and multiplies negative logits of tokens in the prompt or
-    the output."""
+    """Number that divides the positive logits, and multiplies the negative logits, of tokens in the
+    prompt or the output."""
     stop: tuple[str, ...] = ()
     """Strings that end a sample."""
     stop_token_ids: tuple[int, ...] = ()
@@ -73,8 +74,8 @@ class SamplingParams(Record):
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
     seed: int | None = None
-    """Seed of the random numbers: the same seed draws the same tokens. None: a new seed for every
-    call to the Python API."""
+    """Seed of the random numbers; with the same seed, a row draws the same tokens. None: a new seed
+    for every call of the Python API."""
     logprobs: int | None = None
     """Write the log-probability of each token, and of this many alternatives (at most 20)."""
     logit_bias: Mapping[int, float] | None = None

@@ -1,4 +1,4 @@
-"""Converts ``structured_outputs`` and ``response_format`` to one form, and validates them."""
+"""Converts ``structured_outputs`` and ``response_format`` to the same form, and validates them."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from typing import Any
 from batchinfer.config.types import format_value, near_name
 
 MAX_CHARACTERS = 2**20
-"""Maximum length of a schema, regex, grammar or list of choices, in characters; a million words
-would take gigabytes to compile.
-"""
+"""Maximum length of a schema, regex, grammar or list of choices, in characters. Compiling a million
+words would take gigabytes of memory."""
 
 KINDS = ("json", "regex", "choice", "grammar", "json_object")
 _WHITESPACE = ("disable_any_whitespace", "whitespace_pattern")
@@ -32,7 +31,7 @@ def checked_schema(structured_outputs: Mapping[str, Any] | None) -> str | None:
 
 
 def normalized(value: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return ``structured_outputs`` or OpenAI's ``response_format`` in one form.
+    """Return ``structured_outputs`` or OpenAI's ``response_format`` in the same form.
 
     A schema becomes JSON text, because outputs follow the order of its properties, and dicts that
     differ only in order compare equal.

@@ -1,10 +1,10 @@
 """vLLM's ``StructuredOutputsParams`` and ``GuidedDecodingParams``, and xgrammar's structural tags.
 
-A structural tag describes free text in which a trigger starts one of several tags, each with a
-beginning, content and an end. This module translates it to Lark for llguidance. It accepts both
-forms: ``{structures: [{begin, schema, end}], triggers}`` and the newer ``{format: {type:
-triggered_tags, tags: [{begin, content, end}], triggers}}`` (xgrammar's docs/structural_tag.md;
-llguidance's docs/syntax.md for lazy lexemes).
+A structural tag describes free text in which a trigger starts a tag. A tag has a beginning, content
+and an end. This module translates structural tags to Lark for llguidance. It accepts two forms:
+``{structures: [{begin, schema, end}], triggers}`` and the newer ``{format: {type: triggered_tags,
+tags: [{begin, content, end}], triggers}}`` (xgrammar's docs/structural_tag.md; llguidance's
+docs/syntax.md for lazy lexemes).
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class StructuredOutputsParams:
     """A grammar in Lark or GBNF (llama.cpp's format, xgrammar's EBNF)."""
     json_object: bool | None = None
     disable_any_whitespace: bool = False
-    """True for no whitespace between the parts of JSON."""
+    """True: no whitespace between the parts of JSON."""
     disable_additional_properties: bool = False
-    """True if objects have only the properties in their schema, unless it sets
+    """True: objects have only the properties in their schema, unless it sets
     additionalProperties."""
     whitespace_pattern: str | None = None
     """Regex for the whitespace between the parts of JSON."""
@@ -86,7 +86,8 @@ class GuidedDecodingParams(StructuredOutputsParams):
 
 
 def closed_schema(schema: Any) -> Any:
-    """Return a schema whose objects allow no additional properties unless they say so."""
+    """Return a copy of a schema in which objects allow no additional properties, unless it sets
+    them."""
     if isinstance(schema, list):
         return [closed_schema(item) for item in schema]
     if not isinstance(schema, Mapping):

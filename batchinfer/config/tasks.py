@@ -11,7 +11,7 @@ from batchinfer.config.types import Record, coerce_fields
 SCORING = SamplingParams(
     max_tokens=1, temperature=0.0, ignore_eos=True, seed=0, logprobs=0, prompt_logprobs=0
 )
-"""Sampling parameters of a score job, whose requests score tokens and draw none."""
+"""Sampling parameters of a score job. Its requests score tokens and draw none."""
 EMBEDDING = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, seed=0)
 """Sampling parameters of an embed or classify job; the drawn token is not used."""
 
@@ -42,13 +42,13 @@ class EmbedConfig(Record):
     1_Pooling/config.json, or else mean for a bidirectional model and lasttoken for a causal one.
     cls: the hidden state of the first token. Rows share prefixes only with lasttoken."""
     prompt_name: str | None = None
-    """Name of a prompt in the model's config_sentence_transformers.json, which is put before each
-    text. null: that file's default prompt, unless prompt.template is set. "": no prompt."""
+    """Name of a prompt in the model's config_sentence_transformers.json. Each text then starts with
+    this prompt. null: the file's default prompt, unless prompt.template is set. "": no prompt."""
     normalize: bool = True
     """Scale every embedding to length 1."""
     dimensions: int | None = None
-    """Cut every embedding to this many leading numbers, before normalizing (Matryoshka). null: keep
-    all."""
+    """Keep only this many leading numbers of every embedding, before normalizing (Matryoshka).
+    null: keep all."""
     dtype: Literal["float32", "float16"] = "float32"
     """Type of the numbers in the output."""
 
@@ -63,13 +63,13 @@ class ClassifyConfig(Record):
     """Input and labels of ``task: classify``."""
 
     query_column: str | None = None
-    """A column of queries for a reranker, which scores each with the document of its row. null:
+    """A column of queries. A reranker scores each query with the document of its row. null:
     classify the prompt."""
     document_column: str | None = None
     """The column of documents for query_column."""
     instruction: str | None = None
-    """Instruction for a Qwen3-Reranker, which says when a document matches a query. null: the
-    instruction that it was trained with, about passages that answer a web search query."""
+    """Instruction for a Qwen3-Reranker: when a document matches a query. null: the model card's
+    instruction, about passages that answer a web search query."""
     tokens: tuple[str, ...] | None = None
     """Tokens to use as labels, like [no, yes]. Scores come from their logits after the prompt. For
     a query and a document, give two tokens; the score is the probability of the second. null: use

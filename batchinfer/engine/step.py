@@ -130,7 +130,7 @@ class SamplingBatch(SamplingColumns):
         default_factory=_no_masks
     )  # [M, words] bit i % 32 of word i // 32 allows token i
     processed: tuple[ProcessedRow, ...] = ()
-    named_token_ids: Int32 | None = None  # [K, W] ids to return log-probabilities of; -1 pads
+    named_token_ids: Int32 | None = None  # [K, W] ids that get log-probabilities, padded with -1
     logprobs_modes: Int32 | None = None  # [K] ``LogprobsMode``; None: all RAW
 
 
@@ -141,7 +141,7 @@ class ScoredTokens:
     rows: Int32  # [P] index of the packed token whose logits predict each scored token
     token_ids: Int32  # [P]
     num_logprobs: Int32  # [P] alternatives
-    named_token_ids: Int32 | None = None  # [P, W] ids to return log-probabilities of; -1 pads
+    named_token_ids: Int32 | None = None  # [P, W] ids that get log-probabilities, padded with -1
     as_logits: Bool | None = None  # [P] return logits, not log-probabilities; None: all False
 
 

@@ -2,7 +2,7 @@
 
 The content of a message may be a list of text parts. Some templates loop over parts, some take only
 one text, some take only parts, and this may depend on the role. Rendering a test conversation shows
-which form a template takes. (vLLM instead analyzes the template's syntax in
+which form a template accepts. (vLLM instead analyzes the template's syntax in
 ``vllm/entrypoints/chat_utils.py``, which fails if the content passes through a macro or a filter.)
 """
 

@@ -85,8 +85,8 @@ def instructions(dtype: torch.dtype) -> str:
 
 
 def instructions_of(packed: torch.Tensor) -> str:
-    """Return the instructions that a weight was packed for. For low-bit weights, with which all
-    instructions give the same bits, return "int8" or "groups"."""
+    """Return the instructions that a weight was packed for. For low-bit weights, return "int8" or
+    "groups", because all instructions give the same bits."""
     number, kind = packed[: 8 // packed.element_size()].view(torch.int32).tolist()
     if kind in _KINDS:
         return _KINDS[kind]

@@ -2,7 +2,7 @@
 
 With 4 KiB pages, there is a page table walk for every 64 cache lines, which is slow on a virtual
 machine. With 2 MiB pages, GEMMs of 8 to 64 rows take 10 to 20 % less time. Linux uses huge pages
-for memory for which they are requested (``MADV_HUGEPAGE``). torch does not request them.
+only for memory that requests them (``MADV_HUGEPAGE``), and torch's memory does not.
 """
 
 from __future__ import annotations

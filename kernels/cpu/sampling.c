@@ -138,8 +138,8 @@ static void draw_from_all(
 }
 
 /* Finds the keys and weights of the tokens that top-k and then top-p keep, most likely first.
-   Returns the number of these tokens. Top-p keeps the smallest set of most likely tokens whose
-   share of the weight after top-k reaches top_p (Holtzman et al. 2020,
+   Returns the number of these tokens. Top-p keeps as few of the most likely tokens as possible, so
+   that their share of the weight after top-k reaches top_p (Holtzman et al. 2020,
    https://arxiv.org/abs/1904.09751). */
 static int64_t keep(const draw_args *a, int64_t d, const float *x, float top, const scratch *s) {
     const int64_t vocab = a->vocab;

@@ -224,7 +224,7 @@ class _Children:
 
 def _longest(keys: list[bytes], key: bytes) -> tuple[bytes, int]:
     """Return the key in sorted ``keys`` that shares the most leading tokens with ``key``, and the
-    number of these tokens. That key is one of the two between which ``key`` would be inserted."""
+    number of these tokens. The key is a neighbor of the place where ``key`` would be inserted."""
     best, shared = b"", 0
     at = bisect_left(keys, key)
     for neighbor in keys[max(at - 1, 0) : at + 1]:
@@ -235,8 +235,8 @@ def _longest(keys: list[bytes], key: bytes) -> tuple[bytes, int]:
 
 
 def _kept_below(node: Block, key: bytes, at: int) -> tuple[tuple[StateSnapshot, int], ...]:
-    """Return ((snapshot, ``at``),), or an empty tuple if no snapshot matches. Of the snapshots in
-    children of ``node`` whose key is a prefix of ``key``, the longest is chosen."""
+    """Return ((snapshot, ``at``),) for the longest snapshot in children of ``node`` that matches,
+    or an empty tuple if none does. A snapshot matches if its key is a prefix of ``key``."""
     kept = (node.snapshots_below or {}).values()
     matching = [snapshot for snapshot in kept if key.startswith(snapshot.key)]
     return ((max(matching, key=lambda one: one.num_tokens), at),) if matching else ()

@@ -1,4 +1,4 @@
-"""Compares a dataset with the planned one by the content of their files, in order.
+"""Compares a dataset with the planned dataset, by the content of their files, in order.
 
 Locations, names and times of files do not matter, except for folder names that become columns.
 """

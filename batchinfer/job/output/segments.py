@@ -131,8 +131,8 @@ class Segments:
         """Find the segments of earlier runs, and delete those that no part needs.
 
         Returns:
-            The rows of unfinished parts that are in segments, and what is wrong with each damaged
-            segment, keyed by its name. Rows of damaged segments have to run again.
+            The rows of unfinished parts that are in segments, and the problem of each damaged
+            segment, keyed by the segment's name. Rows of damaged segments have to run again.
 
         Raises:
             StorageError: a segment cannot be read, but may be intact.

@@ -32,7 +32,7 @@ class Store(Protocol):
         ...
 
     def files_below(self, folder: str, suffixes: tuple[str, ...]) -> set[str]:
-        """Return files in a folder and its subfolders whose names end in one of ``suffixes``."""
+        """Return the files in a folder and its subfolders that end in one of ``suffixes``."""
         ...
 
     def glob(self, pattern: str, suffixes: tuple[str, ...]) -> set[tuple[str, str]] | None:
@@ -110,8 +110,8 @@ def store_of(path: str) -> Store:
 def expand(entry: str, suffixes: tuple[str, ...]) -> list[str]:
     """Return the files of an entry of ``input.path``, in path order.
 
-    An entry is a glob unless a file or folder has its exact name. If the entry or a match of its
-    glob is a folder, only files in it whose names end in one of ``suffixes`` count.
+    An entry is a glob unless a file or folder has its exact name. In folders, only files count that
+    end in one of ``suffixes``.
 
     Raises:
         DataError: no file matches.

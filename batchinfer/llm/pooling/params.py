@@ -30,7 +30,7 @@ class PoolingParams:
     dimensions: int | None = None
     """Keep only the first dimensions of an embedding (Matryoshka)."""
     use_activation: bool | None = None
-    """False to return embeddings without normalizing them, and logits instead of scores."""
+    """False: embeddings are not normalized, and logits are returned instead of scores."""
     normalize: bool | None = None
     """The earlier name of ``use_activation`` for embeddings."""
     activation: bool | None = None

@@ -20,8 +20,8 @@ from batchinfer.text.processes.server_process import ForkRefusedError, ServerPro
 from batchinfer.text.processes.worker import Result
 
 _MAX_OUTSIDE = 4
-"""Number of deaths of a row's workers from outside causes after which this machine counts as unable
-to run workers."""
+"""If outside causes kill this many workers of a row, this machine counts as unable to run
+workers."""
 
 
 @dataclass(eq=False)

@@ -36,5 +36,5 @@ def page_recurrent_state(model: nn.Module) -> None:
 
 
 def _name_layer(attention: Any, _: Any, options: dict[str, Any]) -> None:
-    """Tell an attention module that several layers share which of these layers is running."""
+    """Give an attention module that several layers share the number of the layer that runs."""
     attention.layer_idx = options["layer_idx"]

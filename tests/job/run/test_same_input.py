@@ -1,4 +1,4 @@
-"""Jobs whose input or folder is touched, moved or changed between two runs."""
+"""Jobs resume after their input or folder was touched, moved or changed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which encoders run their layers in one call, and how the others run."""
+"""Some encoders run all their layers in one call, and the others run torch's layers."""
 
 from __future__ import annotations
 

@@ -43,8 +43,8 @@ _ZEROS: dict[tuple[bool, ...], str] = {
     (False, True, False, True): "UTF-16LE",
     (True, False, True, False): "UTF-16BE",
 }
-"""Encodings, keyed by which of the first four bytes of a file are zero. This works for files whose
-text begins with ASCII (RFC 4627).
+"""Encodings of files, keyed by whether each of the first four bytes is zero. This works for files
+that begin with ASCII (RFC 4627).
 """
 _CHECKED_LINES = 100
 _GOOD_PER_BAD = 10
