@@ -13,6 +13,7 @@ from batchinfer.engine.kv.layout import KVLayout
 from batchinfer.text.tokenizer import Tokenizer
 from batchinfer.worker.loader import ModelDescription
 from batchinfer.worker.memory import MemoryPlan
+from batchinfer.worker.vision.support import ImageSupport
 
 
 class WarmUp(Protocol):
@@ -59,6 +60,8 @@ class EngineContext:
     to run prompts of the same length together."""
     slots_per_state: int = 0
     """Number of pool slots for a sequence's recurrent state; 0 without recurrent layers."""
+    images: ImageSupport | None = None
+    """How the model sees; None if it takes only text."""
     load_adapter: Callable[[str, str], None] | None = None
     """Takes a name and a folder and loads this adapter, between steps; None if adapters are
     fixed."""

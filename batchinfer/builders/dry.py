@@ -24,6 +24,7 @@ from batchinfer.worker.encoder.description import describe_encoder, is_run_as_en
 from batchinfer.worker.loader import describe_model
 from batchinfer.worker.memory import DeviceMemory, fit_memory, free_host_bytes
 from batchinfer.worker.model.quantization import quantization_of
+from batchinfer.worker.vision.support import image_support
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +114,7 @@ def build_dry_engine(
         num_host_blocks=memory.num_host_blocks,
         simulated_share=num_blocks / memory.num_blocks,
         runner=runner,
+        images=image_support(described.folder, described.pretrained),
     )
 
 

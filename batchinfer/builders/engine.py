@@ -40,6 +40,9 @@ from batchinfer.worker.sampling.logprobs import row_stats
 from batchinfer.worker.sampling.sampler import Sampler
 from batchinfer.worker.sampling.variants import SamplingVariants
 from batchinfer.worker.threads.threads import StepThreads, ThreadedRunner
+from batchinfer.worker.vision.image_embeddings import EMBEDDING_BYTES, ImageEmbeddings
+from batchinfer.worker.vision.support import image_support
+from batchinfer.worker.vision.tower import load_vision_tower
 
 _OF_POOLS = (
     *("block_size", "kv_cache_memory", "num_kv_blocks", "kv_cache_dtype", "latent_cache"),
@@ -59,6 +62,7 @@ def build_engine(
     more_adapters: bool = False,
     random_weights: bool = False,
     check_vocab_size: Callable[[int], None] | None = None,
+    with_images: bool = False,
 ) -> EngineContext:
     """Load a model and make its engine.
 
@@ -71,6 +75,7 @@ def build_engine(
         random_weights: True if the model's files need not contain weights.
         check_vocab_size: takes the number of token ids before the weights are loaded, and raises a
             JobError if the job does not fit. Encoders, which draw no tokens, skip this check.
+        with_images: True to load the vision tower of a model that sees.
 
     Raises:
         ModelError: the model or its tokenizer cannot be loaded or run.
@@ -117,12 +122,19 @@ def build_engine(
     layout = loaded.layout(engine.block_size, engine.kv_cache_dtype)
     if engine.deterministic:
         check_batch_invariance(loaded.model, layout, loaded.kernels.kernel)
-    loaded_bytes = model_bytes(loaded.model)
+    tower = None
+    if with_images:
+        with phase("loading the vision tower"):
+            tower = load_vision_tower(folder, pretrained, loaded.dtype, device)
+    loaded_bytes = model_bytes(loaded.model) + (0 if tower is None else model_bytes(tower))
+    free = device_memory(device, loaded_bytes)
+    if tower is not None:
+        free = replace(free, free=free.free - EMBEDDING_BYTES)
     memory = fit_memory(
         engine,
         layout,
         loaded.config,
-        device_memory(device, loaded_bytes),
+        free,
         weight_bytes=loaded_bytes - loaded.adapter_bytes,
         adapter_bytes=loaded.adapter_bytes,
         max_model_len=loaded.max_model_len,
@@ -148,7 +160,8 @@ def build_engine(
     attention = AttentionKernel.of(cache, loaded.kernels.kernel)
     if layout.attention_layers:
         log(attention.line(pinned_kernels or {}))
-    runner = ModelRunner(loaded.model, cache, Sampler(), graphs, loaded.kernels.kernel)
+    embeddings = None if tower is None else ImageEmbeddings(tower, EMBEDDING_BYTES)
+    runner = ModelRunner(loaded.model, cache, Sampler(), graphs, loaded.kernels.kernel, embeddings)
     adapters = AdapterLoader(
         loaded.model,
         loaded.pretrained,
@@ -193,6 +206,7 @@ def build_engine(
         ),
         tokenizer=tokenizer,
         **pool_fields(loaded, layout, memory) | {"adapters": adapters.numbers},
+        images=None if tower is None else image_support(folder, pretrained),
         load_adapter=adapters.load if more_adapters else None,
         warm_up=_SamplingKernels(logits) if cache.pool.is_cuda else None,
         device=describe(device),

@@ -26,6 +26,15 @@ class PromptConfig(Record):
     ``template``."""
     token_ids_column: str | None = None
     """A column of token ids: list<int>."""
+    images: str | tuple[str, ...] | None = None
+    """A column of images, or a list of such columns, for models that see. A cell holds the bytes of
+    an image, a path below input.media_root, a data: URL, a struct<bytes, path>, a list of these, or
+    null. The images go to the image parts of the conversation, in order. If it has none, they
+    precede the first message of the user."""
+    max_image_pixels: int = 89_478_485
+    """Largest number of pixels of an image. A row with a larger image fails with invalid_image."""
+    mm_processor_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Options of the model's image processor, e.g. {max_pixels: 1003520}."""
     adapter: str | None = None
     """Name of an adapter in ``model.adapters``, for all rows. null: the base model."""
     adapter_column: str | None = None
@@ -65,6 +74,13 @@ class PromptConfig(Record):
             raise ValueError("tool_choice needs tools or tools_column")
         if self.adapter is not None and self.adapter_column is not None:
             raise ValueError("give adapter (for all rows) or adapter_column, not both")
+
+    @property
+    def image_columns(self) -> tuple[str, ...]:
+        """Columns of images."""
+        if self.images is None:
+            return ()
+        return (self.images,) if isinstance(self.images, str) else self.images
 
     @property
     def has_tools(self) -> bool:

@@ -14,6 +14,7 @@ from batchinfer.config import PromptConfig, SamplingParams, field_names
 from batchinfer.console.phases import Phases, active_phases, phase
 from batchinfer.errors import RowError
 from batchinfer.job.fingerprint import digest, fingerprint_facts
+from batchinfer.job.images import JobImages, image_settings, may_have_images
 from batchinfer.job.input.arrow_text import is_conversation
 from batchinfer.job.input.dataset import Source, open_source
 from batchinfer.job.input.format import SAMPLING_COLUMN
@@ -139,6 +140,8 @@ class LoadedJob:
     processes: TextProcesses
     phases: Phases | None = None
     """Durations of the phases of loading."""
+    images: JobImages | None = None
+    """Loads the images of rows; None if rows have text alone."""
 
     def close(self) -> None:
         """End the processes that build prompts."""
@@ -162,25 +165,27 @@ def load(job: Job, build: BuildEngine) -> LoadedJob | None:
             job.spec.engine,
             log=log.append,
             check_vocab_size=partial(check_token_ids, job.spec.sampling.params),
+            with_images=may_have_images(job.spec, job.source),
         )
+        settings = image_settings(job.spec, job.source, context.images)
+        images = None if settings is None else JobImages(settings, processes)
         with phase("starting text processes"):
-            processes.load(context.tokenizer)
+            processes.load(context.tokenizer, None if settings is None else settings.processor)
         if not BOUNDS_MEMORY:
             log.append(
                 "this system cannot limit the memory of a process, so a malicious row "
                 "may use up the machine's memory"
             )
         grammars = GrammarCompiler(context.tokenizer, context.eos_token_ids, context.vocab_size)
-        reader = _row_reader(job, context, grammars, processes)
+        reader = _row_reader(job, context, grammars, processes, images)
         task = TASKS[job.spec.task].load(job.spec, context, grammars)
         if context.warm_up is not None:
             _warm_up(job, context.warm_up)
     except BaseException:
         processes.close()
         raise
-    return LoadedJob(
-        context, reader, task, log, time.perf_counter() - began, processes, active_phases()
-    )
+    seconds = time.perf_counter() - began
+    return LoadedJob(context, reader, task, log, seconds, processes, active_phases(), images)
 
 
 def row_keys(job: Job, context: EngineContext) -> RowKeys:
@@ -214,7 +219,11 @@ def _warm_up(job: Job, compile_for: WarmUp) -> None:
 
 
 def _row_reader(
-    job: Job, context: EngineContext, grammars: GrammarCompiler, processes: TextProcesses
+    job: Job,
+    context: EngineContext,
+    grammars: GrammarCompiler,
+    processes: TextProcesses,
+    images: JobImages | None,
 ) -> RowReader:
     spec, schema = job.spec, job.source.schema
     check = _params_check(spec, processes)
@@ -229,11 +238,11 @@ def _row_reader(
     if job.source.format.holds_requests:
         kept = "logprobs" in spec.output.written
         params = make_params(where="body", keeps_logprobs=kept) if spec.task_spec.draws else None
-        return _request_reader(job, context, processes, params, tool_choices)
+        return _request_reader(job, context, processes, params, tool_choices, images)
     task = TASKS[spec.task]
     make, config = task.prompt_builder(spec), task.prompt_config(spec)
     conversations = [field.name for field in schema if is_conversation(field.type)]
-    prompts = _prompts(job, context, processes, make, config, schema.names, conversations)
+    prompts = _prompts(job, context, processes, images, make, config, schema.names, conversations)
     adapters = RowAdapters(spec.prompt.adapter_column, context.adapters, spec.prompt.adapter)
     row_params = make_params() if spec.task_spec.draws else None
     id_column = spec.input.id_column if row_params and spec.sampling.key == "id" else None
@@ -247,6 +256,7 @@ def _request_reader(
     processes: TextProcesses,
     params: RowParams | None,
     tool_choices: ToolChoices | None,
+    images: JobImages | None,
 ) -> RowReader:
     from batchinfer.job.openai.reader import TEMPLATE_VARIABLES, OpenAIReader, request_kind
 
@@ -257,7 +267,7 @@ def _request_reader(
     return OpenAIReader(
         request_kind(spec, job.table, has_tools=tool_choices is not None),
         task.prompt_config(spec),
-        lambda config, columns: _prompts(job, context, processes, make, config, columns),
+        lambda config, columns: _prompts(job, context, processes, images, make, config, columns),
         params,
         spec.model.served_names,
         context.adapters,
@@ -292,6 +302,7 @@ def _prompts(
     job: Job,
     context: EngineContext,
     processes: TextProcesses,
+    images: JobImages | None,
     make: BuilderFactory,
     config: PromptConfig,
     columns: Sequence[str],
@@ -309,6 +320,8 @@ def _prompts(
         vocab_size=context.vocab_size,
         now=datetime.fromisoformat(job.manifest.planned_at),
     )
+    if images is not None:
+        return images.numbered(processes.prompts(partial(factory, images=images.settings)))
     if config.token_ids_column is not None and job.spec.task_spec.draws:
         return PromptBuilder(config, context.tokenizer, **factory.keywords)
     return processes.prompts(factory)

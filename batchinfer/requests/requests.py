@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
 from batchinfer.config import EMBEDDING, SamplingParams
+from batchinfer.engine.images import PromptImage
 from batchinfer.engine.request import Request, TokenIds
 from batchinfer.errors import RowError
 from batchinfer.requests.branch_points import BranchPoints
@@ -62,6 +63,8 @@ class PromptRow:
     tools: RowTools | None = None
     key: bytes | None = None
     """Hash of everything that determines the row's answer; None if the job needs no keys."""
+    images: tuple[PromptImage, ...] = ()
+    """Images with their pixels, once they are loaded."""
 
     def __post_init__(self) -> None:
         """Drop the traceback and causes of an error: their frames keep the row in memory."""
@@ -78,6 +81,12 @@ class PromptRow:
         """Number of tokens of the prompt and of completions to score."""
         after = 0 if isinstance(self.prompt, RowError) else self.prompt.num_tokens_after
         return self.num_prompt_tokens + after
+
+    @property
+    def image_bytes(self) -> int:
+        """Number of bytes of encoded images that the row holds, not counting files."""
+        images = () if isinstance(self.prompt, RowError) else self.prompt.images
+        return sum(len(image.file.data or b"") for image in images)
 
     @property
     def rng_key(self) -> tuple[int, int]:
@@ -163,6 +172,7 @@ class RequestMaker:
             grammar=self._grammar(row.sampling, row.prompt.token_ids),
             reused_prefix_len=row.reused_prefix_len,
             branch_points=row.branch_points,
+            images=row.images,
             adapter=row.adapter,
             key=row.key,
         )

@@ -162,6 +162,8 @@ class ChatTemplate:
             return message
         form = self.content_format(message["role"])
         if isinstance(content, list) and form is ContentFormat.TEXT:
+            if any(part["type"] != "text" for part in content):
+                raise RowError("unsupported_content", f"{self._origin} takes no images")
             return {**message, "content": "\n".join(part["text"] for part in content)}
         if isinstance(content, str) and form is ContentFormat.PARTS:
             return {**message, "content": [{"type": "text", "text": content}]}
@@ -190,7 +192,7 @@ class ChatTemplate:
         last = messages[-1]
         content = last.get("content")
         *others, end = content if isinstance(content, list) and content else [content]
-        text = end["text"] if isinstance(end, dict) else end
+        text = end.get("text") if isinstance(end, dict) else end
         if not isinstance(text, str):
             raise RowError("template_error", "the last message has no text to continue")
         marked: Any = text + _END_MARK

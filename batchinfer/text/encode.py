@@ -8,6 +8,7 @@ from typing import TypeVar
 
 from batchinfer.errors import RowError
 from batchinfer.text.control_tokens import Marks
+from batchinfer.text.images.row_images import ImagesInText
 from batchinfer.text.tokenizer import TokenIds, Tokenizer
 
 _Text = TypeVar("_Text")
@@ -23,11 +24,17 @@ class RenderedText:
     add_special_tokens: bool
     marks: Marks | None
     has_control_text: bool
+    images: ImagesInText | None = None
 
     @property
     def restored(self) -> str:
-        """Text without marks."""
+        """Text without marks, with a placeholder for each image."""
         return self.text if self.marks is None else self.marks.restore(self.text)
+
+    @property
+    def to_encode(self) -> str:
+        """Text with marks, with all tokens of each image."""
+        return self.text if self.images is None else self.images.expanded(self.text)
 
 
 class TextEncoder:
@@ -57,7 +64,7 @@ class TextEncoder:
     def _encode_whole(self, group: Sequence[RenderedText]) -> list[TokenIds]:
         """Encode whole texts, exactly as transformers does."""
         encoded = self._tokenizer.encode_batch(
-            [item.text for item in group],
+            [item.to_encode for item in group],
             add_special_tokens=group[0].add_special_tokens,
             parse_special_tokens=True,
         )
@@ -69,7 +76,7 @@ class TextEncoder:
 
     def _encode_marked(self, group: Sequence[RenderedText]) -> list[TokenIds]:
         return self._tokenizer.encode_marked(
-            [item.text for item in group],
+            [item.to_encode for item in group],
             [str if item.marks is None else item.marks.restore for item in group],
             add_special_tokens=group[0].add_special_tokens,
         )
@@ -81,7 +88,7 @@ class TextEncoder:
         """
         added = self._tokenizer.num_added_special_tokens if item.add_special_tokens else 0
         count = self._tokenizer.num_control_ids(token_ids) - added
-        return count > 0 and count > len(self._tokenizer.control.pattern.findall(item.text))
+        return count > 0 and count > len(self._tokenizer.control.pattern.findall(item.to_encode))
 
     def _with_one_bos(self, result: TokenIds | RowError) -> TokenIds | RowError:
         """Drop the first token if the first two are both BOS."""

@@ -11,6 +11,7 @@ import numpy as np
 from batchinfer.config import PromptConfig
 from batchinfer.errors import RowError
 from batchinfer.text.encode import RenderedText, TextEncoder, each_apart_if_needed
+from batchinfer.text.images.row_images import RowImage
 from batchinfer.text.render import RowRenderer
 from batchinfer.text.tokenizer import TokenIds, Tokenizer
 
@@ -34,6 +35,8 @@ class Prompt:
     pair."""
     unpooled: int = field(default=0, kw_only=True)
     """Number of leading tokens that pooling leaves out."""
+    images: tuple[RowImage, ...] = field(default=(), kw_only=True)
+    """Images, in the order of their tokens, which have negative ids."""
 
     @property
     def num_tokens_after(self) -> int:
@@ -91,7 +94,7 @@ class PromptBuilder:
         be read, becomes the row's error.
 
         Error codes: ``empty_prompt``, ``prompt_too_long``, ``invalid_utf8``, ``template_error``,
-        ``unsupported_content``, ``row_too_large``.
+        ``unsupported_content``, ``row_too_large``, ``invalid_image``.
         """
         return self.tokenize(self.render(rows))
 
@@ -116,11 +119,19 @@ class PromptBuilder:
             if isinstance(ids, RowError):
                 prompts.append(ids)
             elif isinstance(item, RenderedText):
-                prompt = Prompt(ids, item.restored, False, item.has_control_text)
-                prompts.append(self._fitted(prompt))
+                prompts.append(or_error(self._prompt, (item, ids)))
             else:
                 prompts.append(self._fitted(Prompt(ids, None, False, False)))
         return prompts
+
+    def _prompt(self, encoded: tuple[RenderedText, TokenIds]) -> Prompt | RowError:
+        item, ids = encoded
+        if item.images is None:
+            return self._fitted(Prompt(ids, item.restored, False, item.has_control_text))
+        ids, images = item.images.with_negative_ids(ids), item.images.images
+        if len(ids) > self._max_tokens:
+            return PromptTooLongError(len(ids), self._max_tokens)  # an image cannot be cut
+        return Prompt(ids, item.restored, False, item.has_control_text, images=images)
 
     def _fitted(self, prompt: Prompt) -> Prompt | RowError:
         """Cut or refuse a prompt that leaves no room for an output token."""

@@ -11,6 +11,8 @@ from batchinfer.errors import ModelError, RowError, UsageError
 from batchinfer.text.chat import ChatTemplate, FinalMessage, Message
 from batchinfer.text.control_tokens import Marks
 from batchinfer.text.encode import RenderedText
+from batchinfer.text.images.files import ImageFile
+from batchinfer.text.images.row_images import ImageSettings, RowImages, image_parts
 from batchinfer.text.prompt_sources import (
     checked_template,
     conflicts,
@@ -50,6 +52,7 @@ class RowRenderer:
         final_message: how the prompt of a conversation ends.
         variables_column: column with a row's own ``config.chat_template_kwargs``, which override
             the job's values; ignored if it is not in the data.
+        images: how to find and process images; None if rows have text alone.
 
     Raises:
         UsageError: settings contradict each other or the columns.
@@ -70,6 +73,7 @@ class RowRenderer:
         appended_column: str | None = None,
         final_message: FinalMessage = "auto",
         variables_column: str | None = None,
+        images: ImageSettings | None = None,
     ) -> None:
         for key, problem in conflicts(config):
             raise UsageError(f"{key} {problem}")
@@ -86,9 +90,17 @@ class RowRenderer:
         self._source = make_source(config, columns)
         self._variables_column = variables_column if variables_column in available else None
         self._system = None
-        needed = {*self._source.columns, appended_column, config.tools_column, variables_column}
+        self._images = None if images is None else RowImages(images, config, columns)
+        self._text_columns = {
+            *self._source.columns,
+            appended_column,
+            config.tools_column,
+            variables_column,
+        }
+        needed = self._text_columns | set(config.image_columns)
         if config.system is not None:
             self._system = checked_template(config.system, "prompt.system", available)
+            self._text_columns |= self._system.columns(available)
             needed |= self._system.columns(available)
         self.columns = tuple(name for name in columns if name in needed)
         self._chat = _chat_template(
@@ -107,12 +119,16 @@ class RowRenderer:
 
         Raises:
             RowError: ``empty_prompt``, ``invalid_utf8``, ``template_error``,
-                ``unsupported_content``, ``row_too_large``.
+                ``unsupported_content``, ``row_too_large``, ``invalid_image``.
         """
         if self._ids_column is not None:
             where = f"column {self._ids_column}"
             return row_token_ids(row.get(self._ids_column), where, self.vocab_size)
-        values = {name: decoded(row[name], name) for name in self.columns if name in row}
+        values = {
+            name: decoded(row[name], name)
+            for name in self.columns
+            if name in row and name in self._text_columns
+        }
         row_tools = self._tools.of(values)
         tools = None if row_tools is None else list(row_tools.tools)
         marks, has_control_text = None, False
@@ -127,15 +143,34 @@ class RowRenderer:
                 if self._tools.column is not None:
                     tools = map_texts(marks.mark, tools, keys=True)
         prompt = self._source.read(values)
-        if self._chat is None and isinstance(prompt, str):
-            return RenderedText(prompt, True, marks, has_control_text)
+        files = [] if self._images is None else self._images.in_columns(row)
+        is_raw = self._chat is None and isinstance(prompt, str)
+        if isinstance(prompt, str) and is_raw:
+            text = prompt
+        else:
+            messages, files = self._messages(prompt, files)
+            text = self._as_chat(messages, values, tools)
+        images = None if self._images is None else self._images.in_text(text, files)
         # Chat templates write BOS themselves, so no special tokens are added, as in transformers.
-        return RenderedText(self._as_chat(prompt, values, tools), False, marks, has_control_text)
+        return RenderedText(text, is_raw, marks, has_control_text, images)
+
+    def _messages(
+        self, prompt: str | list[Message], files: list[ImageFile]
+    ) -> tuple[list[Message], list[ImageFile]]:
+        """Return the conversation, and its images in order."""
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        if self._images is not None:
+            return self._images.placed(messages, files)
+        if any(True for message in messages for _ in image_parts(message)):
+            raise RowError(
+                "unsupported_content",
+                "the conversation has an image, but the model takes only text",
+            )
+        return messages, []
 
     def _as_chat(
-        self, prompt: str | list[Message], values: Mapping[str, Any], tools: Tools | None
+        self, messages: list[Message], values: Mapping[str, Any], tools: Tools | None
     ) -> str:
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         if self._chat is None:
             raise RowError(
                 "template_error",

@@ -16,6 +16,8 @@ _MAX_BYTES_PER_CHAR = 4
 MAX_ROW_BYTES = 4 * _MAX_BYTES_PER_CHAR * MAX_TEXT_CHARS
 """Maximum number of bytes in all columns from which a row's prompt is made."""
 SYSTEM_ROLES = ("system", "developer")
+_IMAGE_KEYS = ("image_url", "image", "url", "path")
+"""Fields of a part that hold an image, in the forms of OpenAI and transformers."""
 
 
 def decoded(value: object, column: str) -> Any:
@@ -108,7 +110,8 @@ def row_token_ids(value: object, where: str, vocab_size: int) -> npt.NDArray[np.
 def as_messages(value: list[Any], column: str) -> list[Message]:
     """Return the messages of a conversation, without null fields.
 
-    The content of a message is a text, or a list of text parts ``{"type": "text", "text": ...}``.
+    The content of a message is a text, or a list of parts: ``{"type": "text", "text": ...}`` or
+    ``{"type": "image", "image": ...}``, where null stands for the next image of a column.
 
     Raises:
         RowError: ``empty_prompt``, or ``unsupported_content`` for other content.
@@ -129,8 +132,9 @@ def require_content(messages: list[Message], where: str) -> None:
 
 def _has_text(message: Message) -> bool:
     content = message.get("content", "")
-    texts = [part["text"] for part in content] if isinstance(content, list) else [content]
-    return any(text.strip() for text in texts)
+    if not isinstance(content, list):
+        return bool(content.strip())
+    return any(part["type"] == "image" or part["text"].strip() for part in content)
 
 
 def _as_message(item: object, where: str) -> Message:
@@ -143,12 +147,21 @@ def _as_message(item: object, where: str) -> Message:
         raise RowError("empty_prompt", f"{where} has null content")
     content = message.get("content", "")
     if isinstance(content, list):
-        texts = [_part_text(part, where) for part in content]
-        message["content"] = [{"type": "text", "text": text} for text in texts]
+        message["content"] = [_part(part, where) for part in content]
     elif not isinstance(content, str):
         kind = type(content).__name__
         raise RowError("unsupported_content", f"{where}: content is {kind}, not text")
     return message
+
+
+def _part(part: object, where: str) -> dict[str, Any]:
+    if isinstance(part, Mapping) and part.get("type") in ("image", "image_url", "input_image"):
+        given = [part[key] for key in _IMAGE_KEYS if part.get(key) is not None]
+        image = given[0] if given else None
+        if isinstance(image, Mapping) and image.get("url") is not None:
+            image = image["url"]
+        return {"type": "image", "image": image}
+    return {"type": "text", "text": _part_text(part, where)}
 
 
 def _part_text(part: object, where: str) -> str:
@@ -162,5 +175,6 @@ def _part_text(part: object, where: str) -> str:
         raise RowError("unsupported_content", problem)
     kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
     raise RowError(
-        "unsupported_content", f"{where}: a part has type {kind}, but only text is supported"
+        "unsupported_content",
+        f"{where}: a part has type {kind}, but only text and images are supported",
     )

@@ -1,10 +1,10 @@
 """Row keys: 128-bit hashes of everything that affects a row's answer.
 
 The facts that all rows of a job share (model, task, output columns: ``fingerprint.answer_facts``)
-are hashed once. To these, each row adds the token ids of its prompt, its parameters, its token
-limit, the content of its adapter, and, only if it samples, the seed and stream of its random
-numbers. The key does not depend on other input columns. It depends on the row's position only if
-the position selects the stream.
+are hashed once. To these, each row adds the token ids of its prompt, its images, its parameters,
+its token limit, the content of its adapter, and, only if it samples, the seed and stream of its
+random numbers. The key does not depend on other input columns. It depends on the row's position
+only if the position selects the stream.
 
 The hash is BLAKE2b (RFC 7693) with 16 bytes. Among 10**12 different rows, the probability that any
 two have the same key is about 10**-15.
@@ -42,6 +42,8 @@ _HEAD = struct.Struct("<iiQQ??")
 flags: the row samples, and its prompt was truncated.
 """
 _INT = np.dtype("<i4")
+_IMAGE = -1
+"""Stands for all tokens of images, whose ids differ between runs."""
 _LENGTH = struct.Struct("<i")
 _MOST_KEPT = 1024
 """Maximum number of cached hashes of sampling parameters; rows often have equal parameters."""
@@ -123,7 +125,11 @@ class RowKeys:
             return None
         key = self._begin(row)
         key.update(self._head(row, prompt))
-        key.update(_data(prompt.token_ids))
+        key.update(_data(np.maximum(prompt.token_ids, _IMAGE)))
+        for image in prompt.images:
+            key.update(image.key)
+        if prompt.images:
+            key.update(b"images")
         if prompt.first_segment is not None:
             key.update(_LENGTH.pack(prompt.first_segment))
             key.update(b"pair")

@@ -37,6 +37,8 @@ from batchinfer.requests.requests import PromptRow
 
 MOST_TOKENS = 1 << 26
 """Maximum number of prompt tokens in a window: 256 MiB of ids."""
+MOST_IMAGE_BYTES = 1 << 30
+"""Maximum number of bytes of encoded images in a window."""
 _WARM_UP = 1 / 16
 """Share of the new rows in a head start by prefix: enough rows to keep an engine busy, but so few
 that their prefixes are still in the KV cache when the rest of the window runs.
@@ -77,10 +79,15 @@ def plan_windows(
         for batch in batches:
             before, number = number, bisect_right(window_starts, batch[0].row_id)
             num_tokens = sum(row.num_tokens for row in batch)
-            if number != before or window.num_tokens + num_tokens > MOST_TOKENS:
+            image_bytes = sum(row.image_bytes for row in batch)
+            is_full = (
+                window.num_tokens + num_tokens > MOST_TOKENS
+                or window.image_bytes + image_bytes > MOST_IMAGE_BYTES
+            )
+            if number != before or is_full:
                 yield from window.rest()
                 window = make()
-            window.add(batch, num_tokens)
+            window.add(batch, num_tokens, image_bytes)
             if window.has_grown and is_starved():
                 yield from window.warm_up()
     except DataError:  # still run the rows that were read before the error
@@ -103,12 +110,15 @@ class _Window:
         """Indices of the rows that were handed over, in order."""
         self._num_planned = 0
         self.num_tokens = 0
+        self.image_bytes = 0
 
-    def add(self, batch: list[PromptRow], num_tokens: int) -> None:
-        """Append rows that have ``num_tokens`` prompt tokens in total."""
+    def add(self, batch: list[PromptRow], num_tokens: int, image_bytes: int) -> None:
+        """Append rows that have ``num_tokens`` prompt tokens and ``image_bytes`` bytes of images in
+        total."""
         start = len(self._rows)
         self._rows += batch
         self.num_tokens += num_tokens
+        self.image_bytes += image_bytes
         if not self._by_length:
             indices = range(start, len(self._rows))
             keys = [_sort_key(row) for row in batch]

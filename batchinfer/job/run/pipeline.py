@@ -288,7 +288,7 @@ class RowPipeline:
         with BackgroundConsumer(write, _WRITES_DUE) as writer:
             claims = claims_of(is_needed, is_over, writer.put)
             batches = self._batches(claims, is_over, starved.is_set, writer.put)
-            with Prefetcher(batches, 1, starved) as rows:
+            with self._prefetched(batches, is_over, starved, loop.max_waiting) as rows:
                 try:
                     with gc_frozen():
                         with phase("reading and planning rows"):
@@ -301,6 +301,25 @@ class RowPipeline:
                         self.loaded.processes.stop()  # do not wait for the text processes
         self._num_given += loop.num_given
         return complete and not cut_short.is_set()
+
+    @contextmanager
+    def _prefetched(
+        self,
+        windows: Iterator[list[PromptRow]],
+        is_over: Callable[[], bool],
+        starved: Event,
+        rows_ahead: int,
+    ) -> Iterator[Prefetcher[list[PromptRow]]]:
+        """Read one window ahead of the engine, and load the images of at most ``rows_ahead`` rows
+        ahead."""
+        if self.loaded.images is None:
+            with Prefetcher(windows, 1, starved) as rows:
+                yield rows
+            return
+        with Prefetcher(windows, 1) as planned:
+            loaded = self.loaded.images.loaded(planned.items(is_over), is_over)
+            with Prefetcher(loaded, rows_ahead, starved) as rows:
+                yield rows
 
     def _write(self, finished: _ToWrite) -> bool:
         """Write finished rows or tokens; return False if writing was cut short."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from queue import Empty, Full, Queue
 from threading import Event, Semaphore
 from typing import Generic, Self, TypeVar
@@ -54,6 +54,16 @@ class Prefetcher(Generic[T]):
             if waits and self._is_drained and self._error is not None:
                 raise self._error from None
             return None
+
+    def items(self, is_over: Callable[[], bool]) -> Iterator[T]:
+        """Yield all items; end early if ``is_over`` returns True.
+
+        Raises:
+            BaseException: the iterable's error.
+        """
+        while not self.exhausted and not is_over():
+            if (item := self.take(_POLL_S)) is not None:
+                yield item
 
     def wait(self, stop: Event) -> None:
         """Wait for the first item, or the end of the iterable, or ``stop``."""

@@ -159,6 +159,9 @@ class InputSpec(Section):
     filter: Text | None = None
     """SQL condition on a row's columns, like lang = 'en' and length(text) > 10. A row runs only if
     the condition is true. Rows keep their row_id."""
+    media_root: Text | None = None
+    """Folder of the images that rows name by path. Paths that lead out of it, also through links,
+    are errors. null: the folder of the first input file."""
     keep_columns: Literal["*"] | tuple[Text, ...] = "*"
     """Input columns to copy to the output; "*": all."""
     limit: int | None = Field(default=None, ge=0)

@@ -1,4 +1,5 @@
-"""The process that forks workers. It loads the tokenizer, has one thread, and imports no torch.
+"""The process that forks workers. It loads the tokenizer, has one thread, and imports no torch
+unless prompts have images.
 
 Forking takes milliseconds, whatever the tokenizer's size, and workers share the tokenizer's memory.
 The server runs no row itself, so it always notices the end of the process that started it, and then
@@ -10,6 +11,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import send_handle
@@ -40,7 +42,10 @@ def main() -> None:
     os.dup2(devnull, 0)
     try:
         control.send_bytes(GREETING)
-        tokenizer, limits = control.recv()
+        tokenizer, limits, prepare = control.recv()
+        if prepare is not None:
+            with suppress(Exception):  # a worker calls it again and reports the error
+                prepare()
         gc.collect()
         gc.freeze()  # otherwise, garbage collection in a worker would copy all pages
         _ForkServer(control, tokenizer, limits).run()

@@ -50,18 +50,22 @@ class TextProcesses:
     def __init__(self, most: int | None = None, limits: Limits = _LIMITS) -> None:
         self._limits = limits
         self._tokenizer: Tokenizer | None = None
+        self._prepare: Callable[[], object] | None = None
         self._lock = threading.Lock()
         self._is_stopped = False
         self._start(most or min(available_cpus(), MAX_WORKERS))
 
-    def load(self, tokenizer: Tokenizer) -> None:
+    def load(self, tokenizer: Tokenizer, prepare: Callable[[], object] | None = None) -> None:
         """Send workers their tokenizer; call it once, before any other method.
+
+        Args:
+            prepare: see ``ServerProcess.load``.
 
         Raises:
             DeviceError: worker processes cannot be started.
         """
-        self._tokenizer = tokenizer
-        self._server.load(tokenizer)
+        self._tokenizer, self._prepare = tokenizer, prepare
+        self._server.load(tokenizer, prepare)
 
     def prompts(self, factory: BuilderFactory) -> WorkerPrompts:
         """Return an object that makes prompts in workers, with the factory's builder.
@@ -114,7 +118,7 @@ class TextProcesses:
         self._threads = ThreadPoolExecutor(most, "prompts")
         self._release = weakref.finalize(self, _release, self._server, self._workers, self._threads)
         if self._tokenizer is not None:
-            self._server.load(self._tokenizer)
+            self._server.load(self._tokenizer, self._prepare)
 
     def _restart_if_dead(self) -> None:
         if self._owner != os.getpid():

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -80,8 +81,12 @@ class ServerProcess:
                 self._stderr.close()
                 raise not_started(str(error)) from error
 
-    def load(self, tokenizer: Tokenizer) -> None:
+    def load(self, tokenizer: Tokenizer, prepare: Callable[[], object] | None = None) -> None:
         """Send the tokenizer that the workers use.
+
+        Args:
+            prepare: picklable function that the server calls before it forks, so that workers share
+                what the function imports and caches.
 
         Raises:
             DeviceError: the server is dead or does not answer.
@@ -92,7 +97,7 @@ class ServerProcess:
                 self._wait()
                 if self._read_greeting() != GREETING:
                     raise OSError(f"{sys.executable} is not a Python interpreter")
-                self._control.send((tokenizer, self._limits))
+                self._control.send((tokenizer, self._limits, prepare))
             except (OSError, EOFError) as error:
                 raise self._failed(error) from error
 

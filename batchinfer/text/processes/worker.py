@@ -9,6 +9,7 @@ from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
 from batchinfer.errors import JobError, RowError
+from batchinfer.text.images.shared_arrays import SharedArrays
 from batchinfer.text.processes.limits import Limits, bounded_time
 from batchinfer.text.prompts import Prompt
 from batchinfer.text.tokenizer import Tokenizer
@@ -31,7 +32,7 @@ class Builder(Protocol):
         ...
 
     def tokenize(self, rendered: Sequence[Any]) -> list[Result]:
-        """Return a prompt or an error for each row."""
+        """Return a prompt, arrays of pixels, or an error for each row."""
         ...
 
 
@@ -44,7 +45,7 @@ def serve(connection: Connection, tokenizer: Tokenizer, limits: Limits) -> None:
 
     A request is a pickled ``BuilderFactory``, pickled rows, and the seconds that the rows may take.
     A batch of rows gets less processor time than a single row. A request without rows asks for the
-    builder's columns.
+    builder's columns. The files of ``SharedArrays`` follow the results.
 
     Answers are tuples that begin with a word: ``columns`` (names), ``rendered`` (sent for a single
     row before it is tokenized), ``results`` (a list of ``Result``), ``refused`` (a ``JobError``
@@ -93,6 +94,9 @@ class _Worker:
                 self._connection.send(("rendered",))
             results = builder.tokenize(rendered)
         self._connection.send(("results", results))
+        for result in results:
+            if isinstance(result, SharedArrays):
+                result.send(self._connection)
 
     def _builder(self, factory: bytes, seconds: float) -> Builder:
         builder = self._builders.pop(factory, None)

@@ -14,6 +14,7 @@ from threading import Condition
 from typing import Any
 
 from batchinfer.errors import ModelError, RowError
+from batchinfer.text.images.shared_arrays import SharedArrays
 from batchinfer.text.processes.deaths import Death, death
 from batchinfer.text.processes.limits import Limits
 from batchinfer.text.processes.server_process import ForkRefusedError, ServerProcess, not_started
@@ -127,7 +128,11 @@ class Workers:
             if kind == "rendered":
                 worker.has_rendered = True
                 kind, *values = worker.connection.recv()
-        except (EOFError, OSError):
+            if kind == "results":
+                for result in values[0]:
+                    if isinstance(result, SharedArrays):
+                        result.receive(worker.connection)
+        except (EOFError, OSError, RuntimeError):  # RuntimeError: no file came
             kind = ""
         if kind == "refused":
             raise values[0]

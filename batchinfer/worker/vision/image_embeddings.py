@@ -10,6 +10,9 @@ import torch
 from batchinfer.engine.images import Image, StepImage
 from batchinfer.worker.vision.tower import VisionTower
 
+EMBEDDING_BYTES = 1 << 28
+"""Bytes of the device that hold embeddings of images."""
+
 
 class ImageEmbeddings:
     """Embeddings of images, computed by the vision tower when a step first needs them.

@@ -1,0 +1,136 @@
+"""The images of a job's rows: settings for workers, numbers, and pixels."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from hashlib import sha256
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+
+from batchinfer.config import PromptConfig
+from batchinfer.errors import ModelError, RowError, UsageError
+from batchinfer.job.input.arrow_text import is_conversation, is_text
+from batchinfer.job.input.dataset import Source
+from batchinfer.job.rows.reader import Prompts
+from batchinfer.job.spec.spec import JobSpec
+from batchinfer.requests.images import ImageLoader, ImageNumbers
+from batchinfer.requests.requests import PromptRow
+from batchinfer.text.images.pixels import PixelBuilder
+from batchinfer.text.images.row_images import ImageSettings
+from batchinfer.text.processes.pool import TextProcesses
+from batchinfer.text.prompts import Prompt
+
+if TYPE_CHECKING:
+    from batchinfer.worker.vision.support import ImageSupport
+
+_PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
+
+
+class NumberedPrompts:
+    """Makes prompts whose images have numbers."""
+
+    def __init__(self, prompts: Prompts, numbers: ImageNumbers) -> None:
+        self.columns = prompts.columns
+        self._prompts = prompts
+        self._numbers = numbers
+
+    def start(self, rows: Sequence[Mapping[str, object]]) -> Callable[[], list[Prompt | RowError]]:
+        """See ``Prompts.start``."""
+        wait = self._prompts.start(rows)
+        return lambda: [
+            made if isinstance(made, RowError) else self._numbers.numbered(made) for made in wait()
+        ]
+
+
+class JobImages:
+    """Makes the prompts of a job whose rows may have images, and loads their pixels."""
+
+    def __init__(self, settings: ImageSettings, processes: TextProcesses) -> None:
+        self.settings = settings
+        self._processes = processes
+        self._numbers = ImageNumbers()
+
+    def numbered(self, prompts: Prompts) -> Prompts:
+        """Return an object that makes the same prompts, with numbered images."""
+        return NumberedPrompts(prompts, self._numbers)
+
+    def loaded(
+        self, batches: Iterator[list[PromptRow]], is_over: Callable[[], bool]
+    ) -> Iterator[list[PromptRow]]:
+        """Yield the rows of ``batches`` with the pixels of their images.
+
+        Args:
+            is_over: returns True if no more rows are wanted.
+        """
+        pixels = self._processes.prompts(partial(PixelBuilder, self.settings))
+        return ImageLoader(pixels.start, is_over=is_over).loaded(batches)
+
+
+def may_have_images(spec: JobSpec, source: Source) -> bool:
+    """Return True if rows of the job may have images."""
+    if not spec.task_spec.draws:
+        return False
+    return (
+        bool(spec.prompt.image_columns)
+        or source.format.holds_requests
+        or any(map(_has_parts, source.schema))
+    )
+
+
+def _has_parts(field: pa.Field) -> bool:
+    """Return True if a column holds conversations whose content is not text alone."""
+    if not is_conversation(field.type):
+        return False
+    content = field.type.value_type.field("content").type
+    return not (is_text(content) or pa.types.is_null(content))
+
+
+def image_settings(
+    spec: JobSpec, source: Source, support: ImageSupport | None
+) -> ImageSettings | None:
+    """Return how to find and process the images of a job's rows; None if they have text alone.
+
+    Raises:
+        UsageError: the job's task takes no images.
+        ModelError: the job has images, but the model takes only text.
+    """
+    config = spec.prompt
+    if config.image_columns and not spec.task_spec.draws:
+        raise UsageError(f"prompt.images: task {spec.task} takes no images")
+    if config.image_columns and support is None:
+        raise ModelError(
+            "prompt.images: this model takes only text, or its images are not supported yet",
+            hint="docs/models.md lists the models whose images are supported",
+        )
+    if support is None or not may_have_images(spec, source):
+        return None
+    return ImageSettings(
+        support.folder,
+        support.token_id,
+        media_root(spec, source),
+        config.max_image_pixels,
+        config.mm_processor_kwargs,
+        _salt(support.folder, config),
+    )
+
+
+def media_root(spec: JobSpec, source: Source) -> Path | None:
+    """Return the folder of image paths: ``input.media_root``, or else the folder of the first input
+    file; None if the input is in a store."""
+    if spec.input.media_root is not None:
+        return Path(spec.input.media_root).absolute()
+    first = source.files[0].path
+    return None if "://" in first else Path(first).absolute().parent
+
+
+def _salt(folder: Path, config: PromptConfig) -> bytes:
+    """Return a hash of all settings that affect the pixels of an image."""
+    digest = sha256(json.dumps(dict(config.mm_processor_kwargs), sort_keys=True).encode())
+    for name in _PROCESSOR_FILES:
+        path = folder / name
+        digest.update(path.read_bytes() if path.exists() else b"")
+    return digest.digest()

@@ -1,0 +1,190 @@
+"""Numbers the images of prompts, and loads their pixels before the engine needs them.
+
+Equal images have equal numbers while a row holds one of them. Their prompts therefore share KV
+blocks. Pixels are large. ``ImageLoader`` therefore limits the bytes of images that it decodes in
+advance, and the vision tower takes the pixels over when it embeds the image.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from threading import Condition
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from batchinfer.engine.images import Image, PromptImage
+from batchinfer.errors import DataError, RowError
+from batchinfer.requests.requests import PromptRow
+from batchinfer.text.images.files import INVALID_IMAGE
+from batchinfer.text.images.row_images import RowImage
+from batchinfer.text.images.shared_arrays import SharedArrays
+from batchinfer.text.prompts import Prompt
+
+PIXEL_BYTES = 1 << 30
+"""Largest size of decoded images that wait for the vision tower. One row may exceed it."""
+_ROWS_AHEAD = 32
+"""Number of rows whose images are decoded at the same time."""
+_POLL_S = 0.1
+
+Inputs = Mapping[str, npt.NDArray[Any]]
+StartBuilding = Callable[[Sequence[Mapping[str, object]]], Callable[[], Sequence[object]]]
+"""Starts decoding; returns a function that waits for ``SharedArrays`` or errors."""
+
+
+class ImageNumbers:
+    """Gives equal images equal numbers, which no other image gets."""
+
+    def __init__(self) -> None:
+        self._by_key: weakref.WeakValueDictionary[bytes, RowImage] = weakref.WeakValueDictionary()
+        self._numbers = itertools.count()
+
+    def numbered(self, prompt: Prompt) -> Prompt:
+        """Return a prompt whose images have numbers and whose image tokens have the ids of these
+        images."""
+        if not prompt.images:
+            return prompt
+        images = tuple(map(self._canonical, prompt.images))
+        at = np.flatnonzero(prompt.token_ids < 0)
+        token_ids = prompt.token_ids.copy()
+        numbers = np.array([image.number for image in images], np.int32)
+        token_ids[at] = -1 - numbers[-1 - token_ids[at]]
+        return replace(prompt, token_ids=token_ids, images=images)
+
+    def _canonical(self, image: RowImage) -> RowImage:
+        """Return the object that stands for all equal images, so that their bytes are kept once."""
+        known = self._by_key.get(image.key)
+        if known is None:
+            known = replace(image, number=next(self._numbers))
+            self._by_key[image.key] = known
+        return known
+
+
+class ImageLoader:
+    """Loads the pixels of rows in workers, in the rows' order.
+
+    Args:
+        start: starts decoding images, each in a row with the column ``image``.
+        num_bytes: largest size of decoded images that wait for the vision tower.
+        is_over: returns True if no more rows are wanted.
+    """
+
+    def __init__(
+        self,
+        start: StartBuilding,
+        num_bytes: int = PIXEL_BYTES,
+        is_over: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._start = start
+        self._num_bytes = num_bytes
+        self._is_over = is_over
+        self._loaded: weakref.WeakValueDictionary[int, Image] = weakref.WeakValueDictionary()
+        """Images by number, while a row or the engine holds them."""
+        self._waiting_bytes = 0
+        self._freed = Condition()
+
+    def loaded(self, batches: Iterator[list[PromptRow]]) -> Iterator[list[PromptRow]]:
+        """Yield the rows of ``batches`` in order, with ``PromptRow.images``.
+
+        A row whose image cannot be decoded gets the error ``invalid_image``.
+        """
+        for batch in batches:
+            if not any(_images_of(row) for row in batch):
+                yield batch
+                continue
+            started = deque[Callable[[], PromptRow]]()
+            for row in batch:
+                self._wait_for_memory()
+                started.append(self._started(row))
+                if len(started) >= _ROWS_AHEAD:
+                    yield [started.popleft()()]
+            while started:
+                yield [started.popleft()()]
+
+    def load(self, row: PromptRow) -> PromptRow:
+        """Load one row's images now."""
+        return self._started(row)()
+
+    def _wait_for_memory(self) -> None:
+        with self._freed:
+            while self._waiting_bytes > self._num_bytes and not self._is_over():
+                self._freed.wait(_POLL_S)
+
+    def _started(self, row: PromptRow) -> Callable[[], PromptRow]:
+        images = _images_of(row)
+        new = {image.number: image for image in images if image.number not in self._loaded}
+        kept = [self._loaded[image.number] for image in images if image.number in self._loaded]
+        wait = self._start([{"image": image} for image in new.values()])
+
+        def finish() -> PromptRow:
+            for image, result in zip(new.values(), wait(), strict=True):
+                if isinstance(result, RowError):
+                    row.prompt = _about_image(result)
+                    return row
+                assert isinstance(result, SharedArrays)
+                kept.append(self._made(image, result))
+            if images:
+                by_number = {image.number: image for image in kept}
+                row.images = _placed(row, [by_number[image.number] for image in images])
+            return row
+
+        return finish
+
+    def _made(self, image: RowImage, arrays: SharedArrays) -> Image:
+        if image.number in self._loaded:  # another row has loaded it in the meantime
+            return self._loaded[image.number]
+        with self._freed:
+            self._waiting_bytes += arrays.num_bytes
+        weakref.finalize(arrays.memory, self._release, arrays.num_bytes)
+        waiting = [arrays]
+
+        def load_inputs() -> Inputs:
+            """Hand the arrays over once; decode the image again if they are needed again."""
+            return (waiting.pop() if waiting else self._again(image)).arrays()
+
+        made = Image(image.number, load_inputs, image.num_tokens)
+        self._loaded[image.number] = made
+        return made
+
+    def _again(self, image: RowImage) -> SharedArrays:
+        (result,) = self._start([{"image": image}])()
+        if isinstance(result, RowError):
+            raise DataError(
+                f"an image can no longer be read: {result.message}",
+                hint="restore it and run the job again; finished rows are kept",
+            )
+        assert isinstance(result, SharedArrays)
+        return result
+
+    def _release(self, num_bytes: int) -> None:
+        with self._freed:
+            self._waiting_bytes -= num_bytes
+            self._freed.notify_all()
+
+
+def _images_of(row: PromptRow) -> tuple[RowImage, ...]:
+    return row.prompt.images if isinstance(row.prompt, Prompt) else ()
+
+
+def _placed(row: PromptRow, images: Sequence[Image]) -> tuple[PromptImage, ...]:
+    """Return a row's images with the positions of their tokens."""
+    assert isinstance(row.prompt, Prompt)
+    at = np.flatnonzero(row.prompt.token_ids < 0).astype(np.int32)
+    ends = np.cumsum([image.num_tokens for image in images])
+    return tuple(
+        PromptImage(image, positions)
+        for image, positions in zip(images, np.split(at, ends[:-1]), strict=True)
+    )
+
+
+def _about_image(error: RowError) -> RowError:
+    """Return the error of an image; the errors of workers that died name templates."""
+    if error.code == INVALID_IMAGE:
+        return error
+    message = error.message.replace("the template", "decoding an image")
+    return RowError(INVALID_IMAGE, message.replace("the tokenizer", "decoding an image"))

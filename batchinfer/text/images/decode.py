@@ -1,0 +1,99 @@
+"""Opens images with Pillow: checks the header first, and decodes pixels only on request."""
+
+from __future__ import annotations
+
+import io
+import warnings
+
+from PIL import Image
+
+from batchinfer.errors import RowError, one_line
+from batchinfer.text.images.files import INVALID_IMAGE
+
+_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF", "MPO", "ICO")
+"""Formats that contain pixels. Others, such as EPS, run other programs."""
+_ORIENTATION = 0x0112
+_TRANSPOSE = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+"""How to turn a picture upright, keyed by its EXIF orientation."""
+
+
+class OpenImage:
+    """An image whose header has been read.
+
+    Raises:
+        RowError: ``invalid_image``: the data is not an image, or it has too many pixels.
+    """
+
+    def __init__(self, data: bytes, max_pixels: int, where: str) -> None:
+        self._where = where
+        try:
+            with _NoWarnings():
+                self._image = Image.open(io.BytesIO(data), formats=_FORMATS)
+                self._turn = _TRANSPOSE.get(self._orientation())
+        except Exception as error:  # Pillow raises many types for damaged files
+            raise self._error("the header of an image cannot be read", error) from None
+        width, height = self._image.size
+        if not width or not height:
+            raise RowError(INVALID_IMAGE, f"{where}: an image has {width} x {height} pixels")
+        if width * height > max_pixels:
+            raise RowError(
+                INVALID_IMAGE,
+                f"{where}: an image has {width} x {height} pixels; "
+                f"prompt.max_image_pixels is {max_pixels}",
+            )
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Height and width of the upright picture, in pixels."""
+        width, height = self._image.size
+        is_on_side = self._turn in (
+            Image.Transpose.TRANSPOSE,
+            Image.Transpose.TRANSVERSE,
+            Image.Transpose.ROTATE_90,
+            Image.Transpose.ROTATE_270,
+        )
+        return (width, height) if is_on_side else (height, width)
+
+    def pixels(self) -> Image.Image:
+        """Decode the picture: upright, RGB, the first frame of an animation.
+
+        Raises:
+            RowError: ``invalid_image``: the data is damaged.
+        """
+        try:
+            with _NoWarnings():
+                self._image.load()
+                picture = self._image.convert("RGB")
+        except MemoryError:
+            raise
+        except Exception as error:
+            raise self._error("an image cannot be decoded", error) from None
+        return picture if self._turn is None else picture.transpose(self._turn)
+
+    def _orientation(self) -> int:
+        # Pillow turns TIFF itself. It decodes all pixels of a PNG to look for EXIF data after them.
+        is_known = self._image.format != "TIFF" and (
+            self._image.format != "PNG" or "exif" in self._image.info
+        )
+        return int(self._image.getexif().get(_ORIENTATION, 1)) if is_known else 1
+
+    def _error(self, what: str, error: Exception) -> RowError:
+        reason = one_line(error) or type(error).__name__
+        return RowError(INVALID_IMAGE, f"{self._where}: {what}: {reason}")
+
+
+class _NoWarnings(warnings.catch_warnings):
+    """Ignores Pillow's warnings, and its limit on pixels, for which ``max_pixels`` stands."""
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        warnings.simplefilter("ignore")
+        Image.MAX_IMAGE_PIXELS = None

@@ -1,0 +1,165 @@
+"""Reads the bytes of images from cells: bytes, paths below a folder, and data URLs."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import os
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote_to_bytes
+
+from batchinfer.errors import RowError
+from batchinfer.text.row_values import MAX_ROW_BYTES
+
+INVALID_IMAGE = "invalid_image"
+_DATA = "data:"
+_WEB = ("http://", "https://")
+_MAX_PATH_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class ImageFile:
+    """The place of an image's bytes: a file, or the bytes themselves."""
+
+    data: bytes | None
+    path: str | None = None
+    """Absolute path, if ``data`` is None."""
+
+    def read(self) -> bytes:
+        """Return the bytes.
+
+        Raises:
+            RowError: ``invalid_image``: the file cannot be read.
+        """
+        if self.data is not None:
+            return self.data
+        assert self.path is not None
+        try:
+            # A FIFO without a writer would block an ordinary open for ever.
+            descriptor = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK)
+            with open(descriptor, "rb") as file:
+                if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                    raise RowError(INVALID_IMAGE, f"{self.path} is not a file")
+                data = file.read(MAX_ROW_BYTES + 1)
+        except OSError as error:
+            raise RowError(INVALID_IMAGE, f"{self.path}: {error.strerror}") from None
+        if len(data) > MAX_ROW_BYTES:
+            raise RowError(INVALID_IMAGE, f"{self.path} has more than {MAX_ROW_BYTES} bytes")
+        return data
+
+
+class ImageFiles:
+    """Finds the images that a cell names.
+
+    Args:
+        root: folder of relative paths. Paths that lead out of it are errors. None: no path is read.
+    """
+
+    def __init__(self, root: Path | None) -> None:
+        self._root = None if root is None else root.resolve()
+
+    def in_cell(self, value: Any, where: str) -> list[ImageFile]:
+        """Return the images of a cell, in order; none for null.
+
+        Args:
+            value: image bytes, a path, a data URL, a struct with the fields ``bytes`` and ``path``
+                (as in datasets of the Hugging Face Hub), or a list of these. Texts may be UTF-8
+                bytes.
+            where: name of the cell in messages.
+
+        Raises:
+            RowError: ``invalid_image``.
+        """
+        if value is None:
+            return []
+        if isinstance(value, list | tuple):
+            return [image for item in value for image in self.in_cell(item, where)]
+        return [self._one(value, where)]
+
+    def _one(self, value: Any, where: str) -> ImageFile:
+        if isinstance(value, RowError):
+            raise value
+        if isinstance(value, Mapping):
+            if value.get("bytes"):
+                return ImageFile(value["bytes"])
+            if value.get("path"):
+                return self.named(_text(value["path"], where), where)
+            raise RowError(INVALID_IMAGE, f"{where}: a struct has neither bytes nor path")
+        if isinstance(value, str):
+            return self.named(value, where)
+        if not isinstance(value, bytes):
+            kind = type(value).__name__
+            raise RowError(INVALID_IMAGE, f"{where}: {kind} is neither an image nor a path")
+        if not value:
+            raise RowError(INVALID_IMAGE, f"{where} is empty")
+        if value.startswith(_DATA.encode()):
+            return self.named(_text(value, where), where)
+        name = _path_in(value)
+        return ImageFile(value) if name is None else self.named(name, where)
+
+    def named(self, name: str, where: str) -> ImageFile:
+        """Return the image that a path or a data URL names.
+
+        Raises:
+            RowError: ``invalid_image``.
+        """
+        if name.startswith(_DATA):
+            return ImageFile(_data_of(name, where))
+        if name.startswith(_WEB):
+            raise RowError(
+                INVALID_IMAGE, f"{where}: {name[:80]} is on the web; batchinfer opens no URLs"
+            )
+        if self._root is None:
+            raise RowError(
+                INVALID_IMAGE,
+                f"{where}: {name[:80]} is a path, but there is no folder for images; "
+                "set input.media_root",
+            )
+        path = self._root / name.removeprefix("file://")
+        try:
+            resolved = path.resolve()
+        except (OSError, ValueError, RuntimeError) as error:  # too long, a zero byte, a loop
+            raise RowError(INVALID_IMAGE, f"{where}: {name[:80]!r}: {error}") from None
+        if not resolved.is_relative_to(self._root):
+            raise RowError(
+                INVALID_IMAGE, f"{where}: {name[:80]} is outside input.media_root, {self._root}"
+            )
+        return ImageFile(None, str(resolved))
+
+
+def _path_in(value: bytes) -> str | None:
+    """Return the path that ``value`` holds; None if it holds an image.
+
+    No image format consists of printable UTF-8 alone, and no path contains anything else.
+    """
+    if len(value) > _MAX_PATH_BYTES:
+        return None
+    try:
+        text = value.decode()
+    except UnicodeDecodeError:
+        return None
+    return text if text.isprintable() else None
+
+
+def _text(value: str | bytes, where: str) -> str:
+    try:
+        return value if isinstance(value, str) else value.decode()
+    except UnicodeDecodeError as error:
+        raise RowError("invalid_utf8", f"{where}: {error}") from None
+
+
+def _data_of(url: str, where: str) -> bytes:
+    """Decode a data URL (RFC 2397)."""
+    head, comma, data = url.partition(",")
+    try:
+        if not comma:
+            raise ValueError("it has no comma")
+        if head.endswith(";base64"):
+            return base64.b64decode(data, validate=True)
+        return unquote_to_bytes(data)
+    except (ValueError, binascii.Error) as error:
+        raise RowError(INVALID_IMAGE, f"{where}: a data URL cannot be decoded: {error}") from None

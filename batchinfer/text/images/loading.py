@@ -1,0 +1,71 @@
+"""Loads a model's image processor in a process, once."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from batchinfer.errors import ModelError, one_line
+
+if TYPE_CHECKING:
+    from batchinfer.text.images.processor import ImageProcessor
+
+
+def load_image_processor(folder: Path, token_id: int, kwargs: Mapping[str, Any]) -> ImageProcessor:
+    """Load the image processor of a model's folder; later calls return the same object.
+
+    Args:
+        token_id: id of the token at whose positions the model takes an image's embeddings.
+        kwargs: ``prompt.mm_processor_kwargs``.
+
+    Raises:
+        ModelError: the folder has no processor, ``kwargs`` do not fit it, or Pillow is missing.
+    """
+    if find_spec("PIL") is None:
+        raise ModelError("images in prompts need Pillow", hint="pip install 'batchinfer[images]'")
+    return _load(folder, token_id, json.dumps(dict(kwargs), sort_keys=True))
+
+
+@functools.cache
+def _load(folder: Path, token_id: int, kwargs: str) -> ImageProcessor:
+    import transformers
+    from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
+
+    from batchinfer.text.images.processor import ImageProcessor
+
+    try:
+        family = AutoConfig.from_pretrained(folder).model_type
+        whole = _without_checks(getattr(transformers, PROCESSOR_MAPPING_NAMES[family]))
+        parts = [
+            AutoImageProcessor.from_pretrained(folder, backend="pil"),
+            AutoTokenizer.from_pretrained(folder),
+        ]
+        settings = whole.get_processor_dict(folder)[0]
+        for name in ("image_processor", "video_processor", "tokenizer", "processor_class"):
+            settings.pop(name, None)
+        made = whole.from_args_and_dict(parts, settings)
+        processor = made[0] if isinstance(made, tuple) else made
+        return ImageProcessor(processor, token_id, json.loads(kwargs))
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, ImportError) as error:
+        raise ModelError(
+            f"model.name: {folder}: its image processor cannot be loaded: {one_line(error)}"
+        ) from error
+
+
+def _without_checks(processor_class: Any) -> Any:
+    """Return a subclass that takes no video processor.
+
+    transformers checks the class of a processor's parts, for which it needs torchvision.
+    """
+
+    class Processor(processor_class):  # type: ignore[misc]
+        def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
+            return type(argument)
+
+    Processor.__name__ = Processor.__qualname__ = processor_class.__name__
+    return Processor

@@ -1,0 +1,45 @@
+"""Decodes images in workers, shortly before the engine needs their pixels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from batchinfer.errors import RowError
+from batchinfer.text.images.decode import OpenImage
+from batchinfer.text.images.files import INVALID_IMAGE
+from batchinfer.text.images.row_images import ImageSettings, RowImage
+from batchinfer.text.images.shared_arrays import SharedArrays
+from batchinfer.text.tokenizer import Tokenizer
+
+
+class PixelBuilder:
+    """Makes the arguments of the vision tower from images, in a worker.
+
+    Each "row" holds a ``RowImage`` as its only column.
+    """
+
+    columns: tuple[str, ...] = ("image",)
+
+    def __init__(self, settings: ImageSettings, tokenizer: Tokenizer) -> None:
+        self._settings = settings
+        self._processor = settings.processor()
+
+    def render(self, rows: Sequence[Mapping[str, Any]]) -> list[RowImage]:
+        """Return the images."""
+        return [row["image"] for row in rows]
+
+    def tokenize(self, images: Sequence[RowImage]) -> list[Any]:
+        """Return the arguments of the tower for each image as ``SharedArrays``, or the error
+        ``invalid_image``."""
+        return [self._made(image) for image in images]
+
+    def _made(self, image: RowImage) -> SharedArrays | RowError:
+        try:
+            data = image.file.read()
+            if self._settings.key_of(data) != image.key:
+                raise RowError(INVALID_IMAGE, f"{image.file.path} changed while the job ran")
+            picture = OpenImage(data, self._settings.max_pixels, "the row").pixels()
+            return SharedArrays(self._processor.inputs(picture))
+        except RowError as error:
+            return error

@@ -1,0 +1,131 @@
+"""Prepares images for a vision tower with transformers' own processor of the model."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image
+
+from batchinfer.errors import RowError, one_line
+from batchinfer.text.images.files import INVALID_IMAGE
+
+Inputs = dict[str, npt.NDArray[Any]]
+_TRIALS = ((64, 48), (48, 200), (330, 210))
+"""Sizes [height, width] with which ``_Repeated`` is checked."""
+
+
+@dataclass(frozen=True)
+class _Repeated:
+    """Replacement texts that repeat one token between a fixed beginning and a fixed end."""
+
+    before: str
+    token: str
+    after: str
+
+    def of(self, num_tokens: int) -> str:
+        return self.before + self.token * num_tokens + self.after
+
+
+class ImageProcessor:
+    """Prepares images for a vision tower.
+
+    Args:
+        processor: transformers' processor of the model.
+        token_id: id of the token at whose positions the model takes an image's embeddings.
+        kwargs: the job's ``prompt.mm_processor_kwargs``.
+    """
+
+    def __init__(self, processor: Any, token_id: int, kwargs: Mapping[str, Any]) -> None:
+        self._processor = processor
+        merged = processor._merge_kwargs(tokenizer_init_kwargs={}, **kwargs)["images_kwargs"]
+        self._kwargs = {**merged, "return_tensors": "np"}
+        self.placeholder: str = processor.image_token
+        """Text that a chat template writes for an image."""
+        self._token = processor.tokenizer.convert_ids_to_tokens(token_id)
+        self._replacement = functools.lru_cache(maxsize=4096)(self._computed_replacement)
+        self._repeated = self._find_repeated()
+
+    def replacement(self, size: tuple[int, int]) -> str:
+        """Return the text that takes a placeholder's place.
+
+        Args:
+            size: height and width of the image in pixels.
+
+        Raises:
+            RowError: ``invalid_image``: the processor refuses the size.
+        """
+        return self._replacement(size)
+
+    def num_tokens(self, size: tuple[int, int]) -> int:
+        """Return the number of embeddings of an image."""
+        return self.replacement(size).count(self._token)
+
+    def inputs(self, picture: Image.Image) -> Inputs:
+        """Return the arguments of the vision tower for one picture.
+
+        Raises:
+            RowError: ``invalid_image``: the processor refuses the picture.
+        """
+        inputs = self._processed(picture)[0]
+        names = self._processor.image_processor.model_input_names
+        unused = self._processor.unused_input_names
+        return {
+            name: np.asarray(inputs[name])
+            for name in names
+            if name in inputs and name not in unused
+        }
+
+    def _processed(self, picture: Image.Image) -> tuple[Mapping[str, Any], list[str]]:
+        """Return the processor's outputs for a picture, and its replacement text."""
+        try:
+            inputs, texts = self._processor._process_images([picture], **self._kwargs)
+        except (ValueError, ArithmeticError, OverflowError) as error:
+            size = f"{picture.height} x {picture.width}"
+            reason = f"the model's processor refuses an image of {size} pixels: {one_line(error)}"
+            raise RowError(INVALID_IMAGE, reason) from None
+        return inputs, texts
+
+    def _computed_replacement(self, size: tuple[int, int]) -> str:
+        if self._repeated is not None:
+            return self._repeated.of(self._counted(size))
+        return self._processed(_blank(size))[1][0]
+
+    def _counted(self, size: tuple[int, int]) -> int:
+        try:
+            counted = self._processor._get_num_multimodal_tokens(
+                image_sizes=[size], **self._size_kwargs
+            )
+        except (ValueError, ArithmeticError) as error:
+            reason = f"the model's processor refuses an image of {size[0]} x {size[1]} pixels: "
+            raise RowError(INVALID_IMAGE, reason + one_line(error)) from None
+        return int(counted["num_image_tokens"][0])
+
+    @property
+    def _size_kwargs(self) -> dict[str, Any]:
+        return {name: value for name, value in self._kwargs.items() if name != "return_tensors"}
+
+    def _find_repeated(self) -> _Repeated | None:
+        """Return the form of the replacement texts; None if they must be computed from pictures."""
+        found = None
+        for size in _TRIALS:
+            text = self._processed(_blank(size))[1][0]
+            before, token, rest = text.partition(self._token)
+            after = rest.rpartition(self._token)[2] if self._token in rest else rest
+            form = _Repeated(before, token, after)
+            try:
+                is_right = form.of(self._counted(size)) == text
+            except (RowError, KeyError, AttributeError, TypeError):
+                return None  # the processor counts no tokens
+            if not is_right or found not in (None, form):
+                return None
+            found = form
+        return found
+
+
+def _blank(size: tuple[int, int]) -> Image.Image:
+    return Image.new("RGB", (size[1], size[0]))

@@ -1,0 +1,243 @@
+"""Finds the images of a row, and writes their tokens into its prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from batchinfer.config import PromptConfig
+from batchinfer.errors import RowError
+from batchinfer.text.chat import Message
+from batchinfer.text.images.files import ImageFile, ImageFiles
+from batchinfer.text.prompt_sources import require_column
+from batchinfer.text.tokenizer import TokenIds
+
+if TYPE_CHECKING:
+    from batchinfer.text.images.processor import ImageProcessor
+
+KEY_BYTES = 16
+
+
+@dataclass(frozen=True)
+class ImageSettings:
+    """How to find and process a job's images. Picklable.
+
+    Args:
+        model_folder: folder of the model and its image processor.
+        token_id: id of the token at whose positions the model takes an image's embeddings.
+        root: folder of the paths in rows; None: rows may not name paths.
+        max_pixels: largest number of pixels of an image.
+        processor_kwargs: ``prompt.mm_processor_kwargs``.
+        salt: hash of everything else that affects an image's pixels.
+    """
+
+    model_folder: Path
+    token_id: int
+    root: Path | None
+    max_pixels: int
+    processor_kwargs: Mapping[str, Any]
+    salt: bytes = b""
+
+    def processor(self) -> ImageProcessor:
+        """Load the image processor; later calls return the same object.
+
+        Raises:
+            ModelError: the processor cannot be loaded, or Pillow is missing.
+        """
+        from batchinfer.text.images.loading import load_image_processor
+
+        return load_image_processor(self.model_folder, self.token_id, self.processor_kwargs)
+
+    def key_of(self, data: bytes) -> bytes:
+        """Return the key of an image: a hash of its bytes and of the settings that turn the bytes
+        into pixels."""
+        return blake2b(data, digest_size=KEY_BYTES, key=self.salt).digest()
+
+
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class RowImage:
+    """An image of a row, before its pixels are decoded."""
+
+    key: bytes
+    """Hash of the image's bytes and settings, 16 bytes. Equal images have equal keys."""
+    file: ImageFile
+    size: tuple[int, int]
+    """Height and width in pixels."""
+    num_tokens: int
+    """Number of embeddings that the vision tower makes of the image."""
+    number: int = -1
+    """Number in this process (``engine.images.Image.number``); -1: not numbered yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class ImagesInText:
+    """The images of a rendered text, which has a placeholder for each of them."""
+
+    images: tuple[RowImage, ...]
+    placeholder: str
+    replacements: tuple[str, ...]
+    token_id: int
+
+    def expanded(self, text: str) -> str:
+        """Replace each placeholder with its image's tokens."""
+        first, *rest = text.split(self.placeholder)
+        return first + "".join(
+            replacement + part for replacement, part in zip(self.replacements, rest, strict=True)
+        )
+
+    def with_negative_ids(self, token_ids: TokenIds) -> TokenIds:
+        """Replace the tokens of the image at index i with the id -1 - i.
+
+        Raises:
+            RowError: ``unsupported_content``: the text itself has image tokens.
+        """
+        at = np.flatnonzero(token_ids == self.token_id)
+        counts = [image.num_tokens for image in self.images]
+        if len(at) != sum(counts):
+            raise RowError(
+                "unsupported_content",
+                f"the prompt has {len(at)} image tokens, but its images need {sum(counts)}; "
+                "remove image tokens from the text",
+            )
+        marked = token_ids.copy()
+        marked[at] = np.repeat(-1 - np.arange(len(counts), dtype=np.int32), counts)
+        return marked
+
+
+class RowImages:
+    """Finds the images of rows.
+
+    Args:
+        columns: columns of the data.
+
+    Raises:
+        DataError: a column of ``prompt.images`` is missing.
+        ModelError: the model's image processor cannot be loaded.
+    """
+
+    def __init__(
+        self, settings: ImageSettings, config: PromptConfig, columns: Sequence[str]
+    ) -> None:
+        for name in config.image_columns:
+            require_column(name, "prompt.images", columns)
+        self.columns = config.image_columns
+        self._settings = settings
+        self._files = ImageFiles(settings.root)
+        if self.columns:
+            settings.processor()  # raises errors before the first row
+
+    def in_columns(self, row: Mapping[str, object]) -> list[ImageFile]:
+        """Return the images in the row's columns, in order.
+
+        Raises:
+            RowError: ``invalid_image``.
+        """
+        return [
+            image
+            for name in self.columns
+            for image in self._files.in_cell(row.get(name), f"column {name}")
+        ]
+
+    def placed(
+        self, messages: Sequence[Message], in_columns: Sequence[ImageFile]
+    ) -> tuple[list[Message], list[ImageFile]]:
+        """Return messages with a part for each image, and the images in the order of the parts.
+
+        Image parts without content stand for the images of the columns, in order. Without such
+        parts, the images of the columns precede the first message of the user.
+
+        Raises:
+            RowError: ``invalid_image``; ``unsupported_content``: the number of parts differs from
+                the number of images.
+        """
+        waiting = list(in_columns)
+        parts = [part for message in messages for part in image_parts(message)]
+        placed = [*messages]
+        if waiting and all(part["image"] is not None for part in parts):
+            placed = _with_leading_images(messages, len(waiting))
+            parts = [part for message in placed for part in image_parts(message)]
+        files = []
+        for part in parts:
+            if part["image"] is not None:
+                files += self._files.in_cell(part["image"], "an image of the conversation")
+            elif waiting:
+                files.append(waiting.pop(0))
+            else:
+                raise RowError(
+                    "unsupported_content",
+                    "the conversation has more image parts than the row has images",
+                )
+        if waiting:
+            raise RowError(
+                "unsupported_content",
+                f"the row has {len(waiting)} more images than the conversation has image parts",
+            )
+        return [_without_content(message) for message in placed], files
+
+    def in_text(self, text: str, files: Sequence[ImageFile]) -> ImagesInText | None:
+        """Open the images of a rendered text; return None if there are none.
+
+        Raises:
+            RowError: ``invalid_image``; ``unsupported_content``: the text has another number of
+                placeholders.
+        """
+        if not files and not self.columns:
+            return None
+        processor = self._settings.processor()
+        placeholder = processor.placeholder
+        count = text.count(placeholder)
+        if count != len(files):
+            raise RowError(
+                "unsupported_content",
+                f"the rendered prompt has {count} places for images ({placeholder}), "
+                f"but the row has {len(files)} images",
+            )
+        if not files:
+            return None
+        images = tuple(map(self._opened, files))
+        replacements = tuple(processor.replacement(image.size) for image in images)
+        return ImagesInText(images, placeholder, replacements, self._settings.token_id)
+
+    def _opened(self, file: ImageFile) -> RowImage:
+        from batchinfer.text.images.decode import OpenImage
+
+        data = file.read()
+        image = OpenImage(data, self._settings.max_pixels, "the row")
+        num_tokens = self._settings.processor().num_tokens(image.size)
+        return RowImage(self._settings.key_of(data), file, image.size, num_tokens)
+
+
+def image_parts(message: Message) -> Iterator[Mapping[str, Any]]:
+    """Yield the image parts of a message's content."""
+    content = message.get("content")
+    for part in content if isinstance(content, list) else ():
+        if part["type"] == "image":
+            yield part
+
+
+def _with_leading_images(messages: Sequence[Message], count: int) -> list[Message]:
+    """Put image parts without content before the text of the user's first message."""
+    images = [{"type": "image", "image": None}] * count
+    placed = [*messages]
+    for at, message in enumerate(placed):
+        if message["role"] == "user":
+            content = message.get("content") or []
+            if isinstance(content, str):
+                content = [{"type": "text", "text": content}]
+            placed[at] = {**message, "content": [*images, *content]}
+            return placed
+    raise RowError("unsupported_content", "the conversation has no message of the user for images")
+
+
+def _without_content(message: Message) -> Message:
+    """Drop the content of image parts: a chat template writes only their places."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return message
+    parts = [{"type": "image"} if part["type"] == "image" else part for part in content]
+    return {**message, "content": parts}

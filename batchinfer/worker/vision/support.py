@@ -1,0 +1,28 @@
+"""Says which models see, from their configs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers import PreTrainedConfig
+
+from batchinfer.worker.vision.tower import FAMILIES
+
+
+@dataclass(frozen=True)
+class ImageSupport:
+    """A model that sees."""
+
+    folder: Path
+    """Folder of the model and its image processor."""
+    token_id: int
+    """Id of the token at whose positions the model takes an image's embeddings."""
+
+
+def image_support(folder: Path, config: PreTrainedConfig) -> ImageSupport | None:
+    """Return how a model sees; None if it takes only text, or if its family is not supported."""
+    if config.model_type not in FAMILIES:
+        return None
+    token_id = getattr(config, "image_token_id", None)
+    return ImageSupport(folder, config.image_token_index if token_id is None else token_id)

@@ -1,0 +1,111 @@
+"""Folders of tiny random models that see, complete with tokenizer and image processor."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+_BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
+_TOKENS = {
+    "llava": {"image_token": "<image>"},
+    "internvl": {
+        "context_image_token": "<IMG_CONTEXT>",
+        "start_image_token": "<img>",
+        "end_image_token": "</img>",
+        "video_token": "<video>",
+    },
+    "gemma3": {
+        "boi_token": "<start_of_image>",
+        "eoi_token": "<end_of_image>",
+        "image_token": "<image_soft_token>",
+    },
+    "qwen2_5_vl": {
+        "image_token": "<|image_pad|>",
+        "video_token": "<|video_pad|>",
+        "vision_start_token": "<|vision_start|>",
+        "vision_end_token": "<|vision_end|>",
+    },
+}
+_TOKENS["qwen3_vl"] = _TOKENS["qwen2_5_vl"]
+_WRITTEN = {
+    "llava": "<image>",
+    "internvl": "<IMG_CONTEXT>",
+    "gemma3": "<start_of_image>",
+    "qwen2_5_vl": "<|vision_start|><|image_pad|><|vision_end|>",
+    "qwen3_vl": "<|vision_start|><|image_pad|><|vision_end|>",
+}
+"""Texts that the chat templates write for an image."""
+_TEMPLATE = (
+    "{%% for m in messages %%}<|im_start|>{{ m.role }}\n"
+    "{%% if m.content is string %%}{{ m.content }}{%% else %%}{%% for part in m.content %%}"
+    "{%% if part.type == 'text' %%}{{ part.text }}{%% else %%}%s{%% endif %%}"
+    "{%% endfor %%}{%% endif %%}<|im_end|>\n{%% endfor %%}"
+    "{%% if add_generation_prompt %%}<|im_start|>assistant\n{%% endif %%}"
+)
+_PATCHES = {"patch_size": 8, "merge_size": 2, "temporal_patch_size": 2}
+_PROCESSORS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "llava": (
+        CLIPImageProcessorPil(
+            size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32}, do_convert_rgb=True
+        ),
+        {
+            "patch_size": 8,
+            "vision_feature_select_strategy": "default",
+            "num_additional_image_tokens": 1,
+        },
+    ),
+    "internvl": (
+        GotOcr2ImageProcessorPil(
+            size={"height": 32, "width": 32}, crop_to_patches=True, min_patches=1, max_patches=4
+        ),
+        {"image_seq_length": 4},
+    ),
+    "gemma3": (
+        Gemma3ImageProcessorPil(size={"height": 32, "width": 32}),
+        {"image_seq_length": 4},
+    ),
+    "qwen2_5_vl": (
+        Qwen2VLImageProcessorPil(size={"shortest_edge": 256, "longest_edge": 16384}, **_PATCHES),
+        {},
+    ),
+}
+_PROCESSORS["qwen3_vl"] = _PROCESSORS["qwen2_5_vl"]
+_CLASSES = {
+    "llava": "LlavaProcessor",
+    "internvl": "InternVLProcessor",
+    "gemma3": "Gemma3Processor",
+    "qwen2_5_vl": "Qwen2_5_VLProcessor",
+    "qwen3_vl": "Qwen3VLProcessor",
+}
+PROCESSOR_FAMILIES = tuple(_PROCESSORS)
+
+
+def add_processor(family: str, folder: Path) -> dict[str, int]:
+    """Write a byte tokenizer and an image processor; return the ids of the named tokens."""
+    names = _TOKENS[family]
+    specials = ["<s>", "<|im_start|>", "<|im_end|>", *names.values()]
+    vocabulary = {text: at for at, text in enumerate([*specials, *_BYTES])}
+    backend = Tokenizer(models.BPE(vocabulary, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        eos_token="<|im_end|>",
+        additional_special_tokens=["<s>", "<|im_start|>"],
+        extra_special_tokens=names,
+        chat_template=_TEMPLATE % _WRITTEN[family],
+    )
+    tokenizer.save_pretrained(folder)
+    processor, settings = _PROCESSORS[family]
+    processor.save_pretrained(folder)
+    path = folder / "processor_config.json"
+    path.write_text(json.dumps({"processor_class": _CLASSES[family], **settings}))
+    return {name: vocabulary[text] for name, text in names.items()}
