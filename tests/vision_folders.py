@@ -13,6 +13,8 @@ from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImagePr
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+from tests.vision_models import make_vision_checkpoint
+
 _BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
 _TOKENS = {
     "llava": {"image_token": "<image>"},
@@ -86,6 +88,13 @@ _CLASSES = {
     "qwen3_vl": "Qwen3VLProcessor",
 }
 PROCESSOR_FAMILIES = tuple(_PROCESSORS)
+
+
+def make_vision_folder(family: str, folder: Path) -> Path:
+    """Write a tiny random model with its tokenizer and image processor."""
+    ids = add_processor(family, folder)
+    token_id = ids["context_image_token" if family == "internvl" else "image_token"]
+    return make_vision_checkpoint(family, folder, image_token=token_id, vocab_size=300)
 
 
 def add_processor(family: str, folder: Path) -> dict[str, int]:

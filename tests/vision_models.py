@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -65,10 +66,21 @@ _CONFIGS: dict[str, dict[str, Any]] = {
 VISION_FAMILIES = tuple(_CONFIGS)
 
 
-def make_vision_checkpoint(family: str, path: Path, seed: int = 0) -> Path:
+def make_vision_checkpoint(
+    family: str,
+    path: Path,
+    seed: int = 0,
+    *,
+    image_token: int = IMAGE_TOKEN,
+    vocab_size: int = VOCAB_SIZE,
+) -> Path:
     """Write a tiny random float32 checkpoint of a model that sees."""
     torch.manual_seed(seed)
-    config = AutoConfig.for_model(family, **_CONFIGS[family])
+    values = copy.deepcopy(_CONFIGS[family])
+    for name in values.keys() & {"image_token_id", "image_token_index"}:
+        values[name] = image_token
+    values["text_config"]["vocab_size"] = vocab_size
+    config = AutoConfig.for_model(family, **values)
     model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
     model.save_pretrained(path)
     return path

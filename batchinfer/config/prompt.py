@@ -68,6 +68,7 @@ class PromptConfig(Record):
         used = [name for name in sources if getattr(self, name) is not None]
         if len(used) > 1:
             raise ValueError(f"give only one source of the prompt, not {' and '.join(used)}")
+        self._require("max_image_pixels", self.max_image_pixels > 0, "positive")
         if self.tools is not None and self.tools_column is not None:
             raise ValueError("give tools or tools_column, not both")
         if self.tool_choice not in ("auto", "none") and not self.has_tools:

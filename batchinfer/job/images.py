@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 
 from batchinfer.config import PromptConfig
-from batchinfer.errors import ModelError, RowError, UsageError
+from batchinfer.errors import ModelError, RowError
 from batchinfer.job.input.arrow_text import is_conversation, is_text
 from batchinfer.job.input.dataset import Source
 from batchinfer.job.rows.reader import Prompts
@@ -25,7 +25,7 @@ from batchinfer.text.processes.pool import TextProcesses
 from batchinfer.text.prompts import Prompt
 
 if TYPE_CHECKING:
-    from batchinfer.worker.vision.support import ImageSupport
+    from batchinfer.builders.context import EngineContext
 
 _PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 
@@ -89,18 +89,13 @@ def _has_parts(field: pa.Field) -> bool:
     return not (is_text(content) or pa.types.is_null(content))
 
 
-def image_settings(
-    spec: JobSpec, source: Source, support: ImageSupport | None
-) -> ImageSettings | None:
+def image_settings(spec: JobSpec, source: Source, context: EngineContext) -> ImageSettings | None:
     """Return how to find and process the images of a job's rows; None if they have text alone.
 
     Raises:
-        UsageError: the job's task takes no images.
         ModelError: the job has images, but the model takes only text.
     """
-    config = spec.prompt
-    if config.image_columns and not spec.task_spec.draws:
-        raise UsageError(f"prompt.images: task {spec.task} takes no images")
+    config, support = spec.prompt, context.images
     if config.image_columns and support is None:
         raise ModelError(
             "prompt.images: this model takes only text, or its images are not supported yet",

@@ -167,10 +167,10 @@ def load(job: Job, build: BuildEngine) -> LoadedJob | None:
             check_vocab_size=partial(check_token_ids, job.spec.sampling.params),
             with_images=may_have_images(job.spec, job.source),
         )
-        settings = image_settings(job.spec, job.source, context.images)
+        settings = image_settings(job.spec, job.source, context)
         images = None if settings is None else JobImages(settings, processes)
         with phase("starting text processes"):
-            processes.load(context.tokenizer, None if settings is None else settings.processor)
+            processes.load(context.tokenizer, None if settings is None else settings.prepare)
         if not BOUNDS_MEMORY:
             log.append(
                 "this system cannot limit the memory of a process, so a malicious row "

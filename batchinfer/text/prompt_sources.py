@@ -278,7 +278,7 @@ def conflicts(config: PromptConfig) -> Iterator[tuple[str, str]]:
         allowed = {"messages"}
         why = "cannot be combined with prompt.token_ids_column, which has token ids instead of text"
     elif config.chat_template == "none":
-        allowed = {"chat_template", "parse_special_tokens"}
+        allowed = {"chat_template", "parse_special_tokens", "images"}
         why = "needs a chat template, but prompt.chat_template is none"
     else:
         return
@@ -290,6 +290,7 @@ def conflicts(config: PromptConfig) -> Iterator[tuple[str, str]]:
         "parse_special_tokens": config.parse_special_tokens,
         "tools": config.tools is not None,
         "tools_column": config.tools_column is not None,
+        "images": config.images is not None,
     }
     for name, is_given in settings.items():
         if is_given and name not in allowed:

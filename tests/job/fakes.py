@@ -83,6 +83,7 @@ class FakeBuilt:
     kernels: dict[str, str] = field(default_factory=dict)
     shares_prefixes: bool = True
     slots_per_state: int = 0
+    images: None = None
     warm_up: Callable[..., None] | None = None
 
     def device_bytes(self) -> int:

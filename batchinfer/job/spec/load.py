@@ -271,7 +271,10 @@ def _with_absolute_paths(spec: JobSpec, base_dir: Path, document: JobDocument) -
                 name: _local_or_hub(path, base_dir) for name, path in model.adapters.items()
             },
         },
-        "input": {"path": tuple(_absolute(path, base_dir) for path in spec.input.paths)},
+        "input": {
+            "path": tuple(_absolute(path, base_dir) for path in spec.input.paths),
+            "media_root": spec.input.media_root and _absolute(spec.input.media_root, base_dir),
+        },
         "output": {
             "path": _absolute(spec.output.path, base_dir),
             "reuse": tuple(_absolute(path, base_dir) for path in spec.output.reuse),

@@ -117,6 +117,8 @@ def _check_pools(job: JobSpec) -> None:
 def _check_draws_nothing(job: JobSpec) -> None:
     if job.accept is not None:
         raise ValueError(f"accept cannot be used with task: {job.task}, which draws no samples")
+    if job.prompt.images is not None:
+        raise ValueError("prompt.images needs task: generate; leave it out")
     if job.output.explode:
         raise ValueError("output.explode needs task: generate; leave it out")
     if job.tool_parser != "none":

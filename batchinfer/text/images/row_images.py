@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -52,6 +53,14 @@ class ImageSettings:
         from batchinfer.text.images.loading import load_image_processor
 
         return load_image_processor(self.model_folder, self.token_id, self.processor_kwargs)
+
+    def prepare(self) -> None:
+        """Load the image processor in a process that is going to fork, without torch.
+
+        transformers needs no torch to process images, and importing torch takes 4 s.
+        """
+        sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
+        self.processor()
 
     def key_of(self, data: bytes) -> bytes:
         """Return the key of an image: a hash of its bytes and of the settings that turn the bytes

@@ -1,0 +1,182 @@
+"""Broken and hostile images and paths: each is an error of its row, and other rows run."""
+
+from __future__ import annotations
+
+import base64
+import io
+import os
+import struct
+import zlib
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+
+from batchinfer.errors import ExitCode, RowError
+from batchinfer.job.run.run_job import run_job
+from batchinfer.text.images.decode import OpenImage
+from batchinfer.text.images.files import ImageFile, ImageFiles
+from tests.job.images.pictures import encoded, picture, png
+from tests.job.images.test_image_jobs import job, results
+from tests.vision_folders import make_vision_folder
+
+MAX_PIXELS = 100_000
+
+
+def png_of(width: int, height: int) -> bytes:
+    """Return a PNG whose header promises a size and whose pixels are missing."""
+
+    def chunk(name: bytes, data: bytes) -> bytes:
+        return (
+            struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+        )
+
+    header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
+    return b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", b"") + chunk(b"IEND", b"")
+
+
+def damaged(data: bytes) -> bytes:
+    return data[: len(data) // 2] + b"\0" * 64 + data[len(data) // 2 + 64 :]
+
+
+JPEG, GIF, TIFF, WEBP, BMP = (
+    encoded(picture(9), form) for form in ("JPEG", "GIF", "TIFF", "WEBP", "BMP")
+)
+BROKEN = {
+    "truncated_png": png(0)[:-200],
+    "truncated_jpeg": JPEG[:-200],
+    "truncated_gif": GIF[:60],
+    "truncated_tiff": TIFF[:-900],
+    "truncated_webp": WEBP[:100],
+    "truncated_bmp": BMP[:-900],
+    "header_alone": png(0)[:33],
+    "signature_alone": png(0)[:8],
+    "one_byte": b"\x89",
+    "empty": b"",
+    "damaged_png": damaged(png(0)),
+    "bomb": png_of(60_000, 60_000),
+    "wide_bomb": png_of(2**31 - 1, 1),
+    "over_the_limit": encoded(picture(0, 1, MAX_PIXELS + 1)),
+    "no_width": png_of(0, 10),
+    "no_height": png_of(10, 0),
+    "no_pixels": png_of(10, 10),
+    "svg": b'<svg xmlns="http://www.w3.org/2000/svg" width="9" height="9"/>',
+    "eps": b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n\xff",
+    "pdf": b"%PDF-1.7\n\xff\xfe",
+    "zeros": bytes(300),
+    "noise": bytes(range(256)) * 3,
+    "zip": b"PK\x03\x04" + bytes(100),
+    "mp4": b"\0\0\0 ftypisom" + bytes(100),
+}
+NAMES = {
+    "missing": "nothing.png",
+    "parent": "../secret.png",
+    "absolute": "/etc/passwd",
+    "absolute_elsewhere": "{outside}",
+    "link_out": "link.png",
+    "folder": "folder",
+    "folder_of_links": "linked/secret.png",
+    "fifo": "fifo.png",
+    "device": "/dev/zero",
+    "too_long": "x" * 5000 + ".png",
+    "long_name": "x" * 300 + ".png",
+    "http": "http://127.0.0.1/a.png",
+    "https": "https://127.0.0.1/a.png",
+    "file_url": "file:///etc/passwd",
+    "data_without_comma": "data:image/png;base64",
+    "data_not_base64": "data:image/png;base64,!!!",
+    "data_not_an_image": "data:text/plain,hello",
+    "text_file": "note.txt",
+    "tilde": "~/secret.png",
+    "dots": "folder/../../secret.png",
+}
+GOOD = {
+    "gray": encoded(picture(1).convert("L")),
+    "gray_alpha": encoded(picture(1).convert("LA")),
+    "palette": encoded(picture(1).convert("P")),
+    "one_bit": encoded(picture(1).convert("1")),
+    "alpha": encoded(picture(1).convert("RGBA")),
+    "cmyk": encoded(picture(1).convert("CMYK"), "JPEG"),
+    "sixteen_bit": encoded(Image.new("I;16", (30, 30), 40_000)),
+    "progressive": encoded(picture(1), "JPEG", progressive=True),
+    "animated": encoded(
+        picture(1, 30, 40), "GIF", save_all=True, append_images=[picture(2, 30, 40)]
+    ),
+    "one_pixel": encoded(picture(1, 1, 1)),
+    "webp": WEBP,
+    "tiff": TIFF,
+    "bmp": BMP,
+}
+
+
+@pytest.fixture(scope="module")
+def llava(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_vision_folder("llava", tmp_path_factory.mktemp("llava"))
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """Make a folder with files, links and other things that a path may name."""
+    root = tmp_path / "root"
+    (root / "folder").mkdir(parents=True)
+    (tmp_path / "secret.png").write_bytes(png(0))
+    (root / "note.txt").write_text("not an image")
+    (root / "link.png").symlink_to(tmp_path / "secret.png")
+    (root / "linked").symlink_to(tmp_path)
+    (root / "inner.png").symlink_to(root / "good.png")
+    (root / "good.png").write_bytes(png(1))
+    os.mkfifo(root / "fifo.png")
+    return root
+
+
+def test_each_bad_image_is_an_error_of_its_row(root: Path, llava: Path) -> None:
+    names = [name.format(outside=root.parent / "secret.png") for name in NAMES.values()]
+    bad = [*BROKEN.values(), *(name.encode() for name in names)]
+    good = [png(3), b"good.png", str(root / "good.png").encode(), b"inner.png", *GOOD.values()]
+    cells = [*bad, *good]
+    rows = pa.table({"text": ["Look"] * len(cells), "image": pa.array(cells, pa.binary())})
+    spec = job(root, llava, rows, prompt={"max_image_pixels": MAX_PIXELS})
+    assert run_job(spec, quiet=True) is ExitCode.OK
+    done = results(root)
+    kinds = dict(zip([*BROKEN, *NAMES], done, strict=False))
+    failed = {kind: row["error"] for kind, row in kinds.items()}
+    assert {kind for kind, error in failed.items() if error is None} == set()
+    assert {error["code"] for error in failed.values()} == {"invalid_image"}
+    assert all(error["message"] for error in failed.values())
+    assert [row["error"] for row in done[len(bad) :]] == [None] * len(good)
+
+
+def test_too_many_bad_images_fail_the_job(root: Path, llava: Path) -> None:
+    cells = [png(0), b"nothing.png", png(1)]
+    rows = pa.table({"text": ["Look"] * 3, "image": pa.array(cells, pa.binary())})
+    spec = job(root, llava, rows, errors={"max_error_rate": 0.1})
+    assert run_job(spec, quiet=True) is ExitCode.TOO_MANY_ROW_ERRORS
+    assert pq.read_table(root / "out" / "data").num_rows == 3
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_pictures_are_turned_upright(orientation: int) -> None:
+    stored = picture(5, 20, 30)
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    opened = OpenImage(encoded(stored, "JPEG", exif=exif, quality=95), MAX_PIXELS, "")
+    assert opened.size == ((20, 30) if orientation < 5 else (30, 20))
+    upright = opened.pixels()
+    assert (upright.height, upright.width) == opened.size
+    corner = {1: (0, 0), 2: (29, 0), 3: (29, 19), 4: (0, 19)}
+    corner |= {5: (0, 0), 6: (19, 0), 7: (19, 29), 8: (0, 29)}
+    first = Image.open(io.BytesIO(encoded(stored, "JPEG", quality=95))).getpixel((0, 0))
+    assert upright.getpixel(corner[orientation]) == first
+
+
+def test_data_urls_hold_images() -> None:
+    url = "data:image/png;base64," + base64.b64encode(png(0)).decode()
+    assert ImageFiles(None).in_cell(url, "x") == [ImageFile(png(0))]
+    assert ImageFiles(None).in_cell(url.encode(), "x") == [ImageFile(png(0))]
+
+
+def test_paths_need_a_folder() -> None:
+    with pytest.raises(RowError, match=r"set input\.media_root"):
+        ImageFiles(None).in_cell("a.png", "x")

@@ -1,0 +1,173 @@
+"""Jobs whose rows have images: answers equal transformers' with the model's own processor."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from transformers import AutoModelForImageTextToText
+
+from batchinfer.errors import ExitCode, ModelError, UsageError
+from batchinfer.job.plan.plan import plan_job
+from batchinfer.job.run.run_job import run_job
+from batchinfer.job.spec.load import load_job
+from batchinfer.job.spec.spec import JobSpec
+from batchinfer.text.images.loading import load_image_processor
+from batchinfer.worker.vision.tower import VisionTower
+from tests.job.images.pictures import HUB_IMAGE, picture, png
+from tests.job.job_files import SCORE, write_job
+from tests.models import make_text_model
+from tests.parity import TIE
+from tests.vision_folders import PROCESSOR_FAMILIES, make_vision_folder
+from tests.vision_models import VISION_FAMILIES
+
+FAMILIES = [family for family in PROCESSOR_FAMILIES if family in VISION_FAMILIES]
+IMAGES_OF_ROWS = ([0], [1, 2], [], [0], [3, 0, 4, 1], [], [2], [0, 0])
+MAX_TOKENS = 6
+GREEDY = {"max_tokens": MAX_TOKENS, "temperature": 0, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def model(family: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_vision_folder(family, tmp_path_factory.mktemp(family))
+
+
+@pytest.fixture(scope="module")
+def llava(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_vision_folder("llava", tmp_path_factory.mktemp("llava"))
+
+
+def job(folder: Path, model: Path, rows: pa.Table, **changes: Any) -> JobSpec:
+    pq.write_table(rows, folder / "rows.parquet")
+    return JobSpec.model_validate(
+        {
+            "model": {"name": str(model), "dtype": "float32"},
+            "input": {"path": str(folder / "rows.parquet"), **changes.pop("input", {})},
+            "prompt": {"column": "text", "images": "image", **changes.pop("prompt", {})},
+            "sampling": GREEDY,
+            "engine": {"max_num_seqs": 4, **changes.pop("engine", {})},
+            "output": {
+                "path": str(folder / "out"),
+                "include": ["token_ids"],
+                "rows_per_part": 3,
+            },
+            "errors": {"max_error_rate": 1.0},
+            **changes,
+        }
+    )
+
+
+def hub_rows(rows: Any = IMAGES_OF_ROWS) -> pa.Table:
+    cells = [[{"bytes": png(number), "path": None} for number in row] for row in rows]
+    return pa.table(
+        {
+            "text": [f"Compare them {at % 3}" for at in range(len(rows))],
+            "image": pa.array(cells, pa.list_(HUB_IMAGE)),
+        }
+    )
+
+
+def results(folder: Path) -> list[dict[str, Any]]:
+    return pq.read_table(folder / "out" / "data").sort_by("row_id").to_pylist()
+
+
+def test_answers_equal_transformers(tmp_path: Path, family: str, model: Path) -> None:
+    reference = AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32).eval()
+    token_id = reference.config.image_token_id
+    # transformers would expect an image in place of an image token that the model draws.
+    sampling = {**GREEDY, "logit_bias": {token_id: -100.0}}
+    assert run_job(job(tmp_path, model, hub_rows(), sampling=sampling), quiet=True) is ExitCode.OK
+    processor = load_image_processor(model, token_id, {})._processor
+    for row, numbers in zip(results(tmp_path), IMAGES_OF_ROWS, strict=True):
+        parts = [{"type": "image"}] * len(numbers) + [{"type": "text", "text": row["text"]}]
+        text = processor.tokenizer.apply_chat_template(
+            [{"role": "user", "content": parts}], tokenize=False, add_generation_prompt=True
+        )
+        images = [picture(number) for number in numbers]
+        inputs = processor(text=text, images=images or None, return_tensors="pt")
+        assert inputs["input_ids"].shape[1] == row["num_prompt_tokens"]
+        drawn = torch.tensor(row["outputs"][0]["token_ids"])
+        inputs["input_ids"] = torch.cat([inputs["input_ids"], drawn[None]], dim=1)
+        for name in inputs.keys() - {"input_ids", "pixel_values", "image_grid_thw"}:
+            del inputs[name]
+        with torch.no_grad():
+            logits = reference(**inputs, use_cache=False).logits[0, -MAX_TOKENS - 1 : -1]
+        logits[:, token_id] = -torch.inf
+        taken = logits[torch.arange(MAX_TOKENS), drawn]
+        assert (logits.max(dim=1).values - taken).max() < TIE, row["row_id"]
+
+
+def test_plan_counts_the_tokens_of_the_run(tmp_path: Path, llava: Path) -> None:
+    spec = job(tmp_path, llava, hub_rows())
+    plan = plan_job(spec)
+    assert run_job(spec, quiet=True) is ExitCode.OK
+    summary = json.loads((tmp_path / "out" / "summary.json").read_bytes())
+    assert plan["prompt_tokens"] == summary["tokens"]["prompt"]
+
+
+def test_resumed_rows_have_the_same_answers(tmp_path: Path, llava: Path) -> None:
+    spec = job(tmp_path, llava, hub_rows())
+    assert run_job(spec, quiet=True) is ExitCode.OK
+    whole = results(tmp_path)
+    (tmp_path / "out" / "data" / "part-00001.parquet").unlink()
+    assert run_job(spec, quiet=True) is ExitCode.OK
+    assert results(tmp_path) == whole
+
+
+def test_conversations_hold_images_in_parts(tmp_path: Path, llava: Path) -> None:
+    """Images come from the parts themselves, or from the column where a part has none."""
+    (tmp_path / "a.png").write_bytes(png(0))
+    part = pa.struct([("type", pa.string()), ("text", pa.string()), ("image_url", pa.string())])
+    message = pa.struct([("role", pa.string()), ("content", pa.list_(part))])
+    text = {"type": "text", "text": "Which?", "image_url": None}
+    own = {"type": "image_url", "text": None, "image_url": "a.png"}
+    next_image = {"type": "image", "text": None, "image_url": None}
+    contents = [[own, text], [next_image, text], [own, next_image, text]]
+    rows = pa.table(
+        {
+            "text": pa.array(
+                [[{"role": "user", "content": content}] for content in contents],
+                pa.list_(message),
+            ),
+            "image": pa.array([None, png(0), png(1)], pa.binary()),
+        }
+    )
+    assert run_job(job(tmp_path, llava, rows), quiet=True) is ExitCode.OK
+    first, second, third = results(tmp_path)
+    assert [row["error"] for row in (first, second, third)] == [None] * 3
+    assert first["outputs"] == second["outputs"]
+    assert third["num_prompt_tokens"] == first["num_prompt_tokens"] + 16
+
+
+def test_equal_images_are_encoded_once(
+    tmp_path: Path, llava: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+    forward = VisionTower.forward
+    monkeypatch.setattr(
+        VisionTower, "forward", lambda self, inputs: (calls.append(1), forward(self, inputs))[1]
+    )
+    rows = hub_rows([[at % 4] for at in range(24)])
+    assert run_job(job(tmp_path, llava, rows), quiet=True) is ExitCode.OK
+    assert len(calls) == 4
+
+
+def test_score_takes_no_images(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"prompt\.images needs task: generate"):
+        load_job(write_job(tmp_path, SCORE + "prompt: {images: image}\n"))
+
+
+def test_a_text_model_refuses_an_image_column(tmp_path: Path) -> None:
+    model = make_text_model(tmp_path / "model")
+    with pytest.raises(ModelError, match="takes only text"):
+        run_job(job(tmp_path, model, hub_rows()), quiet=True)
