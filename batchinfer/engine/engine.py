@@ -227,6 +227,11 @@ class Engine:
         beyond = beyond_vocabulary(request, self._vocab_size)
         if beyond is not None:
             return beyond
+        if request.params.prompt_logprobs is not None and request.prompt_token_ids.min() < 0:
+            return (
+                "bad_sampling_params",
+                "prompt_logprobs cannot be combined with images, whose tokens have no probability",
+            )
         # The last token is never fed back, so it needs no KV.
         kv_tokens = min(prompt + request.params.max_tokens, room) - 1
         if request.params.beam_width:

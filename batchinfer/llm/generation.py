@@ -15,6 +15,7 @@ from batchinfer.errors import RowError
 from batchinfer.llm.arguments import CallDefaults, SchemaDefaults
 from batchinfer.llm.calls import Calls, OnError, ProgressBar
 from batchinfer.llm.compatibility import settle
+from batchinfer.llm.images import CallImages, TextWithImages
 from batchinfer.llm.lora import AdapterNames, Adapters, LoRARequests, requests_of_each
 from batchinfer.llm.outputs import (
     BeamSearchOutput,
@@ -66,6 +67,7 @@ class GenerationCalls:
     _defaults: CallDefaults
     _has_tokenizer: bool
     _model: ModelConfig
+    _images: CallImages | None
     _processes: TextProcesses
     _runner: CallRunner
     _schema_defaults: SchemaDefaults
@@ -85,7 +87,10 @@ class GenerationCalls:
 
         Args:
             prompts: one or several texts, token id lists, ``{"prompt": ...}`` or
-                ``{"prompt_token_ids": ...}``.
+                ``{"prompt_token_ids": ...}``. Images of a text are in ``multi_modal_data``, as in
+                vLLM: ``{"prompt": ..., "multi_modal_data": {"image": picture}}``, where the picture
+                is a PIL image, an array [height, width, 3] of uint8, the bytes of a file, or a list
+                of these.
             sampling_params: one object for all prompts, or a list with one per prompt; default
                 ``get_default_sampling_params()``.
             adapter: name of the adapter for all prompts, or a list; None means the base model.
@@ -188,6 +193,7 @@ class GenerationCalls:
                 vocab_size=self._context.vocab_size,
                 now=datetime.now(),
                 final_message=final_message(add_generation_prompt, continue_final_message),
+                images=None if self._images is None else self._images.settings,
             )
             built = [
                 _naming_conversation(prompt, at) if isinstance(prompt, RowError) else prompt
@@ -251,12 +257,35 @@ class GenerationCalls:
 
     def _read_prompts(self, prompts: PromptLike | Sequence[PromptLike]) -> list[Prompt | RowError]:
         read = read_prompts(prompts, self._context.vocab_size, has_tokenizer=self._has_tokenizer)
-        return self._tokenized(read)
-
-    def _tokenized(self, items: Sequence[str | Prompt]) -> list[Prompt | RowError]:
-        texts = [{"text": item} for item in items if isinstance(item, str)]
+        texts = [{"text": item} for item in read if isinstance(item, str)]
+        seen = [item for item in read if isinstance(item, TextWithImages)]
         built = iter(self._raw_texts.build(texts) if texts else [])
-        return [next(built) if isinstance(item, str) else item for item in items]
+        built_with_images = iter(self._with_images(seen) if seen else [])
+        return [
+            item
+            if isinstance(item, Prompt)
+            else next(built if isinstance(item, str) else built_with_images)
+            for item in read
+        ]
+
+    def _with_images(self, items: Sequence[TextWithImages]) -> list[Prompt | RowError]:
+        if self._images is None:
+            raise ValueError(
+                "a prompt has multi_modal_data, but this model takes only text, or its images are "
+                "not supported yet"
+            )
+        rows = [{"text": item.text, "image": item.images} for item in items]
+        recipe = partial(
+            PromptBuilder,
+            PromptConfig(
+                column="text", images="image", chat_template="none", parse_special_tokens=True
+            ),
+            max_model_len=ANY_LENGTH,
+            columns=["text", "image"],
+            vocab_size=self._context.vocab_size,
+            images=self._images.settings,
+        )
+        return self._processes.prompts(recipe).build(rows)
 
     @cached_property
     def _raw_texts(self) -> WorkerPrompts:

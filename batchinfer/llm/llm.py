@@ -27,6 +27,7 @@ from batchinfer.llm.arguments import (
 from batchinfer.llm.calls import Calls
 from batchinfer.llm.compatibility import METHODS
 from batchinfer.llm.generation import GenerationCalls
+from batchinfer.llm.images import CallImages
 from batchinfer.llm.lora import Adapters
 from batchinfer.llm.outputs import Stats
 from batchinfer.llm.params import read_logprobs_mode
@@ -183,8 +184,13 @@ class LLM(GenerationCalls, PoolingCalls):
             fit_length=max_model_len == FIT,
             more_adapters=enable_lora,
             random_weights=random_weights,
+            with_images=self._has_tokenizer and not random_weights,
         )
-        self._processes.load(self._context.tokenizer)
+        self._images = None
+        if self._context.images is not None:
+            self._images = CallImages(self._context.images, self._processes)
+        prepare = None if self._images is None else self._images.settings.prepare
+        self._processes.load(self._context.tokenizer, prepare)
         self._adapters = Adapters(self._model.adapters, self._context)
         self._settings = without_secrets({"model": asdict(self._model), "engine": asdict(engine)})
         self._calls = Calls(self._context, refused_calls(self._model.runner))
@@ -193,6 +199,7 @@ class LLM(GenerationCalls, PoolingCalls):
             find_reasoning_format(markers, self._context.tokenizer, self._chat_template),
             find_tool_format(tool_parser, self._context.tokenizer, self._chat_template),
             mode,
+            self._images,
         )
         self._pooling = PoolingRunner(
             self._model, self._context, self._calls, tokens, random_weights=random_weights

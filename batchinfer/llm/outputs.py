@@ -9,6 +9,7 @@ from html import escape
 from typing import Any, TypeVar
 
 from batchinfer.config.call_params import BeamSearchParams, SamplingParams
+from batchinfer.engine.images import PromptImage
 from batchinfer.engine.request import Completion, Request, RequestStats, SampleOutput
 from batchinfer.engine.step import Float32
 from batchinfer.errors import RowError
@@ -175,6 +176,8 @@ class PromptRequest:
     lora_request: LoRARequest | None
     """The call's argument for this prompt."""
     tools: RowTools | None = None
+    images: tuple[PromptImage, ...] = ()
+    """Images of the prompt, once they are loaded."""
     request_id: str = ""
     arrival_time: float = 0.0
     """Wall clock time of the call."""
@@ -185,7 +188,7 @@ def refused(item: PromptRequest, error: RowError) -> RequestOutput:
     text: str | None = None
     token_ids: list[int] = []
     if isinstance(item.prompt, Prompt):
-        text, token_ids = item.prompt.text, item.prompt.token_ids.tolist()
+        text, token_ids = item.prompt.text, item.prompt.vocabulary_ids.tolist()
     return RequestOutput(
         request_id=item.request_id,
         prompt=text,
@@ -204,7 +207,8 @@ def finished(item: PromptRequest, completion: Completion, answers: AnswerReader)
     assert isinstance(item.prompt, Prompt)
     request, params = completion.request, item.params
     samples = [_sample(sample, request, item, answers) for sample in completion.outputs]
-    prompt_ids, scored = request.prompt_token_ids.tolist(), completion.prompt_token_logprobs()
+    ids = item.prompt.vocabulary_ids if item.prompt.images else request.prompt_token_ids
+    prompt_ids, scored = ids.tolist(), completion.prompt_token_logprobs()
     logprobs = None
     if scored is not None and params.prompt_logprobs is not None:
         decoder = answers.tokenizer if params.detokenize else None
@@ -251,7 +255,8 @@ def _sample(
         decoder = answers.tokenizer
     token_ids, logprobs = sample.token_ids.tolist(), None
     if sample.logprobs is not None:
-        text = request.prompt_token_ids[-MAX_CHAR_TOKENS:].tolist() + token_ids
+        end = request.prompt_token_ids[-MAX_CHAR_TOKENS:]
+        text = end[end >= 0].tolist() + token_ids  # an image is no text
         flat = item.params.flat_logprobs
         logprobs = output_logprobs(sample.logprobs, text, decoder, flat=flat)
     is_plain = sample.logprobs is None and sample.score is None

@@ -8,7 +8,9 @@ from typing import Any, NotRequired, TypedDict
 import numpy as np
 
 from batchinfer.engine.request import TokenIds
+from batchinfer.errors import NotYetError
 from batchinfer.llm.compatibility import settle
+from batchinfer.llm.images import TextWithImages, image_file, is_picture
 from batchinfer.text.chat import FinalMessage
 from batchinfer.text.prompts import Prompt
 from batchinfer.text.tools.row_tools import RowTools, checked_choice, checked_tools
@@ -20,6 +22,20 @@ class TextPrompt(TypedDict):
     prompt: str
 
 
+class ImageData(TypedDict):
+    """vLLM's type for the images of a prompt: PIL images, arrays [height, width, 3] of uint8, or
+    bytes of image files."""
+
+    image: Any
+
+
+class ImagesPrompt(TypedDict):
+    """vLLM's type for a text with images, whose placeholders are in the text."""
+
+    prompt: str
+    multi_modal_data: ImageData
+
+
 class TokensPrompt(TypedDict):
     """vLLM's type for a prompt given as token ids; ``prompt`` is the text to show for them."""
 
@@ -27,8 +43,9 @@ class TokensPrompt(TypedDict):
     prompt: NotRequired[str]
 
 
-PromptLike = str | Sequence[int] | TextPrompt | TokensPrompt | Mapping[str, Any]
-"""Text, token ids, ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``."""
+PromptLike = str | Sequence[int] | TextPrompt | ImagesPrompt | TokensPrompt | Mapping[str, Any]
+"""Text, token ids, ``{"prompt": text}`` (with ``multi_modal_data`` for images) or
+``{"prompt_token_ids": ids}``."""
 Conversation = Sequence[Mapping[str, Any]]
 """Messages: ``[{"role": "user", "content": "..."}]``."""
 _KEYS = ("prompt", "prompt_token_ids")
@@ -38,7 +55,7 @@ _MESSAGES = "a list of messages such as [{'role': 'user', 'content': '...'}]"
 
 def read_prompts(
     prompts: PromptLike | Sequence[PromptLike], vocab_size: int, *, has_tokenizer: bool
-) -> list[str | Prompt]:
+) -> list[str | TextWithImages | Prompt]:
     """Return each prompt as its text, or as a ``Prompt`` of its token ids.
 
     Raises:
@@ -48,7 +65,7 @@ def read_prompts(
     items: Sequence[Any] = [prompts] if _is_one(prompts) else listed(prompts, "prompts", _FORMS)
     read = [_read(item, f"prompt {at}", vocab_size) for at, item in enumerate(items)]
     for at, prompt in enumerate(read):
-        if isinstance(prompt, str) and not has_tokenizer:
+        if isinstance(prompt, str | TextWithImages) and not has_tokenizer:
             raise ValueError(
                 f"prompt {at} is a string, but you cannot pass text prompts when "
                 "skip_tokenizer_init is True; give token ids, or leave out "
@@ -85,6 +102,8 @@ def _plain(value: Any) -> Any:
         return {_plain(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
+    if is_picture(value):
+        return image_file(value)
     return str(value) if isinstance(value, str) else value
 
 
@@ -140,8 +159,10 @@ def _is_one(prompts: Any) -> bool:
     return is_list and len(prompts) > 0 and isinstance(prompts[0], int | np.integer)
 
 
-def _read(item: Any, name: str, vocab_size: int) -> str | Prompt:
+def _read(item: Any, name: str, vocab_size: int) -> str | TextWithImages | Prompt:
     shown: str | None = None
+    if isinstance(item, Mapping) and item.get("multi_modal_data"):
+        return _with_images(item, name)
     if isinstance(item, Mapping):
         item, shown, name = _value_of(item, name)
     if isinstance(item, str):
@@ -149,6 +170,20 @@ def _read(item: Any, name: str, vocab_size: int) -> str | Prompt:
     if isinstance(item, list | tuple | np.ndarray):
         return Prompt(_checked_ids(item, name, vocab_size), shown, False, False)
     raise TypeError(f"{name} is {kind_of(item)}; give {_FORMS}")
+
+
+def _with_images(item: Mapping[Any, Any], name: str) -> TextWithImages:
+    data, rest = item["multi_modal_data"], {**item}
+    del rest["multi_modal_data"]
+    if not isinstance(data, Mapping):
+        raise TypeError(f"{name}: its multi_modal_data is {kind_of(data)}; give {{'image': ...}}")
+    if others := sorted(map(str, data.keys() - {"image"})):
+        raise NotYetError(f"{name}: multi_modal_data with {', '.join(others)}")
+    text, _, where = _value_of(rest, name)
+    if not isinstance(text, str):
+        raise NotYetError(f"{name}: multi_modal_data with prompt_token_ids")
+    pictures = data["image"] if isinstance(data["image"], list | tuple) else [data["image"]]
+    return TextWithImages(checked_text(text, where), [image_file(each) for each in pictures])
 
 
 def _value_of(item: Mapping[Any, Any], name: str) -> tuple[Any, str | None, str]:

@@ -15,6 +15,7 @@ from batchinfer.engine.request import Completion, Request
 from batchinfer.engine.step import LogprobsMode
 from batchinfer.errors import RowError
 from batchinfer.llm.calls import Calls, OnError, ProgressBar
+from batchinfer.llm.images import CallImages
 from batchinfer.llm.outputs import PromptRequest, RequestOutput, finished, refused
 from batchinfer.llm.params import as_called, rows_to_score_problem
 from batchinfer.requests.requests import PromptRow, RequestMaker, RowSampling
@@ -38,6 +39,7 @@ class CallRunner:
         reasoning: format of the model's reasoning; None if reasoning stays in the text.
         tool_format: format of the model's tool calls; None if calls stay in the text.
         mode: meaning of log-probabilities; log-probabilities of beams are always raw.
+        images: loads the images of prompts; None if the model takes only text.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class CallRunner:
         reasoning: ReasoningFormat | None = None,
         tool_format: ToolFormat | None = None,
         mode: LogprobsMode = LogprobsMode.RAW,
+        images: CallImages | None = None,
     ) -> None:
         self._context = context
         self._calls = calls
@@ -55,6 +58,7 @@ class CallRunner:
         self._random = random.SystemRandom() if seed is None else random.Random(seed)
         self._reasoning = reasoning
         self._mode = mode
+        self._images = images
         tokenizer, ends, size = context.tokenizer, context.eos_token_ids, context.vocab_size
         grammars = GrammarCompiler(tokenizer, ends, size)
         self._answers = AnswerReader(tokenizer, reasoning, tool_format)
@@ -83,6 +87,8 @@ class CallRunner:
         rows: dict[int, PromptRow] = {}
         requests: list[Request] = []
         outputs: dict[int, RequestOutput] = {}
+        if self._images is not None:
+            self._images.load(items)
         for at, item in enumerate(items):
             item.request_id, item.arrival_time = str(self._num_requests + at), now
             try:
@@ -150,7 +156,7 @@ class CallRunner:
             sampling = self._tool_choices.applied(sampling, item.tools)
         if isinstance(sampling, RowError):
             raise sampling
-        return PromptRow(at, prompt, sampling, adapter=item.adapter)
+        return PromptRow(at, prompt, sampling, adapter=item.adapter, images=item.images)
 
     def _first_requests(self, row: PromptRow, params: SamplingParams) -> Sequence[Request]:
         """Return the requests that a row starts with.
@@ -212,4 +218,6 @@ def _truncated(prompt: Prompt, kept: int | None, max_model_len: int) -> Prompt:
     most = max_model_len - 1 if kept == -1 else kept
     if len(prompt.token_ids) <= most:
         return prompt
+    if prompt.images:
+        raise RowError("prompt_too_long", "truncate_prompt_tokens cannot cut a prompt with images")
     return replace(prompt, token_ids=np.ascontiguousarray(prompt.token_ids[-most:]), truncated=True)

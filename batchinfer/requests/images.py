@@ -25,6 +25,7 @@ from batchinfer.text.images.files import INVALID_IMAGE
 from batchinfer.text.images.row_images import RowImage
 from batchinfer.text.images.shared_arrays import SharedArrays
 from batchinfer.text.prompts import Prompt
+from batchinfer.text.tokenizer import TokenIds
 
 PIXEL_BYTES = 1 << 30
 """Largest size of decoded images that wait for the vision tower. One row may exceed it."""
@@ -35,6 +36,7 @@ _POLL_S = 0.1
 Inputs = Mapping[str, npt.NDArray[Any]]
 StartBuilding = Callable[[Sequence[Mapping[str, object]]], Callable[[], Sequence[object]]]
 """Starts decoding; returns a function that waits for ``SharedArrays`` or errors."""
+FinishLoading = Callable[[], tuple[PromptImage, ...]]
 
 
 class ImageNumbers:
@@ -97,51 +99,58 @@ class ImageLoader:
             if not any(_images_of(row) for row in batch):
                 yield batch
                 continue
-            started = deque[Callable[[], PromptRow]]()
+            started = deque[tuple[PromptRow, FinishLoading]]()
             for row in batch:
                 self._wait_for_memory()
-                started.append(self._started(row))
+                started.append((row, self.start(_images_of(row), row.token_ids)))
                 if len(started) >= _ROWS_AHEAD:
-                    yield [started.popleft()()]
+                    yield [_finished(*started.popleft())]
             while started:
-                yield [started.popleft()()]
+                yield [_finished(*started.popleft())]
 
-    def load(self, row: PromptRow) -> PromptRow:
-        """Load one row's images now."""
-        return self._started(row)()
+    def start(
+        self, images: Sequence[RowImage], token_ids: TokenIds, *, saves_memory: bool = False
+    ) -> FinishLoading:
+        """Start to load the images of a prompt.
+
+        Args:
+            token_ids: the prompt's tokens.
+            saves_memory: True to drop pixels that exceed ``num_bytes``. They are decoded again when
+                they are needed.
+
+        Returns:
+            A function that waits and returns the images. It raises ``RowError``
+            (``invalid_image``) if an image cannot be decoded.
+        """
+        kept = {one.number: self._loaded.get(one.number) for one in images}
+        new = {one.number: one for one in images if kept[one.number] is None}
+        wait = self._start([{"image": image} for image in new.values()])
+
+        def finish() -> tuple[PromptImage, ...]:
+            for image, result in zip(new.values(), wait(), strict=True):
+                if isinstance(result, RowError):
+                    raise _about_image(result)
+                assert isinstance(result, SharedArrays)
+                kept[image.number] = self._made(image, result, saves_memory)
+            return _placed([kept[one.number] for one in images], token_ids)
+
+        return finish
 
     def _wait_for_memory(self) -> None:
         with self._freed:
             while self._waiting_bytes > self._num_bytes and not self._is_over():
                 self._freed.wait(_POLL_S)
 
-    def _started(self, row: PromptRow) -> Callable[[], PromptRow]:
-        images = _images_of(row)
-        new = {image.number: image for image in images if image.number not in self._loaded}
-        kept = [self._loaded[image.number] for image in images if image.number in self._loaded]
-        wait = self._start([{"image": image} for image in new.values()])
-
-        def finish() -> PromptRow:
-            for image, result in zip(new.values(), wait(), strict=True):
-                if isinstance(result, RowError):
-                    row.prompt = _about_image(result)
-                    return row
-                assert isinstance(result, SharedArrays)
-                kept.append(self._made(image, result))
-            if images:
-                by_number = {image.number: image for image in kept}
-                row.images = _placed(row, [by_number[image.number] for image in images])
-            return row
-
-        return finish
-
-    def _made(self, image: RowImage, arrays: SharedArrays) -> Image:
-        if image.number in self._loaded:  # another row has loaded it in the meantime
-            return self._loaded[image.number]
-        with self._freed:
-            self._waiting_bytes += arrays.num_bytes
-        weakref.finalize(arrays.memory, self._release, arrays.num_bytes)
-        waiting = [arrays]
+    def _made(self, image: RowImage, arrays: SharedArrays, saves_memory: bool) -> Image:
+        known = self._loaded.get(image.number)
+        if known is not None:  # another row has loaded it in the meantime
+            return known
+        waiting = []
+        if not saves_memory or self._waiting_bytes < self._num_bytes:
+            with self._freed:
+                self._waiting_bytes += arrays.num_bytes
+            weakref.finalize(arrays.memory, self._release, arrays.num_bytes)
+            waiting.append(arrays)
 
         def load_inputs() -> Inputs:
             """Hand the arrays over once; decode the image again if they are needed again."""
@@ -171,14 +180,22 @@ def _images_of(row: PromptRow) -> tuple[RowImage, ...]:
     return row.prompt.images if isinstance(row.prompt, Prompt) else ()
 
 
-def _placed(row: PromptRow, images: Sequence[Image]) -> tuple[PromptImage, ...]:
-    """Return a row's images with the positions of their tokens."""
-    assert isinstance(row.prompt, Prompt)
-    at = np.flatnonzero(row.prompt.token_ids < 0).astype(np.int32)
-    ends = np.cumsum([image.num_tokens for image in images])
+def _finished(row: PromptRow, finish: FinishLoading) -> PromptRow:
+    try:
+        row.images = finish()
+    except RowError as error:
+        row.prompt = RowError(error.code, error.message)
+    return row
+
+
+def _placed(images: Sequence[Image | None], token_ids: TokenIds) -> tuple[PromptImage, ...]:
+    """Return the images of a prompt with the positions of their tokens."""
+    loaded = [image for image in images if image is not None]
+    at = np.flatnonzero(token_ids < 0).astype(np.int32)
+    ends = np.cumsum([image.num_tokens for image in loaded])
     return tuple(
         PromptImage(image, positions)
-        for image, positions in zip(images, np.split(at, ends[:-1]), strict=True)
+        for image, positions in zip(loaded, np.split(at, ends[:-1]), strict=False)
     )
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
+import numpy as np
+
 from batchinfer.config import EMBEDDING, SamplingParams
 from batchinfer.engine.images import PromptImage
 from batchinfer.engine.request import Request, TokenIds
@@ -81,6 +83,13 @@ class PromptRow:
         """Number of tokens of the prompt and of completions to score."""
         after = 0 if isinstance(self.prompt, RowError) else self.prompt.num_tokens_after
         return self.num_prompt_tokens + after
+
+    @property
+    def token_ids(self) -> TokenIds:
+        """Token ids of the prompt; none if the row cannot run."""
+        if isinstance(self.prompt, RowError):
+            return np.empty(0, np.int32)
+        return self.prompt.token_ids
 
     @property
     def image_bytes(self) -> int:

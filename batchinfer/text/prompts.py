@@ -39,6 +39,13 @@ class Prompt:
     """Images, in the order of their tokens, which have negative ids."""
 
     @property
+    def vocabulary_ids(self) -> TokenIds:
+        """Token ids in the model's vocabulary, also for the tokens of images."""
+        if not self.images:
+            return self.token_ids
+        return np.where(self.token_ids < 0, np.int32(self.images[0].token_id), self.token_ids)
+
+    @property
     def num_tokens_after(self) -> int:
         """Number of known tokens that follow the prompt, such as completions to score."""
         return 0

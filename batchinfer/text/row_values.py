@@ -16,8 +16,10 @@ _MAX_BYTES_PER_CHAR = 4
 MAX_ROW_BYTES = 4 * _MAX_BYTES_PER_CHAR * MAX_TEXT_CHARS
 """Maximum number of bytes in all columns from which a row's prompt is made."""
 SYSTEM_ROLES = ("system", "developer")
-_IMAGE_KEYS = ("image_url", "image", "url", "path")
-"""Fields of a part that hold an image, in the forms of OpenAI and transformers."""
+_IMAGE_TYPES = ("image", "image_url", "input_image", "image_pil")
+"""Types of parts that are images, in the forms of OpenAI, transformers and vLLM."""
+_IMAGE_KEYS = ("image_url", "image", "image_pil", "url", "path")
+"""Fields of a part that hold an image, in the same forms."""
 
 
 def decoded(value: object, column: str) -> Any:
@@ -155,7 +157,7 @@ def _as_message(item: object, where: str) -> Message:
 
 
 def _part(part: object, where: str) -> dict[str, Any]:
-    if isinstance(part, Mapping) and part.get("type") in ("image", "image_url", "input_image"):
+    if isinstance(part, Mapping) and part.get("type") in _IMAGE_TYPES:
         given = [part[key] for key in _IMAGE_KEYS if part.get(key) is not None]
         image = given[0] if given else None
         if isinstance(image, Mapping) and image.get("url") is not None:

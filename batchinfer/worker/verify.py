@@ -138,6 +138,7 @@ class Probe:
     ) -> None:
         weight = next(model.parameters())
         self._model = model
+        layout = _one_group(layout)
         step = probe_step(token_ids, layout, num_sequences=num_sequences, positions=positions)
         if adapters is not None:
             step = replace(step, adapters=np.array(adapters, dtype=np.int32))
@@ -176,6 +177,7 @@ def logits_in_chunks(
         ends: number of tokens that are computed after each step.
     """
     weight = next(model.parameters())
+    layout = _one_group(layout)
     num_slots = layout.blocks_for(len(token_ids)) + layout.slots_per_state
     cache = KVCache(layout, num_slots, weight.device, weight.dtype)
     backend = make_backend(cache, kernel)
@@ -183,6 +185,14 @@ def logits_in_chunks(
         probe_step(token_ids[:stop], layout, start=start) for start, stop in pairwise((0, *ends))
     )
     return torch.cat([forward(model, cache, backend, chunk) for chunk in chunks])
+
+
+def _one_group(layout: KVLayout) -> KVLayout:
+    """Return a layout in which one block table serves all layers.
+
+    Groups of layers only save memory behind sliding windows.
+    """
+    return replace(layout, groups=())
 
 
 def probe_step(

@@ -198,10 +198,11 @@ def _processed_rows(table: SequenceTable, rows: Rows) -> Iterator[ProcessedRow]:
     for at in np.flatnonzero(table.has_processors[rows]).tolist():
         sequence = table.sequence(rows[at])
         request = sequence.request
+        prompt = request.prompt_token_ids
         yield ProcessedRow(
             at,
             request.logits_processors,
-            request.prompt_token_ids.tolist(),
+            prompt[prompt >= 0].tolist(),  # the tokens of images have negative ids
             list(sequence.output_ids),
         )
 

@@ -66,9 +66,9 @@ class ImageFiles:
         """Return the images of a cell, in order; none for null.
 
         Args:
-            value: image bytes, a path, a data URL, a struct with the fields ``bytes`` and ``path``
-                (as in datasets of the Hugging Face Hub), or a list of these. Texts may be UTF-8
-                bytes.
+            value: an ``ImageFile``, image bytes, a path, a data URL, a struct with the fields
+                ``bytes`` and ``path`` (as in datasets of the Hugging Face Hub), or a list of these.
+                Texts may be UTF-8 bytes.
             where: name of the cell in messages.
 
         Raises:
@@ -83,6 +83,8 @@ class ImageFiles:
     def _one(self, value: Any, where: str) -> ImageFile:
         if isinstance(value, RowError):
             raise value
+        if isinstance(value, ImageFile):
+            return value
         if isinstance(value, Mapping):
             if value.get("bytes"):
                 return ImageFile(value["bytes"])

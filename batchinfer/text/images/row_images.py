@@ -79,6 +79,8 @@ class RowImage:
     """Height and width in pixels."""
     num_tokens: int
     """Number of embeddings that the vision tower makes of the image."""
+    token_id: int
+    """Id that stands for the image's tokens in the model's vocabulary."""
     number: int = -1
     """Number in this process (``engine.images.Image.number``); -1: not numbered yet."""
 
@@ -218,7 +220,8 @@ class RowImages:
         data = file.read()
         image = OpenImage(data, self._settings.max_pixels, "the row")
         num_tokens = self._settings.processor().num_tokens(image.size)
-        return RowImage(self._settings.key_of(data), file, image.size, num_tokens)
+        settings = self._settings
+        return RowImage(settings.key_of(data), file, image.size, num_tokens, settings.token_id)
 
 
 def image_parts(message: Message) -> Iterator[Mapping[str, Any]]:

@@ -190,6 +190,20 @@ def test_batch_invariance_is_checked_on_the_model(
             check_batch_invariance(loaded.model, loaded.layout(16))
 
 
+@pytest.mark.skipif(not cpu_attention.supports(F32), reason="needs a C compiler")
+def test_batch_invariance_is_checked_on_layers_with_windows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pool has a table for each group of layers; the check's small pool has one table."""
+    monkeypatch.undo()
+    folder = make_checkpoint("cohere2", tmp_path)
+    loaded = load_model(
+        ModelConfig(str(folder)), device=CPU, kernels=KernelRequirements(deterministic=True)
+    )
+    assert len(loaded.layout(16).groups) > 1
+    check_batch_invariance(loaded.model, loaded.layout(16))
+
+
 def test_on_cuda_torch_multiplies_unless_the_job_is_deterministic() -> None:
     assert choose_cuda_kernel(CPU, torch.bfloat16, KernelRequirements()).name == "torch"
     choice = choose_cuda_kernel(CPU, torch.bfloat16, KernelRequirements(deterministic=True))

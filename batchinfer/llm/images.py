@@ -1,0 +1,91 @@
+"""Images in the prompts of calls."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from batchinfer.config import PromptConfig
+from batchinfer.errors import RowError
+from batchinfer.requests.images import ImageLoader, ImageNumbers
+from batchinfer.text.images.files import ImageFile
+from batchinfer.text.images.pixels import PixelBuilder
+from batchinfer.text.images.row_images import ImageSettings
+from batchinfer.text.processes.pool import TextProcesses
+
+if TYPE_CHECKING:
+    from batchinfer.llm.outputs import PromptRequest
+    from batchinfer.worker.vision.support import ImageSupport
+
+
+@dataclass(frozen=True)
+class TextWithImages:
+    """A text with a placeholder for each image."""
+
+    text: str
+    images: list[ImageFile]
+
+
+class CallImages:
+    """Loads the images of calls' prompts."""
+
+    def __init__(self, support: ImageSupport, processes: TextProcesses) -> None:
+        self.settings = ImageSettings(
+            support.folder, support.token_id, None, PromptConfig().max_image_pixels, {}
+        )
+        self._processes = processes
+        self._numbers = ImageNumbers()
+
+    def load(self, items: Sequence[PromptRequest]) -> None:
+        """Number and load the images of prompts.
+
+        A prompt whose image cannot be decoded becomes its error. Pixels beyond a limit are dropped
+        and decoded again when they are needed.
+        """
+        loader, waiting = None, []
+        for item in items:
+            if isinstance(item.prompt, RowError) or not item.prompt.images:
+                continue
+            if loader is None:
+                pixels = self._processes.prompts(partial(PixelBuilder, self.settings))
+                loader = ImageLoader(pixels.start)
+            item.prompt = self._numbers.numbered(item.prompt)
+            finish = loader.start(item.prompt.images, item.prompt.token_ids, saves_memory=True)
+            waiting.append((item, finish))
+        for item, finish in waiting:
+            try:
+                item.images = finish()
+            except RowError as error:
+                item.prompt = RowError(error.code, error.message)
+
+
+def is_picture(value: object) -> bool:
+    """Return True for a PIL image."""
+    return type(value).__module__.partition(".")[0] == "PIL"
+
+
+def image_file(value: Any) -> ImageFile:
+    """Return a PIL image, an array [height, width, 3] of uint8, or bytes as a file.
+
+    Raises:
+        TypeError: ``value`` is something else.
+    """
+    if isinstance(value, bytes):
+        return ImageFile(value)
+    if isinstance(value, np.ndarray) and value.dtype == np.uint8:
+        from PIL import Image
+
+        value = Image.fromarray(value)
+    if not is_picture(value):
+        raise TypeError(
+            f"an image is a {type(value).__name__}; give a PIL image, an array of uint8 with the "
+            "shape [height, width, 3], or the bytes of a file"
+        )
+    file = io.BytesIO()
+    value.convert("RGB").save(file, "PPM")  # without compression
+    return ImageFile(file.getvalue())

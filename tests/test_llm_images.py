@@ -1,0 +1,133 @@
+"""Images in the prompts of ``LLM.generate`` and ``LLM.chat``."""
+
+from __future__ import annotations
+
+import base64
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from batchinfer import LLM, SamplingParams
+from batchinfer.errors import NotYetError
+from tests.job.images.pictures import encoded, picture, png
+from tests.models import make_text_model
+from tests.vision_folders import make_vision_folder
+
+GREEDY = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True)
+TEXT = "<|im_start|>user\n<image>Which?<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
+    folder = make_vision_folder("llava", tmp_path_factory.mktemp("llava"))
+    return LLM(str(folder), dtype="float32", num_kv_blocks=256)
+
+
+def prompt(image: Any, text: str = TEXT) -> dict[str, Any]:
+    return {"prompt": text, "multi_modal_data": {"image": image}}
+
+
+def tokens(llm: LLM, *prompts: Any, **options: Any) -> list[list[int]]:
+    outputs = llm.generate([*prompts], GREEDY, use_tqdm=False, **options)
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def test_pictures_arrays_and_files_are_equal(llm: LLM) -> None:
+    forms = [picture(1), np.asarray(picture(1)), png(1), [picture(1)]]
+    first, *others = tokens(llm, *map(prompt, forms))
+    assert others == [first] * 3
+    assert tokens(llm, prompt(picture(2))) != [first]
+
+
+def test_outputs_show_the_tokens_of_the_vocabulary(llm: LLM) -> None:
+    (output,) = llm.generate([prompt(png(1))], GREEDY, use_tqdm=False)
+    image_token = llm.get_tokenizer().convert_tokens_to_ids("<image>")
+    assert output.prompt_token_ids.count(image_token) == 16
+    assert min(output.prompt_token_ids) >= 0
+    assert output.prompt == TEXT
+
+
+def test_chat_takes_images_of_several_forms(llm: LLM) -> None:
+    url = "data:image/png;base64," + base64.b64encode(png(1)).decode()
+    text = {"type": "text", "text": "Which?"}
+    parts = [
+        {"type": "image_url", "image_url": {"url": url}},
+        {"type": "image", "image": picture(1)},
+        {"type": "image_pil", "image_pil": picture(1)},
+    ]
+    talks = [[{"role": "user", "content": [part, text]}] for part in parts]
+    outputs = llm.chat(talks, GREEDY, use_tqdm=False)
+    expected = tokens(llm, prompt(picture(1)))[0]
+    assert [output.outputs[0].token_ids for output in outputs] == [expected] * 3
+
+
+def test_pixels_beyond_the_limit_are_decoded_again(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = [prompt(png(number)) for number in range(20, 28)]
+    whole = tokens(llm, *prompts)
+    llm.reset_prefix_cache()
+    monkeypatch.setattr("batchinfer.requests.images.ImageLoader.__init__.__defaults__", (1, bool))
+    assert tokens(llm, *prompts) == whole
+
+
+def test_samples_share_an_image(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=4, n=3, temperature=1.0, seed=1, ignore_eos=True)
+    (output,) = llm.generate([prompt(png(3))], params, use_tqdm=False)
+    assert len(output.outputs) == 3
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (prompt(png(1)[:-100]), "cannot be decoded"),
+        (prompt(b"nothing"), "header"),
+        (prompt([png(1), png(2)]), "1 places for images"),
+        (prompt([]), "1 places for images"),
+        (prompt(png(1), "no place"), "0 places for images"),
+        (prompt("picture.png"), "an image is a str"),
+        ({"prompt": TEXT, "multi_modal_data": [png(1)]}, "give {'image'"),
+    ],
+)
+def test_bad_images_are_refused(llm: LLM, bad: Any, message: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=message):
+        tokens(llm, prompt(png(1)), bad)
+
+
+def test_a_bad_image_is_the_error_of_its_prompt(llm: LLM) -> None:
+    good = prompt(png(1))
+    outputs = llm.generate(
+        [good, prompt(encoded(picture(1), "JPEG")[:-100]), good],
+        GREEDY,
+        use_tqdm=False,
+        errors="return",
+    )
+    assert [output.error is None for output in outputs] == [True, False, True]
+    assert outputs[1].error.code == "invalid_image"
+
+
+def test_sound_and_token_ids_with_images_are_not_supported_yet(llm: LLM) -> None:
+    with pytest.raises(NotYetError, match="multi_modal_data with audio"):
+        tokens(llm, {"prompt": "a", "multi_modal_data": {"audio": b""}})
+    with pytest.raises(NotYetError, match="with prompt_token_ids"):
+        tokens(llm, {"prompt_token_ids": [5], "multi_modal_data": {"image": png(1)}})
+
+
+def test_prompt_logprobs_cannot_cover_images(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=1, prompt_logprobs=0)
+    with pytest.raises(ValueError, match="cannot be combined with images"):
+        llm.generate([prompt(png(1))], params, use_tqdm=False)
+
+
+def test_logprobs_after_an_image_have_texts(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=2, temperature=0.0, logprobs=1, repetition_penalty=1.1)
+    (output,) = llm.generate([prompt(png(1), "<image>")], params, use_tqdm=False)
+    assert output.outputs[0].logprobs is not None
+
+
+def test_a_text_model_takes_no_images(tmp_path: Path) -> None:
+    llm = LLM(str(make_text_model(tmp_path / "model")), num_kv_blocks=64)
+    with pytest.raises(ValueError, match="takes only text"):
+        tokens(llm, prompt(png(1)))
