@@ -63,7 +63,48 @@ _CONFIGS: dict[str, dict[str, Any]] = {
         "downsample_ratio": 0.5,
     },
 }
+_QWEN_VISION = {
+    "depth": 2,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_heads": 2,
+    "patch_size": 8,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "out_hidden_size": 64,
+    "initializer_range": 0.2,
+}
+_QWEN_TEXT = {
+    **_TEXT,
+    "head_dim": 16,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "mrope_section": [4, 2, 2],
+    },
+}
+_CONFIGS["qwen2_5_vl"] = {
+    "vision_config": {
+        **_QWEN_VISION,
+        "window_size": 32,
+        "fullatt_block_indexes": [1],
+        "model_type": "qwen2_5_vl_vision",
+    },
+    "text_config": {**_QWEN_TEXT, "model_type": "qwen2_5_vl_text"},
+    "image_token_id": IMAGE_TOKEN,
+}
+_CONFIGS["qwen3_vl"] = {
+    "vision_config": {
+        **_QWEN_VISION,
+        "num_position_embeddings": 16,
+        "deepstack_visual_indexes": [0, 1],
+        "model_type": "qwen3_vl_vision",
+    },
+    "text_config": {**_QWEN_TEXT, "model_type": "qwen3_vl_text"},
+    "image_token_id": IMAGE_TOKEN,
+}
 VISION_FAMILIES = tuple(_CONFIGS)
+GRID_FAMILIES = ("qwen2_5_vl", "qwen3_vl")
 
 
 def make_vision_checkpoint(
@@ -89,6 +130,14 @@ def make_vision_checkpoint(
 def random_image(family: str, number: int) -> Image:
     """Return an image of random pixels; sizes differ between images if the family allows it."""
     rng = np.random.default_rng(number)
+    if family in GRID_FAMILIES:
+        height, width = rng.integers(1, 5, 2)
+        patches = rng.standard_normal((4 * height * width, 3 * 2 * 8 * 8)).astype(np.float32)
+        inputs = {
+            "pixel_values": patches,
+            "image_grid_thw": np.array([[1, 2 * height, 2 * width]]),
+        }
+        return Image(number, lambda: inputs, int(height * width), (int(height), int(width)))
     if family == "mistral3":
         height, width = 16 * rng.integers(1, 4, 2)
         pixels = rng.standard_normal((1, 3, height, width)).astype(np.float32)

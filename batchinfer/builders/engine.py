@@ -27,6 +27,7 @@ from batchinfer.worker.cuda_graphs.step_graphs import StepGraphs
 from batchinfer.worker.encoder.description import is_run_as_encoder
 from batchinfer.worker.encoder.loader import check_encoder_invariance, load_encoder
 from batchinfer.worker.encoder.runner import ModelEncoder
+from batchinfer.worker.fusion.native_layers import decoder_layers_of
 from batchinfer.worker.kv_cache import KVCache
 from batchinfer.worker.linear.batch_invariance import check_batch_invariance
 from batchinfer.worker.linear.kernel_choice import KernelRequirements
@@ -160,7 +161,10 @@ def build_engine(
     attention = AttentionKernel.of(cache, loaded.kernels.kernel)
     if layout.attention_layers:
         log(attention.line(pinned_kernels or {}))
-    embeddings = None if tower is None else ImageEmbeddings(tower, EMBEDDING_BYTES)
+    embeddings = None
+    if tower is not None:
+        layers = decoder_layers_of(loaded.model)
+        embeddings = ImageEmbeddings(tower, EMBEDDING_BYTES, layers)
     runner = ModelRunner(loaded.model, cache, Sampler(), graphs, loaded.kernels.kernel, embeddings)
     adapters = AdapterLoader(
         loaded.model,

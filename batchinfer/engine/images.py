@@ -7,7 +7,7 @@ same tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,9 @@ class Image:
     The arrays are large, so nothing keeps them once the image is embedded."""
     num_tokens: int
     """Number of embeddings that the vision tower returns."""
+    grid: tuple[int, int] | None = None
+    """Rows and columns of the image's tokens, for models with multimodal rotary positions (mRoPE);
+    None: each token has one position."""
 
     @property
     def token_id(self) -> int:
@@ -53,6 +56,43 @@ class StepImage:
     """Index of the first of these tokens among the image's tokens."""
     indices: Int32
     """Indices of these tokens among the step's packed tokens."""
+
+
+def rotary_shift(images: Iterable[PromptImage]) -> int:
+    """Return how far the rotary positions of the text after the images differ from the indices of
+    its tokens.
+
+    An image with a grid takes as many positions as its grid has rows or columns, whichever number
+    is larger.
+    """
+    return sum(max(each.image.grid) - each.image.num_tokens for each in images if each.image.grid)
+
+
+def rotary_positions(images: tuple[PromptImage, ...], start: int, stop: int) -> Int32:
+    """Return the rotary positions [3, stop - start] of the tokens at [start, stop) of a sequence:
+    their places in time, rows and columns.
+
+    Text has three equal positions. A token of an image has the image's own position in time. Its
+    other positions count the rows and columns of the grid from there. Source: transformers'
+    ``get_rope_index`` (models/qwen2_vl/modeling_qwen2_vl.py).
+    """
+    indices = np.arange(start, stop, dtype=np.int32)
+    positions = np.tile(indices, (3, 1))
+    shift = 0
+    for each in images:
+        if each.image.grid is None:
+            continue
+        columns = each.image.grid[1]
+        first, end = int(each.positions[0]), int(each.positions[-1]) + 1
+        inside = (indices >= first) & (indices < end)
+        offsets = indices[inside] - first
+        origin = first + shift
+        positions[:, inside] = origin + np.stack(
+            [np.zeros_like(offsets), offsets // columns, offsets % columns]
+        )
+        shift += rotary_shift([each])
+        positions[:, indices >= end] = indices[indices >= end] + shift
+    return positions
 
 
 def images_of_chunk(

@@ -181,7 +181,7 @@ class Step:
 
     token_ids: Int32  # [T]
     previous_sample: Int32  # [T] use this sample of the previous step; -1 = use token_ids
-    positions: Int32  # [T] position of each token in its own sequence
+    positions: Int32  # [T] rotary position of each token
     query_starts: Int32  # [S + 1] start of each sequence's tokens in the packed row
     context_lens: Int32  # [S] number of each sequence's tokens with KV after this step
     block_tables: Int32  # [S, longest table] device slots; undefined outside a sequence's window
@@ -198,6 +198,7 @@ class Step:
     scored: ScoredTokens | None = None  # None: no prompt tokens are scored
     pooled: Int32 | None = None  # [E] indices of packed tokens whose hidden states are returned
     images: tuple[StepImage, ...] = ()  # image tokens of the step
+    grid_positions: Int32 | None = None  # [3, T] in place of positions, for images with grids
     adapters: Int32 | None = None  # [S] number of each sequence's adapter, 0 = none; None: all 0
 
     @property

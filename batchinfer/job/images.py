@@ -67,7 +67,8 @@ class JobImages:
             is_over: returns True if no more rows are wanted.
         """
         pixels = self._processes.prompts(partial(PixelBuilder, self.settings))
-        return ImageLoader(pixels.start, is_over=is_over).loaded(batches)
+        loader = ImageLoader(pixels.start, self.settings.merge_size, is_over=is_over)
+        return loader.loaded(batches)
 
 
 def may_have_images(spec: JobSpec, source: Source) -> bool:
@@ -110,6 +111,7 @@ def image_settings(spec: JobSpec, source: Source, context: EngineContext) -> Ima
         config.max_image_pixels,
         config.mm_processor_kwargs,
         _salt(support.folder, config),
+        support.merge_size,
     )
 
 

@@ -36,7 +36,12 @@ class CallImages:
 
     def __init__(self, support: ImageSupport, processes: TextProcesses) -> None:
         self.settings = ImageSettings(
-            support.folder, support.token_id, None, PromptConfig().max_image_pixels, {}
+            support.folder,
+            support.token_id,
+            None,
+            PromptConfig().max_image_pixels,
+            {},
+            merge_size=support.merge_size,
         )
         self._processes = processes
         self._numbers = ImageNumbers()
@@ -53,7 +58,7 @@ class CallImages:
                 continue
             if loader is None:
                 pixels = self._processes.prompts(partial(PixelBuilder, self.settings))
-                loader = ImageLoader(pixels.start)
+                loader = ImageLoader(pixels.start, self.settings.merge_size)
             item.prompt = self._numbers.numbered(item.prompt)
             finish = loader.start(item.prompt.images, item.prompt.token_ids, saves_memory=True)
             waiting.append((item, finish))

@@ -72,6 +72,7 @@ class ImageLoader:
 
     Args:
         start: starts decoding images, each in a row with the column ``image``.
+        merge_size: ``ImageSupport.merge_size`` of the model.
         num_bytes: largest size of decoded images that wait for the vision tower.
         is_over: returns True if no more rows are wanted.
     """
@@ -79,10 +80,12 @@ class ImageLoader:
     def __init__(
         self,
         start: StartBuilding,
+        merge_size: int | None = None,
         num_bytes: int = PIXEL_BYTES,
         is_over: Callable[[], bool] = lambda: False,
     ) -> None:
         self._start = start
+        self._merge_size = merge_size
         self._num_bytes = num_bytes
         self._is_over = is_over
         self._loaded: weakref.WeakValueDictionary[int, Image] = weakref.WeakValueDictionary()
@@ -156,7 +159,8 @@ class ImageLoader:
             """Hand the arrays over once; decode the image again if they are needed again."""
             return (waiting.pop() if waiting else self._again(image)).arrays()
 
-        made = Image(image.number, load_inputs, image.num_tokens)
+        grid = _grid(arrays.arrays(), self._merge_size)
+        made = Image(image.number, load_inputs, image.num_tokens, grid)
         self._loaded[image.number] = made
         return made
 
@@ -178,6 +182,14 @@ class ImageLoader:
 
 def _images_of(row: PromptRow) -> tuple[RowImage, ...]:
     return row.prompt.images if isinstance(row.prompt, Prompt) else ()
+
+
+def _grid(inputs: Inputs, merge_size: int | None) -> tuple[int, int] | None:
+    """Return the rows and columns of an image's tokens; None for models without grids."""
+    if merge_size is None:
+        return None
+    ((_, rows, columns),) = inputs["image_grid_thw"].tolist()
+    return rows // merge_size, columns // merge_size
 
 
 def _finished(row: PromptRow, finish: FinishLoading) -> PromptRow:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -56,10 +56,13 @@ def forward(
     tensors = to_device(arrays, cache.pool.device)
     backend.begin_step(step, tensors)
     records = nullcontext() if body_outputs is None else recorded_output(model, body_outputs)
-    with forward_context(ForwardContext(cache, backend, tensors, adapters)), records:
+    token_ids = _input_ids(step, tensors, prev_token_ids)
+    inputs, layer_hooks = _inputs(model, step, token_ids, images)
+    context = ForwardContext(cache, backend, tensors, adapters, layer_hooks is not None)
+    with forward_context(context), records, layer_hooks or nullcontext():
         output = model(
-            **_inputs(model, step, _input_ids(step, tensors, prev_token_ids), images),
-            position_ids=tensors["positions"][None],
+            **inputs,
+            position_ids=_position_ids(tensors),
             use_cache=False,
             logits_to_keep=tensors["logits_indices"],
         )
@@ -67,17 +70,23 @@ def forward(
     return logits
 
 
+def _position_ids(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Return the rotary positions [1, T], or [3, 1, T] for images with grids."""
+    grids = tensors.get("grid_positions")
+    return tensors["positions"][None] if grids is None else grids[:, None]
+
+
 def _inputs(
     model: Any, step: Step, token_ids: torch.Tensor, images: ImageEmbeddings | None
-) -> dict[str, torch.Tensor]:
+) -> tuple[dict[str, torch.Tensor], AbstractContextManager[None] | None]:
     """Return the model's argument for token ids [T]: the ids, or their embeddings if the step has
-    images."""
+    images. Also return a context in which images change the outputs of layers, if they do."""
     if not step.images:
-        return {"input_ids": token_ids[None]}
+        return {"input_ids": token_ids[None]}, None
     assert images is not None
     embeddings = model.get_input_embeddings()(token_ids.clamp(min=0))
-    images.put(step.images, embeddings)
-    return {"inputs_embeds": embeddings[None]}
+    layer_hooks = images.put(step.images, embeddings)
+    return {"inputs_embeds": embeddings[None]}, layer_hooks
 
 
 def _input_ids(
@@ -95,8 +104,9 @@ def _input_ids(
 
 def device_arrays(step: Step) -> dict[str, npt.NDArray[np.generic]]:
     """Return the arrays that a forward pass reads, in the integer types that torch indexes with."""
-    shared = step.shared_prefixes
+    shared, grids = step.shared_prefixes, step.grid_positions
     return {
+        **({} if grids is None else {"grid_positions": grids.astype(np.int64)}),
         **({"order": shared.order, "shared_lens": shared.shared_lens} if shared else {}),
         "token_ids": step.token_ids.astype(np.int64),
         "previous_sample": step.previous_sample.astype(np.int64),

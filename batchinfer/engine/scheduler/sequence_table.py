@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
+from batchinfer.engine.images import rotary_shift
 from batchinfer.engine.kv.layer_groups import num_outside_windows
 from batchinfer.engine.kv.prefix_index import Block, RecurrentState
 from batchinfer.engine.request import LARGEST_GROUP, Request
@@ -115,6 +116,8 @@ class SequenceTable:
         """The fixed output token; -1: the token is drawn."""
         self.adapter = np.zeros(rows, dtype=np.int32)
         """Number of the adapter; 0 = the base model."""
+        self.rotary_shift = np.zeros(rows, dtype=np.int32)
+        """Rotary position of a token after the prompt, minus its index."""
         self.has_grammar = np.zeros(rows, dtype=np.bool_)
         self.has_processors = np.zeros(rows, dtype=np.bool_)
         """True if the user's logits processors change the logits."""
@@ -287,6 +290,7 @@ class SequenceTable:
     def _set_sampling(self, row: int, sequence: Sequence) -> None:
         request, params = sequence.request, sequence.request.params
         self.adapter[row] = request.adapter
+        self.rotary_shift[row] = rotary_shift(request.images)
         seed, stream = request.rng_key
         self.sampling.set_row(
             row,

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from batchinfer.engine.images import StepImage, images_of_chunk
+from batchinfer.engine.images import StepImage, images_of_chunk, rotary_positions
 from batchinfer.engine.kv.pending_blocks import Pairs
 from batchinfer.engine.scheduler.schedule import Schedule
 from batchinfer.engine.scheduler.sequence_table import Rows, SequenceTable
@@ -74,13 +74,14 @@ def _step(
         other_groups["other_tables"] = table.other_tables[:, rows, :longest]
         slots = table.other_tables[:, at_row, at_block]
         other_groups["other_slots"] = _token_slots(slots, positions, size)
+    rotary, grid_positions = _rotary_positions(table, schedule, starts, positions)
     adapters = table.adapter[rows]
     logits_indices = (starts[1:] - 1)[schedule.finishes]
     pooled = logits_indices[table.pools[schedule.sampled]]
     return Step(
         token_ids=_token_ids(table, schedule, starts),
         previous_sample=_previous_sample(table, schedule, starts),
-        positions=positions,
+        positions=rotary,
         query_starts=starts,
         context_lens=context_lens,
         block_tables=table.block_table[rows, :longest],
@@ -96,6 +97,7 @@ def _step(
         adapters=adapters if adapters.any() else None,
         state_tables=table.state_table[rows],
         images=tuple(_images(table, schedule, starts)),
+        grid_positions=grid_positions,
         **other_groups,
     )
 
@@ -138,6 +140,32 @@ def _images(table: SequenceTable, schedule: Schedule, starts: Int32) -> Iterator
             start = int(computed[at])
             stop = start + int(schedule.num_new[at])
             yield from images_of_chunk(images, start, stop, int(starts[at]))
+
+
+def _rotary_positions(
+    table: SequenceTable, schedule: Schedule, starts: Int32, positions: Int32
+) -> tuple[Int32, Int32 | None]:
+    """Return the rotary positions of the step's tokens, [T] and, if it has tokens of images with
+    grids, [3, T].
+
+    Args:
+        positions: indices of the tokens in their sequences, [T].
+    """
+    rows, num_new = schedule.rows, schedule.num_new
+    shifts = table.rotary_shift[rows]
+    if not shifts.any():
+        return positions, None
+    computed = table.num_computed[rows]
+    rotary = np.tile(positions + np.repeat(shifts, num_new), (3, 1))
+    in_prompt = np.flatnonzero((shifts != 0) & (computed < table.num_prompt[rows]))
+    for at in in_prompt:
+        start = int(computed[at])
+        images = table.sequence(rows[at]).request.images
+        rotary[:, starts[at] : starts[at + 1]] = rotary_positions(
+            images, start, start + int(num_new[at])
+        )
+    has_grids = bool((rotary[0] != rotary[1:]).any())
+    return rotary[0], rotary if has_grids else None
 
 
 def build_sampling_batch(table: SequenceTable, schedule: Schedule) -> SamplingBatch:

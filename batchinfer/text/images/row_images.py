@@ -35,6 +35,8 @@ class ImageSettings:
         max_pixels: largest number of pixels of an image.
         processor_kwargs: ``prompt.mm_processor_kwargs``.
         salt: hash of everything else that affects an image's pixels.
+        merge_size: with multimodal rotary positions, the number of rows and of columns of patches
+            in one token.
     """
 
     model_folder: Path
@@ -43,6 +45,7 @@ class ImageSettings:
     max_pixels: int
     processor_kwargs: Mapping[str, Any]
     salt: bytes = b""
+    merge_size: int | None = None
 
     def processor(self) -> ImageProcessor:
         """Load the image processor; later calls return the same object.

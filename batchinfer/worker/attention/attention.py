@@ -150,6 +150,8 @@ class ForwardContext:
     """The step's arrays on the device."""
     adapters: StepAdapters | None = None
     """Adapters of the step's sequences; None: no sequence has an adapter."""
+    has_layer_hooks: bool = False
+    """True if hooks change the outputs of single layers, so layers must run one by one."""
 
     def slot_mapping(self, layer: int) -> torch.Tensor:
         """Return where a layer stores each token's keys and values, as ``slot * block_size +

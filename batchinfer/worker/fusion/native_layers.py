@@ -29,6 +29,7 @@ from batchinfer.worker.fusion.fused_modules import (
     keep_plain_attributes,
 )
 from batchinfer.worker.linear.packed_linear import PackedLinear
+from batchinfer.worker.model.body import body_of
 from batchinfer.worker.ops import head_norm_options
 from batchinfer.worker.verify import ModuleCall, Probe, find_swaps, record_calls, swap_verified
 
@@ -62,8 +63,8 @@ class NativeDecoderLayers(NativeLayers):
     tenth of a decode step's time.
 
     The results have the same bits as those of the Python layers. The Python layers still run in
-    steps with adapters, which change linear layers' outputs, and over a float8 pool, which the C
-    layers cannot read.
+    steps with adapters, which change linear layers' outputs, in steps with images that change the
+    outputs of layers, and over a float8 pool, which the C layers cannot read.
 
     Args:
         layers: ``FusedDecoderLayer``s of fused modules with packed weights.
@@ -85,9 +86,8 @@ class NativeDecoderLayers(NativeLayers):
         """Run the layers on [1, T, hidden] in place, and return the same tensor."""
         context, workspace = current_context(), self.workspace
         backend = context.backend
-        if context.adapters is not None or not (
-            isinstance(backend, NativeAttention) and backend.joins_layers
-        ):
+        has_extras = context.adapters is not None or context.has_layer_hooks
+        if has_extras or not (isinstance(backend, NativeAttention) and backend.joins_layers):
             return self.run_in_python(
                 hidden_states, position_embeddings=position_embeddings, **options
             )
@@ -255,6 +255,11 @@ def join_native_layers(model: nn.Module, layout: KVLayout) -> None:
 
     if swaps := find_swaps(model, join):
         swap_verified(swaps, probe.logits, probe.logits(), 0.0)
+
+
+def decoder_layers_of(model: nn.Module) -> list[nn.Module]:
+    """Return a model's decoder layers, also if they are joined; none if it does not list them."""
+    return [*layers_of(getattr(body_of(model), "layers", nn.ModuleList()))]
 
 
 def layers_of(modules: nn.ModuleList) -> nn.ModuleList:

@@ -209,7 +209,10 @@ def _with_head(body_class: type[PreTrainedModel], config_class: Any) -> type[Pre
             self.post_init()
 
         def forward(
-            self, input_ids: torch.Tensor, logits_to_keep: int | torch.Tensor = 0, **kwargs: Any
+            self,
+            input_ids: torch.Tensor | None = None,
+            logits_to_keep: int | torch.Tensor = 0,
+            **kwargs: Any,
         ) -> CausalLMOutputWithPast:
             hidden = self.model(input_ids=input_ids, **kwargs)[0]
             if isinstance(logits_to_keep, int):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from transformers import PreTrainedConfig
 
-from batchinfer.worker.vision.tower import FAMILIES
+from batchinfer.worker.vision.tower import FAMILIES, GRID_FAMILIES
 
 
 @dataclass(frozen=True)
@@ -18,6 +18,8 @@ class ImageSupport:
     """Folder of the model and its image processor."""
     token_id: int
     """Id of the token at whose positions the model takes an image's embeddings."""
+    merge_size: int | None = None
+    """With multimodal rotary positions: number of rows and of columns of patches in one token."""
 
 
 def image_support(folder: Path, config: PreTrainedConfig) -> ImageSupport | None:
@@ -25,4 +27,8 @@ def image_support(folder: Path, config: PreTrainedConfig) -> ImageSupport | None
     if config.model_type not in FAMILIES:
         return None
     token_id = getattr(config, "image_token_id", None)
-    return ImageSupport(folder, config.image_token_index if token_id is None else token_id)
+    return ImageSupport(
+        folder,
+        config.image_token_index if token_id is None else token_id,
+        config.vision_config.spatial_merge_size if config.model_type in GRID_FAMILIES else None,
+    )

@@ -14,9 +14,13 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from batchinfer.worker.model.language_model import language_model, saved_class
 from batchinfer.worker.model.quiet_transformers import quiet_transformers
 
-FAMILIES = frozenset({"llava", "mistral3", "internvl"})
-"""Types of models whose images this module supports. Their language models are causal over images
-and have one position for each token."""
+GRID_FAMILIES = frozenset(
+    {"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"}
+)
+"""Types of models whose language models have multimodal rotary positions."""
+FAMILIES = frozenset({"llava", "mistral3", "internvl"}) | GRID_FAMILIES
+"""Types of models whose images this module supports. Their language models are causal over images.
+"""
 
 
 class VisionTower(nn.Module):
@@ -32,7 +36,8 @@ class VisionTower(nn.Module):
 
     @torch.inference_mode()
     def forward(self, inputs: Mapping[str, npt.NDArray[Any]]) -> torch.Tensor:
-        """Return the embeddings [tokens, hidden] of one image.
+        """Return the embeddings [1 + D, tokens, hidden] of one image: the inputs of the language
+        model, and what the model adds to the outputs of its first D layers (DeepStack).
 
         Args:
             inputs: the image's arguments for ``get_image_features``.
@@ -45,8 +50,9 @@ class VisionTower(nn.Module):
             )
             for name, tensor in tensors.items()
         }
-        features = self.body.get_image_features(**tensors, return_dict=True).pooler_output
-        return torch.cat([each.flatten(0, -2) for each in features])
+        output = self.body.get_image_features(**tensors, return_dict=True)
+        levels = [output.pooler_output, *(getattr(output, "deepstack_features", None) or ())]
+        return torch.stack([torch.cat([each.flatten(0, -2) for each in level]) for level in levels])
 
 
 def load_vision_tower(

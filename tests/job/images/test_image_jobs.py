@@ -100,6 +100,8 @@ def test_answers_equal_transformers(tmp_path: Path, family: str, model: Path) ->
         inputs["input_ids"] = torch.cat([inputs["input_ids"], drawn[None]], dim=1)
         for name in inputs.keys() - {"input_ids", "pixel_values", "image_grid_thw"}:
             del inputs[name]
+        if "image_grid_thw" in inputs:
+            inputs["mm_token_type_ids"] = (inputs["input_ids"] == token_id).int()
         with torch.no_grad():
             logits = reference(**inputs, use_cache=False).logits[0, -MAX_TOKENS - 1 : -1]
         logits[:, token_id] = -torch.inf

@@ -17,6 +17,7 @@ from transformers import AutoModelForImageTextToText
 from batchinfer.config import ModelConfig, SamplingParams
 from batchinfer.engine.images import Image, PromptImage, images_of_chunk
 from batchinfer.engine.request import Completion, Request
+from batchinfer.worker.fusion.native_layers import decoder_layers_of
 from batchinfer.worker.loader import LoadedModel, load_model
 from batchinfer.worker.vision.image_embeddings import ImageEmbeddings
 from batchinfer.worker.vision.tower import load_vision_tower
@@ -65,6 +66,11 @@ class Row:
         if not self.images:
             return {}
         inputs = [image.load_inputs() for image in self.images]
+        if "image_grid_thw" in inputs[0]:
+            return {
+                name: torch.cat([torch.from_numpy(each[name]) for each in inputs])
+                for name in inputs[0]
+            }
         height, width = np.max([each["pixel_values"].shape[2:] for each in inputs], axis=0)
         pixels = [
             functional.pad(x, (0, width - x.shape[3], 0, height - x.shape[2]))
@@ -95,7 +101,7 @@ def loaded(folder: Path) -> LoadedModel:
 def embeddings(loaded: LoadedModel, num_bytes: int = 2**20) -> ImageEmbeddings:
     tower = load_vision_tower(loaded.folder, loaded.pretrained, loaded.dtype, CPU)
     assert tower is not None
-    return ImageEmbeddings(tower, num_bytes)
+    return ImageEmbeddings(tower, num_bytes, decoder_layers_of(loaded.model))
 
 
 def run_rows(
@@ -130,9 +136,12 @@ def test_greedy_tokens_equal_transformers(
         for output in completion.outputs:
             drawn = output.token_ids.tolist()
             ids = np.concatenate([np.where(row.token_ids < 0, IMAGE_TOKEN, row.token_ids), drawn])
+            features = row.features()
+            if "image_grid_thw" in features:
+                features["mm_token_type_ids"] = torch.from_numpy(ids == IMAGE_TOKEN)[None].int()
             with torch.no_grad():
                 logits = model(
-                    input_ids=torch.from_numpy(ids)[None], use_cache=False, **row.features()
+                    input_ids=torch.from_numpy(ids)[None], use_cache=False, **features
                 ).logits[0, -OUTPUT_TOKENS - 1 : -1]
             logits[:, IMAGE_TOKEN] = -torch.inf
             taken = logits[torch.arange(OUTPUT_TOKENS), torch.tensor(drawn)]
