@@ -87,7 +87,10 @@ ROOMS = [
     Room("engine.stats", "statistics of a step"),
     described(
         "engine.scheduler",
-        ("engine.step", "engine.request", "engine.kv", "engine.sequence", "engine.stats"),
+        (
+            *("engine.images", "engine.step", "engine.request", "engine.kv", "engine.sequence"),
+            "engine.stats",
+        ),
     ),
     Room("engine.metrics", "measures over many steps", ("engine.request", "engine.stats")),
     described("engine.step_io", ("protocols", "engine")),
