@@ -36,13 +36,14 @@ _TOKENS = {
         "vision_end_token": "<|vision_end|>",
     },
 }
-_TOKENS["qwen3_vl"] = _TOKENS["qwen2_5_vl"]
+_TOKENS["qwen3_vl"] = _TOKENS["qwen3_5"] = _TOKENS["qwen2_5_vl"]
 _WRITTEN = {
     "llava": "<image>",
     "internvl": "<IMG_CONTEXT>",
     "gemma3": "<start_of_image>",
     "qwen2_5_vl": "<|vision_start|><|image_pad|><|vision_end|>",
     "qwen3_vl": "<|vision_start|><|image_pad|><|vision_end|>",
+    "qwen3_5": "<|vision_start|><|image_pad|><|vision_end|>",
 }
 """Texts that the chat templates write for an image."""
 _TEMPLATE = (
@@ -79,13 +80,14 @@ _PROCESSORS: dict[str, tuple[Any, dict[str, Any]]] = {
         {},
     ),
 }
-_PROCESSORS["qwen3_vl"] = _PROCESSORS["qwen2_5_vl"]
+_PROCESSORS["qwen3_vl"] = _PROCESSORS["qwen3_5"] = _PROCESSORS["qwen2_5_vl"]
 _CLASSES = {
     "llava": "LlavaProcessor",
     "internvl": "InternVLProcessor",
     "gemma3": "Gemma3Processor",
     "qwen2_5_vl": "Qwen2_5_VLProcessor",
     "qwen3_vl": "Qwen3VLProcessor",
+    "qwen3_5": "Qwen3VLProcessor",
 }
 PROCESSOR_FAMILIES = tuple(_PROCESSORS)
 

@@ -103,8 +103,30 @@ _CONFIGS["qwen3_vl"] = {
     "text_config": {**_QWEN_TEXT, "model_type": "qwen3_vl_text"},
     "image_token_id": IMAGE_TOKEN,
 }
+_CONFIGS["qwen3_5"] = {
+    "vision_config": {
+        **_QWEN_VISION,
+        "num_position_embeddings": 16,
+        "model_type": "qwen3_5_vision",
+    },
+    "text_config": {
+        **_QWEN_TEXT,
+        "model_type": "qwen3_5_text",
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "rope_parameters": {
+            **_QWEN_TEXT["rope_parameters"],
+            "partial_rotary_factor": 0.5,
+            "mrope_section": [2, 1, 1],
+        },
+    },
+    "image_token_id": IMAGE_TOKEN,
+}
 VISION_FAMILIES = tuple(_CONFIGS)
-GRID_FAMILIES = ("qwen2_5_vl", "qwen3_vl")
+GRID_FAMILIES = ("qwen2_5_vl", "qwen3_5", "qwen3_vl")
 
 
 def make_vision_checkpoint(

@@ -158,6 +158,8 @@ def test_a_small_cache_encodes_images_again(family: str, loaded: LoadedModel) ->
 
 def test_different_images_share_no_blocks(family: str, loaded: LoadedModel) -> None:
     """Equal images after equal tokens share their blocks."""
+    if loaded.layout(16).slots_per_state:
+        pytest.skip("recurrent models share only the prefixes that a job plans")
     completions = run_rows(loaded, Setup(block_size=1, max_tokens=64), family, embeddings(loaded))
     cached = {number: done.stats.cached_tokens for number, done in completions.items()}
     one = random_image(family, 0).num_tokens
