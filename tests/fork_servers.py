@@ -7,6 +7,7 @@ The real start is tested in `tests/text/processes`, and by all tests that run th
 
 from __future__ import annotations
 
+import gc
 import os
 import select
 import signal
@@ -100,6 +101,8 @@ def serve() -> None:
     leave_signals_to_parent()
     asked = Connection(os.dup(0))
     os.dup2(os.open(os.devnull, os.O_RDWR), 1)
+    gc.collect()
+    gc.freeze()  # otherwise, each fork server would collect garbage among all these imports
     # Keyed by the pidfd of a fork server: its process id, and the socket for its exit status.
     told: dict[int, tuple[int, int]] = {}
     while True:
