@@ -20,6 +20,7 @@ from batchinfer.errors import ModelError
 from batchinfer.pooling.classifier import HEADED_FAMILIES
 from batchinfer.worker.model.config import load_config
 from batchinfer.worker.model.language_model import headless_names, is_wrapper
+from batchinfer.worker.vision.tower import FAMILIES
 
 PAGE = Path(__file__).resolve().parent / "models.md"
 
@@ -116,8 +117,9 @@ from a model's folder. To find out whether a model runs before you rent a machin
 plan`. When batchinfer loads a model, it compares the logits of a few tokens with those of
 transformers' own attention, and refuses the model if they differ.
 
-Vision and audio models run on text prompts, because only their language model is loaded. A row with
-an image gets the error `unsupported_content`.
+Models whose support says "with images" take [images in prompts](images.md). Other vision and audio
+models run on text prompts, because only their language model is loaded; a row with an image gets
+the error `unsupported_content`.
 
 The last column has the tasks of models without an output head: `embed`, and `classify` for models
 with the head of a `...ForSequenceClassification` class.
@@ -197,6 +199,8 @@ def answer(family: str) -> str:
             return f"refused: {found.group(1) if found else error}"
     note = _NOTES.get(family)
     runs = "its language model runs" if is_wrapper(config) else "runs"
+    if family in FAMILIES:
+        runs = "runs, with images"
     return f"{runs}; {note}" if note else runs
 
 

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from tests.vision_models import make_vision_checkpoint
@@ -36,11 +37,17 @@ _TOKENS = {
         "vision_end_token": "<|vision_end|>",
     },
 }
+_TOKENS["mistral3"] = {
+    "image_token": "[IMG]",
+    "image_break_token": "[IMG_BREAK]",
+    "image_end_token": "[IMG_END]",
+}
 _TOKENS["qwen3_vl"] = _TOKENS["qwen3_5"] = _TOKENS["qwen2_5_vl"]
 _WRITTEN = {
     "llava": "<image>",
     "internvl": "<IMG_CONTEXT>",
     "gemma3": "<start_of_image>",
+    "mistral3": "[IMG]",
     "qwen2_5_vl": "<|vision_start|><|image_pad|><|vision_end|>",
     "qwen3_vl": "<|vision_start|><|image_pad|><|vision_end|>",
     "qwen3_5": "<|vision_start|><|image_pad|><|vision_end|>",
@@ -80,11 +87,16 @@ _PROCESSORS: dict[str, tuple[Any, dict[str, Any]]] = {
         {},
     ),
 }
+_PROCESSORS["mistral3"] = (
+    PixtralImageProcessorPil(patch_size=8, size={"longest_edge": 64}),
+    {"patch_size": 8, "spatial_merge_size": 2},
+)
 _PROCESSORS["qwen3_vl"] = _PROCESSORS["qwen3_5"] = _PROCESSORS["qwen2_5_vl"]
 _CLASSES = {
     "llava": "LlavaProcessor",
     "internvl": "InternVLProcessor",
     "gemma3": "Gemma3Processor",
+    "mistral3": "PixtralProcessor",
     "qwen2_5_vl": "Qwen2_5_VLProcessor",
     "qwen3_vl": "Qwen3VLProcessor",
     "qwen3_5": "Qwen3VLProcessor",

@@ -32,29 +32,36 @@ def load_image_processor(folder: Path, token_id: int, kwargs: Mapping[str, Any])
 
 @functools.cache
 def _load(folder: Path, token_id: int, kwargs: str) -> ImageProcessor:
-    import transformers
-    from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer
+    from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer, ProcessorMixin
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
     from batchinfer.text.images.processor import ImageProcessor
 
     try:
-        family = AutoConfig.from_pretrained(folder).model_type
-        whole = _without_checks(getattr(transformers, PROCESSOR_MAPPING_NAMES[family]))
-        parts = [
+        name = PROCESSOR_MAPPING_NAMES[AutoConfig.from_pretrained(folder).model_type]
+        settings = ProcessorMixin.get_processor_dict(folder)[0]
+        for part in ("image_processor", "video_processor", "tokenizer", "processor_class"):
+            settings.pop(part, None)
+        processor = _class_of(name)(
             AutoImageProcessor.from_pretrained(folder, backend="pil"),
             AutoTokenizer.from_pretrained(folder),
-        ]
-        settings = whole.get_processor_dict(folder)[0]
-        for name in ("image_processor", "video_processor", "tokenizer", "processor_class"):
-            settings.pop(name, None)
-        made = whole.from_args_and_dict(parts, settings)
-        processor = made[0] if isinstance(made, tuple) else made
+            **settings,
+        )
         return ImageProcessor(processor, token_id, json.loads(kwargs))
     except (OSError, ValueError, TypeError, KeyError, AttributeError, ImportError) as error:
         raise ModelError(
             f"model.name: {folder}: its image processor cannot be loaded: {one_line(error)}"
         ) from error
+
+
+def _class_of(name: str) -> Any:
+    import transformers
+
+    from batchinfer.text.images.pixtral import PixtralProcessor
+
+    if name == PixtralProcessor.__name__:
+        return PixtralProcessor
+    return _without_checks(getattr(transformers, name))
 
 
 def _without_checks(processor_class: Any) -> Any:

@@ -119,7 +119,7 @@ class ImageProcessor:
             form = _Repeated(before, token, after)
             try:
                 is_right = form.of(self._counted(size)) == text
-            except (RowError, KeyError, AttributeError, TypeError):
+            except (RowError, KeyError, AttributeError, TypeError, NotImplementedError):
                 return None  # the processor counts no tokens
             if not is_right or found not in (None, form):
                 return None

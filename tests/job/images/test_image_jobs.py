@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from PIL import Image
 from transformers import AutoModelForImageTextToText
 
 from batchinfer.errors import ExitCode, ModelError, UsageError
@@ -81,6 +82,19 @@ def results(folder: Path) -> list[dict[str, Any]]:
     return pq.read_table(folder / "out" / "data").sort_by("row_id").to_pylist()
 
 
+def reference_inputs(processor: Any, text: str, images: list[Image.Image]) -> dict[str, Any]:
+    """Return the arguments of transformers' model for a text with images."""
+    if callable(processor):
+        return dict(processor(text=text, images=images or None, return_tensors="pt"))
+    # transformers' PixtralProcessor needs torchvision.
+    first, *rest = text.split(processor.image_token)
+    inputs, texts = {}, []
+    if images:
+        inputs, texts = processor._process_images(images, return_tensors="pt")
+    text = first + "".join(map("".join, zip(texts, rest, strict=True)))
+    return {**processor.tokenizer(text, return_tensors="pt"), **inputs}
+
+
 def test_answers_equal_transformers(tmp_path: Path, family: str, model: Path) -> None:
     reference = AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32).eval()
     token_id = reference.config.image_token_id
@@ -94,12 +108,12 @@ def test_answers_equal_transformers(tmp_path: Path, family: str, model: Path) ->
             [{"role": "user", "content": parts}], tokenize=False, add_generation_prompt=True
         )
         images = [picture(number) for number in numbers]
-        inputs = processor(text=text, images=images or None, return_tensors="pt")
+        inputs = reference_inputs(processor, text, images)
         assert inputs["input_ids"].shape[1] == row["num_prompt_tokens"]
         drawn = torch.tensor(row["outputs"][0]["token_ids"])
         inputs["input_ids"] = torch.cat([inputs["input_ids"], drawn[None]], dim=1)
-        for name in inputs.keys() - {"input_ids", "pixel_values", "image_grid_thw"}:
-            del inputs[name]
+        wanted = {"input_ids", "pixel_values", "image_grid_thw", "image_sizes"}
+        inputs = {name: value for name, value in inputs.items() if name in wanted}
         if "image_grid_thw" in inputs:
             inputs["mm_token_type_ids"] = (inputs["input_ids"] == token_id).int()
         with torch.no_grad():
