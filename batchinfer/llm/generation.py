@@ -257,16 +257,16 @@ class GenerationCalls:
 
     def _read_prompts(self, prompts: PromptLike | Sequence[PromptLike]) -> list[Prompt | RowError]:
         read = read_prompts(prompts, self._context.vocab_size, has_tokenizer=self._has_tokenizer)
-        texts = [{"text": item} for item in read if isinstance(item, str)]
-        seen = [item for item in read if isinstance(item, TextWithImages)]
+        with_images = [item for item in read if isinstance(item, TextWithImages)]
+        built = iter(self._with_images(with_images) if with_images else [])
+        others = [item for item in read if not isinstance(item, TextWithImages)]
+        tokenized = iter(self._tokenized(others))
+        return [next(built if isinstance(item, TextWithImages) else tokenized) for item in read]
+
+    def _tokenized(self, items: Sequence[str | Prompt]) -> list[Prompt | RowError]:
+        texts = [{"text": item} for item in items if isinstance(item, str)]
         built = iter(self._raw_texts.build(texts) if texts else [])
-        built_with_images = iter(self._with_images(seen) if seen else [])
-        return [
-            item
-            if isinstance(item, Prompt)
-            else next(built if isinstance(item, str) else built_with_images)
-            for item in read
-        ]
+        return [next(built) if isinstance(item, str) else item for item in items]
 
     def _with_images(self, items: Sequence[TextWithImages]) -> list[Prompt | RowError]:
         if self._images is None:

@@ -26,8 +26,8 @@ class PixtralProcessor:
         self.image_processor = image_processor
         self.tokenizer = tokenizer
         self.image_token: str = settings.get("image_token", "[IMG]")
-        self._break_token = settings.get("image_break_token", "[IMG_BREAK]")
-        self._end_token = settings.get("image_end_token", "[IMG_END]")
+        self._break_token: str = settings.get("image_break_token", "[IMG_BREAK]")
+        self._end_token: str = settings.get("image_end_token", "[IMG_END]")
         self._patch_size = settings.get("patch_size", 16) * settings.get("spatial_merge_size", 1)
 
     def _merge_kwargs(
