@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +32,10 @@ _TEXTS = (
 _INSTRUCTION_INPUTS = ("input", "document", "context", "text", "passage", "article", "content")
 _TOKEN_IDS = ("prompt_token_ids", "token_ids", "input_ids")
 _SYSTEM = ("system", "system_prompt")
+_IMAGES = ("image", "images", "picture", "photo", "scan", "page_image", "img")
+_IMAGE_PATH = re.compile(rb".+\.(png|jpe?g|webp|gif|bmp|tiff?)", re.IGNORECASE)
+_QUESTION = "Describe the picture."
+"""Prompt of rows that have only images."""
 _IDS = ("id", "row_id", "custom_id", "uuid", "guid", "uid", "key", "index", "idx", "pk")
 
 
@@ -68,6 +73,9 @@ def detect_columns(
         )
     data = _Data(source)
     keys, reasons = _prompt(data) if prompt is None else _named_prompt(data, prompt)
+    if data.images and "token_ids_column" not in keys:
+        keys["images"] = data.images[0] if len(data.images) == 1 else data.images
+        reasons.append(f"images of the rows: {listed(data.images)}; choose a model that sees")
     if row_id is None:
         column, why = _id(data)
     else:
@@ -86,13 +94,24 @@ class _Data:
             f.name: f.type.value_type if pa.types.is_dictionary(f.type) else f.type
             for f in source.schema
         }
-        self.texts = [name for name, kind in self.types.items() if is_text(kind)]
+        self.images = [name for name, kind in self.types.items() if _is_image(name, kind)]
+        """Columns of images."""
+        self.texts = [
+            name for name, kind in self.types.items() if is_text(kind) and name not in self.images
+        ]
         self.conversations = [name for name, kind in self.types.items() if is_conversation(kind)]
         self.lists = [name for name, kind in self.types.items() if _is_token_ids(kind)]
         self.rows: list[dict[str, Any]] = []
         if wanted := [*self.texts, *self.conversations]:
             for _, batch in source.scan(wanted, [range(min(_LOOKED_AT, source.num_rows))]):
                 self.rows += python_rows(batch)
+        paths = [name for name in self.texts if self._holds_image_paths(name)]
+        self.images += paths
+        self.texts = [name for name in self.texts if name not in paths]
+
+    def _holds_image_paths(self, name: str) -> bool:
+        values = [row[name] for row in self.rows if isinstance(row[name], bytes) and row[name]]
+        return bool(values) and all(_IMAGE_PATH.fullmatch(value) for value in values)
 
     def variable(self, *names: str) -> str | None:
         """Return the first of ``names`` that is a text column and a valid template variable."""
@@ -149,6 +168,8 @@ def _prompt(data: _Data) -> _Prompt:
         return detected
     if name := _first(_TOKEN_IDS, data.lists):
         return {"token_ids_column": name}, [f"{printable(name)}: token ids, used unchanged"]
+    if data.images and not data.texts:
+        return {"template": _QUESTION}, ["the rows have images and no texts; ask your own question"]
     raise _no_prompt(data)
 
 
@@ -261,6 +282,17 @@ def _place(column: str) -> str:
 def _is_token_ids(kind: pa.DataType) -> bool:
     lists = pa.ListType | pa.LargeListType | pa.FixedSizeListType
     return isinstance(kind, lists) and bool(pa.types.is_integer(kind.value_type))
+
+
+def _is_image(name: str, kind: pa.DataType) -> bool:
+    """Return True for images as the Hugging Face Hub stores them, for lists of these, and for bytes
+    in a column with a common name for images."""
+    lists = pa.ListType | pa.LargeListType
+    item = kind.value_type if isinstance(kind, lists) else kind
+    if pa.types.is_struct(item):
+        return {field.name for field in item} == {"bytes", "path"}
+    is_binary = pa.types.is_binary(item) or pa.types.is_large_binary(item)
+    return bool(is_binary) and name.lower() in _IMAGES
 
 
 def _is_id(name: str) -> bool:

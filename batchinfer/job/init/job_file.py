@@ -179,7 +179,9 @@ def _lines(
 def _prompt_lines(keys: Mapping[str, Any]) -> Iterator[str]:
     for key, value in keys.items():
         if key != "messages":
-            yield f"  {key}: {_text(value)}"
+            texts = [value] if isinstance(value, str) else value
+            written = ", ".join(map(_text, texts))
+            yield f"  {key}: {written if isinstance(value, str) else f'[{written}]'}"
             continue
         yield "  messages:"
         for message in value:

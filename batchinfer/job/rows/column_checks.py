@@ -46,6 +46,9 @@ def check_prompt_columns(config: PromptConfig, source: Source) -> None:
     if config.system is not None:
         system = checked_template(config.system, "prompt.system", frozenset(names))
         source.require_alike(sorted(system.columns(frozenset(names))))
+    for name in config.image_columns:
+        expected = "binary, string (paths), struct<bytes, path>, or a list of these"
+        _check_column(source, name, "prompt.images", _may_be_images, expected)
     if config.tools_column is not None:
         key, expected = "prompt.tools_column", "string (JSON) or list<struct>"
         _check_column(source, config.tools_column, key, _may_be_tools, expected)
@@ -132,6 +135,15 @@ def _may_be_text(kind: pa.DataType) -> bool:
 def _may_be_ids(kind: pa.DataType) -> bool:
     item = _item_of(kind)
     return item is not None and bool(pa.types.is_integer(item) or pa.types.is_null(item))
+
+
+def _may_be_images(kind: pa.DataType) -> bool:
+    item = _item_of(kind)
+    if item is not None:
+        return _may_be_images(item)
+    if pa.types.is_struct(kind):
+        return bool({"bytes", "path"} & {field.name for field in kind})
+    return _may_be_text(kind)
 
 
 def _may_be_tools(kind: pa.DataType) -> bool:

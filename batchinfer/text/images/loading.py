@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from batchinfer.errors import ModelError, one_line
+from batchinfer.errors import ModelError, install_command, one_line
 
 if TYPE_CHECKING:
     from batchinfer.text.images.processor import ImageProcessor
@@ -26,7 +26,7 @@ def load_image_processor(folder: Path, token_id: int, kwargs: Mapping[str, Any])
         ModelError: the folder has no processor, ``kwargs`` do not fit it, or Pillow is missing.
     """
     if find_spec("PIL") is None:
-        raise ModelError("images in prompts need Pillow", hint="pip install 'batchinfer[images]'")
+        raise ModelError("images in prompts need Pillow", hint=install_command("images"))
     return _load(folder, token_id, json.dumps(dict(kwargs), sort_keys=True))
 
 

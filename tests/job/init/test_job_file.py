@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,38 @@ def test_init_detects_the_prompt_column(
 ) -> None:
     spec = starter(tmp_path, rows)
     assert getattr(spec.prompt, key) == value
+
+
+HUB = {"bytes": b"\x89PNG", "path": None}
+
+
+@pytest.mark.parametrize(
+    ("rows", "images"),
+    [
+        ({"picture": [HUB], "question": ["a"]}, "picture"),
+        ({"pages": [[HUB, HUB]], "question": ["a"]}, "pages"),
+        ({"image": [b"\x89PNG"], "question": ["a"]}, "image"),
+        ({"file": ["a/b.JPG", "c.png"], "question": ["a", "b"]}, "file"),
+        ({"left": [HUB], "right": [HUB], "question": ["a"]}, ("left", "right")),
+        ({"notes": [b"\x89PNG"], "question": ["a"]}, None),
+    ],
+)
+def test_init_detects_image_columns(tmp_path: Path, rows: dict[str, Any], images: Any) -> None:
+    spec = starter(tmp_path, rows)
+    assert (spec.prompt.column, spec.prompt.images) == ("question", images)
+
+
+def test_init_asks_a_question_about_rows_of_images_alone(tmp_path: Path) -> None:
+    spec = starter(tmp_path, {"image": [HUB], "label": [3]})
+    assert (spec.prompt.template, spec.prompt.images) == ("Describe the picture.", "image")
+
+
+def test_images_must_be_in_a_column_that_can_hold_them(tmp_path: Path) -> None:
+    spec = starter(tmp_path, {"question": ["a"], "n": [1]})
+    source = open_source(spec.input.paths)
+    for name, problem in (("n", "is int64; it must be binary"), ("m", "no column")):
+        with pytest.raises(DataError, match=problem):
+            check_prompt_columns(replace(spec.prompt, images=name), source)
 
 
 def test_init_puts_a_shared_instruction_into_the_system_message(tmp_path: Path) -> None:
