@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -32,6 +31,7 @@ from tests.kernels.cpu_attention_cases import (
     check_attention,
     check_attention_over_fp8,
 )
+from tests.kernels.cpu_builds import load_build
 from tests.kernels.test_cpu_encoder_layers import (  # noqa: F401
     test_encoder_layers_equal_float64,
     test_sequence_bits_do_not_depend_on_other_sequences,
@@ -81,8 +81,8 @@ dtypes = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 
 _MODULES = cpu_attention, gemm, row_ops, decoder_layer, encoder_layers, gated_delta
 _BUILDS = [
-    pytest.param(flags, id=name, marks=[] if name == "lanes_8" else [pytest.mark.long])
-    for name, flags in _FLAGS.items()
+    pytest.param(build, id=build[0], marks=[] if build[0] == "lanes_8" else [pytest.mark.long])
+    for build in _FLAGS.items()
 ]
 
 
@@ -91,18 +91,13 @@ def other_build(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[None]:
     """Load kernels that are built for a processor with other instructions."""
-    flags = " ".join(request.param)
-    folder: Path = tmp_path_factory.mktemp("build")
-    compiler = folder / "cc"
-    compiler.write_text(f'#!/bin/sh\nexec {shutil.which("cc")} "$@" {flags} -O1\n')
-    compiler.chmod(0o755)
+    name, flags = request.param
+    added = " ".join(flags)
+    built = load_build(name, f'{shutil.which("cc")} "$@" {added} -O1', tmp_path_factory)
+    if built is None:
+        pytest.skip(f"the compiler does not support {added}")
+    assert name == "tiles" or not built.stores_pairs()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CC", str(compiler))
-        patch.setenv("XDG_CACHE_HOME", str(folder))
-        built = compiled_library.load.__wrapped__()
-        if built is None:
-            pytest.skip(f"the compiler does not support {flags}")
-        assert request.param == _FLAGS["tiles"] or not built.stores_pairs()
         for module in _MODULES:
             patch.setattr(module, "load", lambda: built)
         linear_kernels.cache_clear()

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import platform
 import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import torch
 from batchinfer.kernels.cpu import compiled_library, decoder_layer, encoder_layers, gemm, row_ops
 from batchinfer.kernels.cpu import paged_attention as cpu_attention
 from batchinfer.worker.linear_kernels import linear_kernels
+from tests.kernels.cpu_builds import load_build
 from tests.kernels.cpu_gemm_cases import check_many_rows
 from tests.kernels.encoder_cases import check_bits_of_a_sequence
 from tests.worker.fusion import test_native_layers
@@ -31,19 +31,11 @@ dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=s
 @pytest.fixture(scope="module")
 def interleaved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Load kernels whose threads run one after the other."""
-    folder: Path = tmp_path_factory.mktemp("build")
-    compiler, threads = shutil.which("cc"), folder / "interleaving.o"
     source = Path(__file__).with_name("interleaving.c")
-    assert compiler is not None
-    subprocess.run([compiler, "-O1", "-fPIC", "-c", str(source), "-o", str(threads)], check=True)
-    wrapper = folder / "cc"
-    wrapper.write_text(f'#!/bin/sh\nexec {compiler} {threads} "$@" -O1 -Wl,-Bsymbolic -lpthread\n')
-    wrapper.chmod(0o755)
+    command = f'{shutil.which("cc")} {source} "$@" -O1 -Wl,-Bsymbolic -lpthread'
+    built = load_build("interleaving", command, tmp_path_factory)
+    assert built is not None
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CC", str(wrapper))
-        patch.setenv("XDG_CACHE_HOME", str(folder))
-        built = compiled_library.load.__wrapped__()
-        assert built is not None
         for module in (
             compiled_library,
             cpu_attention,
