@@ -26,7 +26,7 @@ class NamesNotSynced(LossyFiles):
             super().sync(path)
 
 
-@pytest.mark.parametrize("examples", [FEW, pytest.param(500, marks=pytest.mark.long)])
+@pytest.mark.parametrize("examples", [FEW, pytest.param(300, marks=pytest.mark.long)])
 def test_power_failures_lose_no_row_that_was_on_disk(examples: int) -> None:
     assert check_crash_states(examples, examples) > examples
     assert check_crash_states(examples // 2, examples, of_updates=True) > examples // 2

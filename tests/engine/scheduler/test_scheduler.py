@@ -122,8 +122,9 @@ def test_waste_is_the_unfilled_part_of_last_blocks(make_engine: MakeEngine) -> N
     assert np.mean([step.kv_waste for step in steps]) <= 0.04
 
 
-@pytest.mark.parametrize("block_size", [1, 16, 32])
-@pytest.mark.parametrize("max_tokens", [64, 512, 8192])
+@pytest.mark.parametrize(
+    ("block_size", "max_tokens"), [(1, 64), (1, 8192), (16, 512), (32, 64), (32, 8192)]
+)
 def test_each_distinct_prefix_token_is_computed_once(
     make_engine: MakeEngine, block_size: int, max_tokens: int
 ) -> None:
@@ -185,10 +186,10 @@ def test_prompts_of_parallel_samples_are_computed_once_in_any_pool(
     rng = np.random.default_rng(3)
     requests = [
         make_request(row, prompt, max_tokens=64, n=8, ignore_eos=True)
-        for row, prompt in enumerate(prompts(rng, np.full(32, 133)))
+        for row, prompt in enumerate(prompts(rng, np.full(16, 133)))
     ]
     steps = run_long(make_engine, requests, num_blocks, lambda *_: 7)
-    assert sum(step.prefill_tokens for step in steps) == 32 * 133
+    assert sum(step.prefill_tokens for step in steps) == 16 * 133
     assert sum(step.recomputed_tokens for step in steps) == 0
 
 
