@@ -198,6 +198,9 @@ class Engine:
         built = build_step(self.scheduler.table, schedule, self._prefixes)
         pending = self._runner.submit(built.step)
         stats = self.scheduler.advance(schedule, began)
+        of_images = built.step.image_token_ids()
+        if len(of_images):
+            stats = replace(stats, images=len(set(of_images.tolist())), image_tokens=len(of_images))
         return InFlight(pending, built.sampled, built.scored, stats, began)
 
     def _process(self, completions: list[Completion]) -> StepStats:

@@ -49,6 +49,11 @@ class StepStats:
     swapped_out_blocks: int = 0
     """Blocks copied to the host: of waiting sequences, or of prefixes that later rows need."""
 
+    images: int = 0
+    """Distinct images with tokens that this step computed."""
+    image_tokens: int = 0
+    """Tokens of images among the computed tokens."""
+
     @property
     def pool_use(self) -> float | None:
         """Used share of the KV blocks; None without a pool."""

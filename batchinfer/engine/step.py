@@ -201,6 +201,10 @@ class Step:
     grid_positions: Int32 | None = None  # [3, T] in place of positions, for images with grids
     adapters: Int32 | None = None  # [S] number of each sequence's adapter, 0 = none; None: all 0
 
+    def image_token_ids(self) -> Int32:
+        """Return the negative ids among the step's tokens, which belong to images."""
+        return self.token_ids[(self.token_ids < 0) & (self.previous_sample < 0)]
+
     @property
     def num_sequences(self) -> int:
         """Number of sequences (S)."""

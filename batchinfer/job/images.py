@@ -112,6 +112,7 @@ def image_settings(spec: JobSpec, source: Source, context: EngineContext) -> Ima
         config.mm_processor_kwargs,
         _salt(support.folder, config),
         support.merge_size,
+        spec.input.media_urls,
     )
 
 

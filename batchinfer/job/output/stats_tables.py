@@ -23,6 +23,8 @@ _FLOWS = (
     "cow_copies",
     "swapped_in_blocks",
     "swapped_out_blocks",
+    "images",
+    "image_tokens",
 )
 """Columns that are summed over steps; the other columns hold the state after a step."""
 _FLOATS = ("t_s", "step_ms", "kv_waste")

@@ -162,6 +162,8 @@ class InputSpec(Section):
     media_root: Text | None = None
     """Folder of the images that rows name by path. Paths that lead out of it, also through links,
     are errors. null: the folder of the first input file."""
+    media_urls: bool = False
+    """Download images that rows name by http:// or https:// addresses. false: such a row fails."""
     keep_columns: Literal["*"] | tuple[Text, ...] = "*"
     """Input columns to copy to the output; "*": all."""
     limit: int | None = Field(default=None, ge=0)

@@ -6,19 +6,23 @@ import base64
 import binascii
 import os
 import stat
+import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote_to_bytes
 
-from batchinfer.errors import RowError
+from batchinfer.errors import RowError, one_line
 from batchinfer.text.row_values import MAX_ROW_BYTES
 
 INVALID_IMAGE = "invalid_image"
 _DATA = "data:"
 _WEB = ("http://", "https://")
 _MAX_PATH_BYTES = 4096
+_DOWNLOAD_S = 30.0
+"""Longest wait for a server's next bytes, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +61,12 @@ class ImageFiles:
 
     Args:
         root: folder of relative paths. Paths that lead out of it are errors. None: no path is read.
+        downloads: True to download images that web addresses name.
     """
 
-    def __init__(self, root: Path | None) -> None:
+    def __init__(self, root: Path | None, *, downloads: bool = False) -> None:
         self._root = None if root is None else root.resolve()
+        self._downloads = downloads
 
     def in_cell(self, value: Any, where: str) -> list[ImageFile]:
         """Return the images of a cell, in order; none for null.
@@ -104,7 +110,7 @@ class ImageFiles:
         return ImageFile(value) if name is None else self.named(name, where)
 
     def named(self, name: str, where: str) -> ImageFile:
-        """Return the image that a path or a data URL names.
+        """Return the image that a path, a data URL or a web address names.
 
         Raises:
             RowError: ``invalid_image``.
@@ -112,8 +118,11 @@ class ImageFiles:
         if name.startswith(_DATA):
             return ImageFile(_data_of(name, where))
         if name.startswith(_WEB):
+            if self._downloads:
+                return ImageFile(_downloaded(name, where))
             raise RowError(
-                INVALID_IMAGE, f"{where}: {name[:80]} is on the web; batchinfer opens no URLs"
+                INVALID_IMAGE,
+                f"{where}: {name[:80]} is a web address; set input.media_urls to download images",
             )
         if self._root is None:
             raise RowError(
@@ -131,6 +140,18 @@ class ImageFiles:
                 INVALID_IMAGE, f"{where}: {name[:80]} is outside input.media_root, {self._root}"
             )
         return ImageFile(None, str(resolved))
+
+
+def _downloaded(url: str, where: str) -> bytes:
+    """Download a file. ``urlopen`` follows redirects only to HTTP, HTTPS and FTP."""
+    try:
+        with urllib.request.urlopen(url, timeout=_DOWNLOAD_S) as answer:
+            data: bytes = answer.read(MAX_ROW_BYTES + 1)
+    except (OSError, ValueError, HTTPException) as error:
+        raise RowError(INVALID_IMAGE, f"{where}: {url[:80]}: {one_line(error)}") from None
+    if len(data) > MAX_ROW_BYTES:
+        raise RowError(INVALID_IMAGE, f"{where}: {url[:80]} has more than {MAX_ROW_BYTES} bytes")
+    return data
 
 
 def _path_in(value: bytes) -> str | None:

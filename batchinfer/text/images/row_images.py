@@ -37,6 +37,7 @@ class ImageSettings:
         salt: hash of everything else that affects an image's pixels.
         merge_size: with multimodal rotary positions, the number of rows and of columns of patches
             in one token.
+        downloads: True if rows may name web addresses.
     """
 
     model_folder: Path
@@ -46,6 +47,7 @@ class ImageSettings:
     processor_kwargs: Mapping[str, Any]
     salt: bytes = b""
     merge_size: int | None = None
+    downloads: bool = False
 
     def processor(self) -> ImageProcessor:
         """Load the image processor; later calls return the same object.
@@ -141,7 +143,7 @@ class RowImages:
             require_column(name, "prompt.images", columns)
         self.columns = config.image_columns
         self._settings = settings
-        self._files = ImageFiles(settings.root)
+        self._files = ImageFiles(settings.root, downloads=settings.downloads)
         if self.columns:
             settings.processor()  # raises errors before the first row
 

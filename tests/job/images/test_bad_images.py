@@ -6,7 +6,9 @@ import base64
 import io
 import os
 import struct
+import threading
 import zlib
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pyarrow as pa
@@ -175,6 +177,39 @@ def test_data_urls_hold_images() -> None:
     url = "data:image/png;base64," + base64.b64encode(png(0)).decode()
     assert ImageFiles(None).in_cell(url, "x") == [ImageFile(png(0))]
     assert ImageFiles(None).in_cell(url.encode(), "x") == [ImageFile(png(0))]
+
+
+class Pictures(BaseHTTPRequestHandler):
+    """Serves one picture."""
+
+    def do_GET(self) -> None:
+        self.send_response(200 if self.path == "/a.png" else 404)
+        self.end_headers()
+        if self.path == "/a.png":
+            self.wfile.write(png(0))
+
+    def log_message(self, *_: object) -> None:
+        """Write nothing."""
+
+
+def test_images_are_downloaded_only_if_the_job_says_so() -> None:
+    server = HTTPServer(("127.0.0.1", 0), Pictures)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        url = f"http://127.0.0.1:{server.server_port}/a.png"
+        files = ImageFiles(None, downloads=True)
+        assert files.in_cell(url, "x") == [ImageFile(png(0))]
+        with pytest.raises(RowError, match="404"):
+            files.in_cell(url.replace("a.png", "b.png"), "x")
+        with pytest.raises(RowError, match=r"set input\.media_urls"):
+            ImageFiles(None).in_cell(url, "x")
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+    with pytest.raises(RowError, match="refused"):
+        files.in_cell(url, "x")
 
 
 def test_paths_need_a_folder() -> None:

@@ -129,6 +129,11 @@ def test_plan_counts_the_tokens_of_the_run(tmp_path: Path, llava: Path) -> None:
     assert run_job(spec, quiet=True) is ExitCode.OK
     summary = json.loads((tmp_path / "out" / "summary.json").read_bytes())
     assert plan["prompt_tokens"] == summary["tokens"]["prompt"]
+    steps = pq.read_table(tmp_path / "out" / "stats" / "steps.parquet")
+    # Rows 0 and 3 are equal, and so are the first images of rows 0 and 6.
+    computed = sum(steps["image_tokens"].to_pylist())
+    assert 0 < computed <= 16 * sum(map(len, IMAGES_OF_ROWS))
+    assert sum(steps["images"].to_pylist()) >= 5
 
 
 def test_resumed_rows_have_the_same_answers(tmp_path: Path, llava: Path) -> None:

@@ -27,7 +27,7 @@ STEP_COLUMNS = [
     *("kv_blocks_total", "kv_blocks_used", "kv_blocks_shared", "kv_blocks_cached"),
     *("kv_tokens_live", "kv_waste", "kv_logical_blocks", "kv_tokens_logical"),
     *("state_slots_used", "contiguous_blocks", "cow_copies"),
-    *("swapped_in_blocks", "swapped_out_blocks"),
+    *("swapped_in_blocks", "swapped_out_blocks", "images", "image_tokens"),
     *("device_bytes", "host_rss_bytes", "worker"),
 ]
 REQUEST_COLUMNS = [
