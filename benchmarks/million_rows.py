@@ -153,6 +153,7 @@ class StubBuilt:
     kernels: dict[str, str] = field(default_factory=dict)
     shares_prefixes: bool = True
     slots_per_state: int = 0
+    images: None = None
     warm_up: None = None
 
     def device_bytes(self) -> int:
