@@ -65,7 +65,7 @@ def test_gated_delta_equals_reference(
 @pytest.mark.parametrize(
     "shape",
     [
-        {"value_heads": 4, "key_width": 16, "value_width": 300},
+        {"value_heads": 2, "key_width": 16, "value_width": 300},
         {"value_heads": 2, "key_width": 136, "value_width": 16},
         {"by_row": True, "key_width": 72, "value_width": 144, "slot_bytes": 2**15},
     ],
