@@ -116,6 +116,8 @@ class SequenceTable:
         """The fixed output token; -1: the token is drawn."""
         self.adapter = np.zeros(rows, dtype=np.int32)
         """Number of the adapter; 0 = the base model."""
+        self.has_grids = np.zeros(rows, dtype=np.bool_)
+        """True for a prompt with images that have grids of rotary positions."""
         self.rotary_shift = np.zeros(rows, dtype=np.int32)
         """Rotary position of a token after the prompt, minus its index."""
         self.has_grammar = np.zeros(rows, dtype=np.bool_)
@@ -290,6 +292,7 @@ class SequenceTable:
     def _set_sampling(self, row: int, sequence: Sequence) -> None:
         request, params = sequence.request, sequence.request.params
         self.adapter[row] = request.adapter
+        self.has_grids[row] = any(each.image.grid for each in request.images)
         self.rotary_shift[row] = rotary_shift(request.images)
         seed, stream = request.rng_key
         self.sampling.set_row(

@@ -152,20 +152,19 @@ def _rotary_positions(
         positions: indices of the tokens in their sequences, [T].
     """
     rows, num_new = schedule.rows, schedule.num_new
-    shifts = table.rotary_shift[rows]
-    if not shifts.any():
+    has_grids = table.has_grids[rows]
+    if not has_grids.any():
         return positions, None
     computed = table.num_computed[rows]
-    rotary = np.tile(positions + np.repeat(shifts, num_new), (3, 1))
-    in_prompt = np.flatnonzero((shifts != 0) & (computed < table.num_prompt[rows]))
-    for at in in_prompt:
+    rotary = np.tile(positions + np.repeat(table.rotary_shift[rows], num_new), (3, 1))
+    for at in np.flatnonzero(has_grids & (computed < table.num_prompt[rows])):
         start = int(computed[at])
         images = table.sequence(rows[at]).request.images
         rotary[:, starts[at] : starts[at + 1]] = rotary_positions(
             images, start, start + int(num_new[at])
         )
-    has_grids = bool((rotary[0] != rotary[1:]).any())
-    return rotary[0], rotary if has_grids else None
+    are_equal = bool((rotary[0] == rotary[1:]).all())
+    return rotary[0], None if are_equal else rotary
 
 
 def build_sampling_batch(table: SequenceTable, schedule: Schedule) -> SamplingBatch:

@@ -38,7 +38,8 @@ SETUPS = {
     "swapped": Setup(block_size=4, pool_tokens=160, misleading=True, num_host_blocks=40),
 }
 # Images of each row; equal numbers are equal images. A row without images is text alone.
-ROWS = ([0], [0], [], [1], [2, 0], [0, 0], [3, 1, 2, 0], [], [1])
+ROWS = ([0], [0], [], [1], [2, 0], [0, 0], [3, 1, 2, 0], [], [1], [4], [5])
+NUM_IMAGES = 6
 
 
 class Row:
@@ -129,7 +130,7 @@ def test_greedy_tokens_equal_transformers(
     images = embeddings(loaded)
     completions = run_rows(loaded, setup, family, images)
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
-    assert images.num_encoded == 4
+    assert images.num_encoded == NUM_IMAGES
     assert len(completions) == len(ROWS)
     for number, completion in completions.items():
         row = Row(family, number)
@@ -152,7 +153,7 @@ def test_a_small_cache_encodes_images_again(family: str, loaded: LoadedModel) ->
     whole = run_rows(loaded, Setup(), family, embeddings(loaded))
     small = embeddings(loaded, num_bytes=0)
     parts = run_rows(loaded, Setup(max_tokens=7, block_size=4), family, small)
-    assert small.num_encoded > 4
+    assert small.num_encoded > NUM_IMAGES
     assert tokens_of(whole) == tokens_of(parts)
 
 
