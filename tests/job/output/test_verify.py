@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -27,13 +28,20 @@ RECORD = "_batchinfer/parts/part-00001.json"
 KEYS = "_batchinfer/keys/part-00001.parquet"
 
 
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    """Return a finished output."""
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a finished job."""
+    folder = tmp_path_factory.mktemp("finished")
     prompts = [f"{row} asks" if row != 13 else "" for row in range(25)]
-    write_parquet(tmp_path / "in" / "x.parquet", {"prompt": prompts})
-    run_job(finished_job(tmp_path), build=FakeBuild(), quiet=True)
-    return tmp_path / "out"
+    write_parquet(folder / "in" / "x.parquet", {"prompt": prompts})
+    run_job(finished_job(folder), build=FakeBuild(), quiet=True)
+    return folder
+
+
+@pytest.fixture
+def root(finished: Path, tmp_path: Path) -> Path:
+    """Return a copy of the finished job's output."""
+    return shutil.copytree(finished, tmp_path, dirs_exist_ok=True) / "out"
 
 
 def finished_job(tmp_path: Path) -> JobSpec:
