@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -44,13 +45,20 @@ OLD = [f"{row} old" for row in range(14)]
 NEW = [f"{row} new" for row in range(9)]
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of a finished job whose new input makes fewer parts."""
-    write_rows(tmp_path, *OLD)
-    assert run(spec_of(tmp_path)) is ExitCode.OK
-    write_rows(tmp_path, *NEW)
-    return tmp_path
+    folder = tmp_path_factory.mktemp("finished")
+    write_rows(folder, *OLD)
+    assert run(spec_of(folder)) is ExitCode.OK
+    write_rows(folder, *NEW)
+    return folder
+
+
+@pytest.fixture
+def folder(finished: Path, tmp_path: Path) -> Path:
+    """Return a copy of the finished job."""
+    return shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
 
 
 def files(out: Path) -> dict[str, bytes]:
