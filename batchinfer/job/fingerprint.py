@@ -60,6 +60,9 @@ _LATER: Mapping[tuple[str, str], Any] = {
     ("output", "reasoning"): "none",
     ("output", "tool_parser"): "none",
     ("prompt", "adapter"): None,
+    ("prompt", "images"): None,
+    ("prompt", "max_image_pixels"): 89_478_485,
+    ("prompt", "mm_processor_kwargs"): {},
     ("engine", "latent_cache"): False,
 }
 """Fields that were added later, with their neutral values. The fingerprint leaves out neutral

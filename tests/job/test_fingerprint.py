@@ -24,9 +24,20 @@ def job(folder: Path, *overrides: str) -> JobSpec:
     return load_job(write_job(folder), overrides=overrides)
 
 
+def test_later_fields_leave_older_fingerprints_unchanged(tmp_path: Path) -> None:
+    """A field that is added later must be in ``_LATER``, or older outputs cannot be resumed."""
+    facts = fingerprint_facts(job(tmp_path), MODEL)
+    assert set(facts["prompt"]) == {
+        *("column", "template", "messages", "token_ids_column", "adapter_column", "system"),
+        *("chat_template", "chat_template_kwargs", "parse_special_tokens", "on_too_long"),
+    }
+    assert set(facts["input"]) == {"format", "id_column", "filter", "keep_columns", "limit"}
+
+
 @pytest.mark.parametrize(
     "override",
     [
+        "prompt.images=a",
         "sampling.max_tokens=9",
         "sampling.seed=1",
         "sampling.stop=[x]",
