@@ -10,6 +10,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
+from transformers.models.glm46v.image_processing_pil_glm46v import Glm46VImageProcessorPil
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -37,6 +39,12 @@ _TOKENS = {
         "vision_end_token": "<|vision_end|>",
     },
 }
+_TOKENS["glm4v"] = _TOKENS["glm_ocr"] = {
+    "image_token": "<|image|>",
+    "video_token": "<|video|>",
+    "begin_of_image_token": "<|begin_of_image|>",
+    "end_of_image_token": "<|end_of_image|>",
+}
 _TOKENS["mistral3"] = {
     "image_token": "[IMG]",
     "image_break_token": "[IMG_BREAK]",
@@ -47,6 +55,8 @@ _WRITTEN = {
     "llava": "<image>",
     "internvl": "<IMG_CONTEXT>",
     "gemma3": "<start_of_image>",
+    "glm4v": "<|begin_of_image|><|image|><|end_of_image|>",
+    "glm_ocr": "<|begin_of_image|><|image|><|end_of_image|>",
     "mistral3": "[IMG]",
     "qwen2_5_vl": "<|vision_start|><|image_pad|><|vision_end|>",
     "qwen3_vl": "<|vision_start|><|image_pad|><|vision_end|>",
@@ -87,6 +97,14 @@ _PROCESSORS: dict[str, tuple[Any, dict[str, Any]]] = {
         {},
     ),
 }
+_PROCESSORS["glm4v"] = (
+    Glm4vImageProcessorPil(size={"shortest_edge": 512, "longest_edge": 16384}, **_PATCHES),
+    {},
+)
+_PROCESSORS["glm_ocr"] = (
+    Glm46VImageProcessorPil(size={"shortest_edge": 512, "longest_edge": 16384}, **_PATCHES),
+    {},
+)
 _PROCESSORS["mistral3"] = (
     PixtralImageProcessorPil(patch_size=8, size={"longest_edge": 64}),
     {"patch_size": 8, "spatial_merge_size": 2},
@@ -96,6 +114,8 @@ _CLASSES = {
     "llava": "LlavaProcessor",
     "internvl": "InternVLProcessor",
     "gemma3": "Gemma3Processor",
+    "glm4v": "Glm4vProcessor",
+    "glm_ocr": "Glm46VProcessor",
     "mistral3": "PixtralProcessor",
     "qwen2_5_vl": "Qwen2_5_VLProcessor",
     "qwen3_vl": "Qwen3VLProcessor",

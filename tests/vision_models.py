@@ -126,7 +126,47 @@ _CONFIGS["qwen3_5"] = {
     "image_token_id": IMAGE_TOKEN,
 }
 VISION_FAMILIES = tuple(_CONFIGS)
-GRID_FAMILIES = ("qwen2_5_vl", "qwen3_5", "qwen3_vl")
+_CONFIGS["qwen2_vl"] = {
+    "vision_config": {
+        **{name: _QWEN_VISION[name] for name in ("depth", "num_heads", "patch_size")},
+        "embed_dim": 32,
+        "hidden_size": 64,
+        "mlp_ratio": 2,
+        "initializer_range": 0.2,
+        "model_type": "qwen2_vl_vision",
+    },
+    "text_config": {**_QWEN_TEXT, "model_type": "qwen2_vl_text"},
+    "image_token_id": IMAGE_TOKEN,
+}
+_EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "shared_expert_intermediate_size": 48,
+}
+_CONFIGS["qwen3_vl_moe"] = {
+    "vision_config": {**_CONFIGS["qwen3_vl"]["vision_config"], "model_type": "qwen3_vl_moe_vision"},
+    "text_config": {**_QWEN_TEXT, **_EXPERTS, "model_type": "qwen3_vl_moe_text"},
+    "image_token_id": IMAGE_TOKEN,
+}
+_CONFIGS["qwen3_5_moe"] = {
+    "vision_config": {**_CONFIGS["qwen3_5"]["vision_config"], "model_type": "qwen3_5_moe_vision"},
+    "text_config": {
+        **_CONFIGS["qwen3_5"]["text_config"],
+        **_EXPERTS,
+        "model_type": "qwen3_5_moe_text",
+    },
+    "image_token_id": IMAGE_TOKEN,
+}
+for _family in ("glm4v", "glm_ocr"):
+    _CONFIGS[_family] = {
+        "vision_config": {**_QWEN_VISION, "image_size": 64, "model_type": f"{_family}_vision"},
+        "text_config": {**_QWEN_TEXT, "model_type": f"{_family}_text"},
+        "image_token_id": IMAGE_TOKEN,
+    }
+RELATED_FAMILIES = tuple(family for family in _CONFIGS if family not in VISION_FAMILIES)
+"""Families that differ little from a family in ``VISION_FAMILIES``."""
+GRID_FAMILIES = ("qwen2_5_vl", "qwen3_5", "qwen3_vl", *RELATED_FAMILIES)
 
 
 def make_vision_checkpoint(

@@ -38,8 +38,10 @@ def _load(folder: Path, token_id: int, kwargs: str) -> ImageProcessor:
     from batchinfer.text.images.processor import ImageProcessor
 
     try:
-        name = PROCESSOR_MAPPING_NAMES[AutoConfig.from_pretrained(folder).model_type]
         settings = ProcessorMixin.get_processor_dict(folder)[0]
+        name = settings.get("processor_class")
+        if name is None:
+            name = PROCESSOR_MAPPING_NAMES[AutoConfig.from_pretrained(folder).model_type]
         for part in ("image_processor", "video_processor", "tokenizer", "processor_class"):
             settings.pop(part, None)
         processor = _class_of(name)(

@@ -15,7 +15,10 @@ from batchinfer.worker.model.language_model import language_model, saved_class
 from batchinfer.worker.model.quiet_transformers import quiet_transformers
 
 GRID_FAMILIES = frozenset(
-    {"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"}
+    {
+        *("glm4v", "glm_ocr", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"),
+        *("qwen3_5", "qwen3_5_moe"),
+    }
 )
 """Types of models whose language models have multimodal rotary positions."""
 FAMILIES = frozenset({"llava", "mistral3", "internvl"}) | GRID_FAMILIES

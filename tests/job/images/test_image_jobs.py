@@ -25,9 +25,11 @@ from tests.job.job_files import SCORE, write_job
 from tests.models import make_text_model
 from tests.parity import TIE
 from tests.vision_folders import PROCESSOR_FAMILIES, make_vision_folder
-from tests.vision_models import VISION_FAMILIES
+from tests.vision_models import RELATED_FAMILIES, VISION_FAMILIES
 
-FAMILIES = [family for family in PROCESSOR_FAMILIES if family in VISION_FAMILIES]
+FAMILIES = [
+    family for family in PROCESSOR_FAMILIES if family in (*VISION_FAMILIES, *RELATED_FAMILIES)
+]
 IMAGES_OF_ROWS = ([0], [1, 2], [], [0], [3, 0, 4, 1], [], [2], [0, 0])
 MAX_TOKENS = 6
 GREEDY = {"max_tokens": MAX_TOKENS, "temperature": 0, "ignore_eos": True}

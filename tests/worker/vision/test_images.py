@@ -24,6 +24,7 @@ from batchinfer.worker.vision.tower import load_vision_tower
 from tests.parity import CPU, OUTPUT_TOKENS, TIE, Setup, make_engine, run_engine, tokens_of
 from tests.vision_models import (
     IMAGE_TOKEN,
+    RELATED_FAMILIES,
     VISION_FAMILIES,
     make_vision_checkpoint,
     random_image,
@@ -147,6 +148,13 @@ def test_greedy_tokens_equal_transformers(
             logits[:, IMAGE_TOKEN] = -torch.inf
             taken = logits[torch.arange(OUTPUT_TOKENS), torch.tensor(drawn)]
             assert (logits.max(dim=1).values - taken).max() < TIE, number
+
+
+@pytest.mark.parametrize("related", RELATED_FAMILIES)
+def test_related_families_equal_transformers(related: str, tmp_path: Path) -> None:
+    folder = make_vision_checkpoint(related, tmp_path)
+    loaded = load_model(ModelConfig(str(folder)), device=CPU)
+    test_greedy_tokens_equal_transformers(SETUPS["chunks_of_7"], related, folder, loaded)
 
 
 def test_a_small_cache_encodes_images_again(family: str, loaded: LoadedModel) -> None:
