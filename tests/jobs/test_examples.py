@@ -35,6 +35,7 @@ def test_there_are_examples() -> None:
         "adapters",
         "quantized",
         "hybrid",
+        "labels",
     }
 
 
