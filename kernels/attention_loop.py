@@ -202,6 +202,7 @@ def attend(
     TILE: tl.constexpr,
     # False: the range consists of whole tiles, and every row sees all positions in it.
     MASKED: tl.constexpr,
+    ends=None,  # [ROWS] int32: one past the last position that each row sees; None: its own
 ):  # the new row_max, row_sum and acc
     key_ptr = cache.key_ptr + kv_head * cache.key_head_stride
     value_ptr = cache.value_ptr + kv_head * cache.value_head_stride
@@ -239,7 +240,10 @@ def attend(
         if cap is not None:
             scores = cap - 2.0 * cap / (tl.exp2(scores * scales[:, None]) + 1.0)
         if MASKED:
-            visible = tokens[None, :] <= positions[:, None]
+            if ends is None:
+                visible = tokens[None, :] <= positions[:, None]
+            else:
+                visible = tokens[None, :] < ends[:, None]
             if window is not None:
                 visible = visible & (tokens[None, :] > positions[:, None] - window)
             scores = tl.where(visible, scores, float("-inf"))

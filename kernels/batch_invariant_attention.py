@@ -179,6 +179,7 @@ def batch_invariant_attention(
     sliding_window: int = 0,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,  # [Hq]
+    query_ends: torch.Tensor | None = None,  # [T] int32
 ) -> None:
     """Compute attention into `out`. The cache must already hold this step's keys and values.
 
@@ -187,10 +188,11 @@ def batch_invariant_attention(
     Args:
         work: from `plan_batch_invariant` for the same lengths and window.
         launch: index of this launch among those that use `work`.
+        query_ends: as in `paged_attention`.
     """
     check_launchable(
         "batch_invariant_attention", query, key_cache, value_cache, block_tables, query_starts,
-        context_lens, out, sinks,
+        context_lens, out, sinks, query_ends,
     )  # fmt: skip
     if len(context_lens) == 0 or len(query) == 0:
         return
@@ -206,6 +208,7 @@ def batch_invariant_attention(
     totals = work.partials.out_ptr.new_empty(num_programs, 2, config.rows, value_block)
     _batch_invariant_kernel[(num_programs,)](
         **shared,
+        query_ends_ptr=query_ends,
         partials=work.partials,
         max_pieces=work.max_pieces,
         totals_ptr=totals,
@@ -247,6 +250,7 @@ def _batch_invariant_kernel(
     out_ptr,  # [T, Hq, Dv]
     out_strides,
     sinks_ptr,  # [Hq] or None
+    query_ends_ptr,  # [T] int32 or None
     items_ptr,  # [N, 2] int32: sequence; tile of query tokens, or piece of a decode
     counters_ptr,  # [1 + launches] int32: N, then the items that each launch has taken
     partials,  # Partials
@@ -294,6 +298,10 @@ def _batch_invariant_kernel(
         )
         begin = first * 0 if window is None else tl.maximum(computed + first + 1 - window, 0)
         end = computed + tl.minimum(first + TOKENS, query_len)
+        ends = None
+        if query_ends_ptr is not None:
+            ends = tl.load(query_ends_ptr + query_rows, mask=row_live, other=0)
+            end = tl.max(ends, 0)
         first_piece, count = aligned_pieces(begin, end, PIECE)
         is_part = (query_len == 1) & (max_pieces > 1) & (count > 1)
         low = first_piece + tl.where(is_part, number, 0)
@@ -312,7 +320,7 @@ def _batch_invariant_kernel(
                 tl.zeros([ROWS], tl.float32),
                 tl.zeros([ROWS, cache.VALUE_BLOCK], tl.float32),
                 cache, kv_head, table_ptr + sequence * table_stride,
-                scales, cap, window, TILE, True,
+                scales, cap, window, TILE, True, ends,
             )  # fmt: skip
             if is_part:
                 part = (sequence * (NUM_KV_HEADS * GROUP) + heads) * max_pieces + number

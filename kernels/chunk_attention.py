@@ -125,12 +125,15 @@ def query_tile(heads: Heads) -> int:
     return chunk_config(heads).rows // heads.group
 
 
-def attend_chunks(shared: dict[str, Any], heads: Heads, work: ChunkWork) -> None:
+def attend_chunks(
+    shared: dict[str, Any], heads: Heads, work: ChunkWork, query_ends: torch.Tensor | None = None
+) -> None:
     """Compute attention for all chunks; `shared` is the result of `shared_arguments`."""
     config = chunk_config(heads)
     arguments = {name: value for name, value in shared.items() if name != "NUM_KV_HEADS"}
     _chunk_kernel[(len(work.items), shared["NUM_KV_HEADS"])](
         **arguments,
+        query_ends_ptr=query_ends,
         items_ptr=work.items,
         num_items_ptr=work.num_items,
         TOKENS=work.tokens,
@@ -154,6 +157,7 @@ def _chunk_kernel(
     out_ptr,  # [T, Hq, Dv]
     out_strides,
     sinks_ptr,  # [Hq] or None
+    query_ends_ptr,  # [T] int32 or None
     items_ptr,  # [N, 2] int32: sequence, and index of the tile's first query token in it
     num_items_ptr,  # [1] int32
     score_scale,
@@ -203,9 +207,13 @@ def _chunk_kernel(
     else:
         begin = tl.maximum(computed + first - window + 1, 0)
     end = computed + tl.minimum(first + TOKENS, query_len)
+    ends = None
+    if query_ends_ptr is not None:
+        ends = tl.load(query_ends_ptr + query_rows, mask=row_live, other=0)
+        end = tl.max(ends, 0)
     row_max, row_sum, acc = attend(
         query, positions, begin, end, row_max, row_sum, acc,
-        cache, kv_head, table_ptr, scales, cap, window, TILE, True,
+        cache, kv_head, table_ptr, scales, cap, window, TILE, True, ends,
     )  # fmt: skip
 
     columns = tl.arange(0, cache.VALUE_BLOCK)

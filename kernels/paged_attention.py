@@ -49,6 +49,7 @@ def paged_attention(
     sliding_window: int = 0,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,  # [Hq]
+    query_ends: torch.Tensor | None = None,  # [T] int32
     work: DecodeWork | None,
     launch: int = 0,
     chunks: ChunkWork | None,
@@ -59,13 +60,15 @@ def paged_attention(
     may have no query token; a sequence with one query token and a context of 0 gets zeros.
 
     Args:
+        query_ends: see `reference.paged_attention`. A sequence with one query token must see its
+            whole context.
         work: from `plan_decode` for the same lengths and window; None if the step has no decodes.
         launch: index of this launch among those that use `work`.
         chunks: from `plan_chunks` for the same lengths; None if the step has no chunks.
     """
     check_launchable(
         "paged_attention", query, key_cache, value_cache, block_tables, query_starts, context_lens,
-        out, sinks,
+        out, sinks, query_ends,
     )  # fmt: skip
     if len(context_lens) == 0 or len(query) == 0:
         return
@@ -78,7 +81,7 @@ def paged_attention(
         assert work.window == sliding_window, "the work list was made for another window"
         attend_decodes(shared, heads, work, launch, transposed=is_transposed(value_cache))
     if chunks is not None:
-        attend_chunks(shared, heads, chunks)
+        attend_chunks(shared, heads, chunks, query_ends)
 
 
 def shared_arguments(

@@ -24,8 +24,15 @@ def paged_attention(
     sliding_window: int = 0,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,  # [Hq]
+    query_ends: torch.Tensor | None = None,  # [T] int32
 ) -> None:
-    """Compute causal attention over a paged KV cache, one sequence after the other."""
+    """Compute causal attention over a paged KV cache, one sequence after the other.
+
+    Args:
+        query_ends: one past the last position that each query token sees: more than its own
+            position, at most its sequence's context, and never less than for the token before.
+            None: each token sees up to itself.
+    """
     starts = query_starts.tolist()
     for sequence, context_len in enumerate(context_lens.tolist()):
         rows = slice(starts[sequence], starts[sequence + 1])
@@ -36,7 +43,8 @@ def paged_attention(
         begin = max(0, context_len - query_len + 1 - sliding_window) if sliding_window else 0
         key_positions = torch.arange(begin, context_len, device=query.device)
         table = block_tables[sequence]
-        mask = visible(positions, key_positions, sliding_window)
+        ends = None if query_ends is None else query_ends[rows]
+        mask = visible(positions, key_positions, sliding_window, ends)
         out[rows] = attention(
             query[rows],
             gather(key_cache, table, key_positions),
@@ -63,11 +71,12 @@ def visible(
     positions: torch.Tensor,  # [Q]
     key_positions: torch.Tensor,  # [K]
     sliding_window: int,
+    ends: torch.Tensor | None = None,  # [Q]
 ) -> torch.Tensor:  # [Q, K] bool
     """Return the mask of causal attention: position p sees [0, p], or (p - w, p] with a window
-    w."""
+    w. With ``ends``, it sees the positions before its end in place of those up to p."""
     distance = positions[:, None] - key_positions[None, :]
-    mask = distance >= 0
+    mask = distance >= 0 if ends is None else key_positions[None, :] < ends[:, None]
     return mask & (distance < sliding_window) if sliding_window else mask
 
 

@@ -8,9 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from transformers import AutoModelForImageTextToText
 
 from batchinfer import LLM, SamplingParams
 from batchinfer.errors import NotYetError
+from batchinfer.text.images.loading import load_image_processor
 from tests.job.images.pictures import encoded, picture, png
 from tests.models import make_text_model
 from tests.vision_folders import make_vision_folder
@@ -70,9 +73,30 @@ def test_pixels_beyond_the_limit_are_decoded_again(
     whole = tokens(llm, *prompts)
     llm.reset_prefix_cache()
     monkeypatch.setattr(
-        "batchinfer.requests.images.ImageLoader.__init__.__defaults__", (None, 1, bool)
+        "batchinfer.requests.images.ImageLoader.__init__.__defaults__", (None, False, 1, bool)
     )
     assert tokens(llm, *prompts) == whole
+
+
+def test_tokens_of_an_image_see_each_other(tmp_path: Path) -> None:
+    folder = make_vision_folder("gemma3", tmp_path)
+    llm = LLM(str(folder), dtype="float32", num_kv_blocks=256)
+    text = "<|im_start|>user\n<start_of_image>Which?<|im_end|>\n"
+    params = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True, logprobs=0)
+    (output,) = llm.generate([prompt(picture(1), text)], params, use_tqdm=False)
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+    token_id = model.config.image_token_id
+    processor = load_image_processor(folder, token_id, {})
+    drawn = output.outputs[0].token_ids
+    ids = torch.tensor([[*output.prompt_token_ids, *drawn]])
+    with torch.no_grad():
+        logits = model(
+            input_ids=ids,
+            pixel_values=torch.from_numpy(processor.inputs(picture(1))["pixel_values"]),
+            token_type_ids=(ids == token_id).int(),
+        ).logits[0, -len(drawn) - 1 : -1]
+    logprobs = logits.log_softmax(dim=1)[torch.arange(len(drawn)), torch.tensor(drawn)]
+    assert output.outputs[0].cumulative_logprob == pytest.approx(float(logprobs.sum()), abs=1e-3)
 
 
 def test_samples_share_an_image(llm: LLM) -> None:

@@ -125,6 +125,19 @@ _CONFIGS["qwen3_5"] = {
     },
     "image_token_id": IMAGE_TOKEN,
 }
+_CONFIGS["gemma3"] = {
+    "vision_config": {**_VISION, "model_type": "siglip_vision_model", "image_size": 32},
+    "text_config": {
+        **_TEXT,
+        "model_type": "gemma3_text",
+        "head_dim": 16,
+        "query_pre_attn_scalar": 16,
+        "sliding_window": 3,  # less than an image
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+    "mm_tokens_per_image": 4,
+    "image_token_index": IMAGE_TOKEN,
+}
 VISION_FAMILIES = tuple(_CONFIGS)
 _CONFIGS["qwen2_vl"] = {
     "vision_config": {
@@ -185,6 +198,8 @@ def make_vision_checkpoint(
     values["text_config"]["vocab_size"] = vocab_size
     config = AutoConfig.for_model(family, **values)
     model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+    if family == "gemma3":  # its projection starts as zeros, so all images would look alike
+        torch.nn.init.normal_(model.model.multi_modal_projector.mm_input_projection_weight)
     model.save_pretrained(path)
     return path
 
@@ -208,5 +223,6 @@ def random_image(family: str, number: int) -> Image:
         return Image(number, lambda: inputs, height * width // 256)
     count = int(rng.integers(1, 4)) if family == "internvl" else 1
     pixels = rng.standard_normal((count, 3, 32, 32)).astype(np.float32)
-    num_tokens = count * (4 if family == "internvl" else 16)
-    return Image(number, lambda: {"pixel_values": pixels}, num_tokens)
+    num_tokens = count * (4 if family in ("gemma3", "internvl") else 16)
+    both_ways = family == "gemma3"
+    return Image(number, lambda: {"pixel_values": pixels}, num_tokens, attends_both_ways=both_ways)

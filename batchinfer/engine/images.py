@@ -31,6 +31,9 @@ class Image:
     grid: tuple[int, int] | None = None
     """Rows and columns of the image's tokens, for models with multimodal rotary positions (mRoPE);
     None: each token has one position."""
+    attends_both_ways: bool = False
+    """True if adjacent tokens of the image see each other, also later ones (Gemma 3). One step
+    must then compute them together."""
 
     @property
     def token_id(self) -> int:
@@ -45,6 +48,14 @@ class PromptImage:
     image: Image
     positions: Int32
     """[``image.num_tokens``] ascending positions in the prompt."""
+
+    @property
+    def whole_spans(self) -> tuple[tuple[int, int], ...]:
+        """Spans [start, stop) of the prompt whose tokens see each other."""
+        if not self.image.attends_both_ways:
+            return ()
+        runs = np.split(self.positions, np.flatnonzero(np.diff(self.positions) > 1) + 1)
+        return tuple((int(run[0]), int(run[-1]) + 1) for run in runs)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -93,6 +104,21 @@ def rotary_positions(images: tuple[PromptImage, ...], start: int, stop: int) -> 
         shift += rotary_shift([each])
         positions[:, indices >= end] = indices[indices >= end] + shift
     return positions
+
+
+def last_cut(images: tuple[PromptImage, ...], stop: int) -> int:
+    """Return the last position up to ``stop`` at which a chunk of the prompt may end."""
+    spans = (span for each in images for span in each.whole_spans)
+    return next((start for start, end in spans if start < stop < end), stop)
+
+
+def query_ends(images: tuple[PromptImage, ...], start: int, stop: int) -> Int32:
+    """Return one past the last position that each token at [start, stop) of a sequence sees."""
+    ends = np.arange(start + 1, stop + 1, dtype=np.int32)
+    for first, end in (span for each in images for span in each.whole_spans):
+        assert not first < stop < end, "a chunk ends in an image that must be whole"
+        ends[max(first - start, 0) : max(end - start, 0)] = end
+    return ends
 
 
 def images_of_chunk(

@@ -56,7 +56,7 @@ def recover(scheduler: Scheduler, lost: Iterable[InFlight], error: OutOfMemory) 
     for sequence in newest_first:
         scheduler.requeue(sequence)
     most = scheduler.max_num_batched_tokens
-    least = max((sequence.request.group_size for sequence in scheduler.waiting), default=0)
+    least = max((sequence.request.least_step_tokens for sequence in scheduler.waiting), default=0)
     if most <= least:
         raise DeviceError(
             "the device has too little memory for the smallest step "

@@ -99,6 +99,12 @@ class Request:
         return self.params.beam_width or 1
 
     @property
+    def least_step_tokens(self) -> int:
+        """Smallest limit of a step's tokens with which the request can run."""
+        spans = (span for each in self.images for span in each.whole_spans)
+        return max(self.group_size, *(end - start for start, end in spans), 0)
+
+    @property
     def num_draws(self) -> int:
         """Number of tokens drawn after the prompt: one per sample, or one for a beam search."""
         return 1 if self.params.beam_width else self.params.n

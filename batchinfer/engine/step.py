@@ -199,6 +199,8 @@ class Step:
     pooled: Int32 | None = None  # [E] indices of packed tokens whose hidden states are returned
     images: tuple[StepImage, ...] = ()  # image tokens of the step
     grid_positions: Int32 | None = None  # [3, T] in place of positions, for images with grids
+    query_ends: Int32 | None = None  # [T] one past the last position that each token sees; None:
+    # each token sees up to itself
     adapters: Int32 | None = None  # [S] number of each sequence's adapter, 0 = none; None: all 0
 
     def image_token_ids(self) -> Int32:

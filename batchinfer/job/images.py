@@ -67,7 +67,12 @@ class JobImages:
             is_over: returns True if no more rows are wanted.
         """
         pixels = self._processes.prompts(partial(PixelBuilder, self.settings))
-        loader = ImageLoader(pixels.start, self.settings.merge_size, is_over=is_over)
+        loader = ImageLoader(
+            pixels.start,
+            self.settings.merge_size,
+            self.settings.attends_both_ways,
+            is_over=is_over,
+        )
         return loader.loaded(batches)
 
 
@@ -113,6 +118,7 @@ def image_settings(spec: JobSpec, source: Source, context: EngineContext) -> Ima
         _salt(support.folder, config),
         support.merge_size,
         spec.input.media_urls,
+        support.attends_both_ways,
     )
 
 

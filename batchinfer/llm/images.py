@@ -42,6 +42,7 @@ class CallImages:
             PromptConfig().max_image_pixels,
             {},
             merge_size=support.merge_size,
+            attends_both_ways=support.attends_both_ways,
         )
         self._processes = processes
         self._numbers = ImageNumbers()
@@ -58,7 +59,9 @@ class CallImages:
                 continue
             if loader is None:
                 pixels = self._processes.prompts(partial(PixelBuilder, self.settings))
-                loader = ImageLoader(pixels.start, self.settings.merge_size)
+                loader = ImageLoader(
+                    pixels.start, self.settings.merge_size, self.settings.attends_both_ways
+                )
             item.prompt = self._numbers.numbered(item.prompt)
             finish = loader.start(item.prompt.images, item.prompt.token_ids, saves_memory=True)
             waiting.append((item, finish))

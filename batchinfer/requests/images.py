@@ -73,6 +73,7 @@ class ImageLoader:
     Args:
         start: starts decoding images, each in a row with the column ``image``.
         merge_size: ``ImageSupport.merge_size`` of the model.
+        attends_both_ways: ``ImageSupport.attends_both_ways`` of the model.
         num_bytes: largest size of decoded images that wait for the vision tower.
         is_over: returns True if no more rows are wanted.
     """
@@ -81,11 +82,13 @@ class ImageLoader:
         self,
         start: StartBuilding,
         merge_size: int | None = None,
+        attends_both_ways: bool = False,
         num_bytes: int = PIXEL_BYTES,
         is_over: Callable[[], bool] = lambda: False,
     ) -> None:
         self._start = start
         self._merge_size = merge_size
+        self._attends_both_ways = attends_both_ways
         self._num_bytes = num_bytes
         self._is_over = is_over
         self._loaded: weakref.WeakValueDictionary[int, Image] = weakref.WeakValueDictionary()
@@ -160,7 +163,7 @@ class ImageLoader:
             return (waiting.pop() if waiting else self._again(image)).arrays()
 
         grid = _grid(arrays.arrays(), self._merge_size)
-        made = Image(image.number, load_inputs, image.num_tokens, grid)
+        made = Image(image.number, load_inputs, image.num_tokens, grid, self._attends_both_ways)
         self._loaded[image.number] = made
         return made
 

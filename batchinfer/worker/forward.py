@@ -107,6 +107,7 @@ def device_arrays(step: Step) -> dict[str, npt.NDArray[np.generic]]:
     shared, grids = step.shared_prefixes, step.grid_positions
     return {
         **({} if grids is None else {"grid_positions": grids.astype(np.int64)}),
+        **({} if step.query_ends is None else {"query_ends": step.query_ends}),
         **({"order": shared.order, "shared_lens": shared.shared_lens} if shared else {}),
         "token_ids": step.token_ids.astype(np.int64),
         "previous_sample": step.previous_sample.astype(np.int64),

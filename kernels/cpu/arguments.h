@@ -19,6 +19,7 @@ typedef struct {
     const float *sinks;          /* [Hq] or NULL */
     const int32_t *order;        /* [S] the sequences; those with a common prefix are adjacent */
     const int32_t *shared_lens;  /* [S] leading tokens that order[i - 1] and order[i] share */
+    const int32_t *query_ends;   /* [T] one past the last position that each token sees; or NULL */
     int64_t query_token_stride, query_head_stride; /* in elements, like all strides */
     int64_t out_token_stride;
     int64_t key_slot_stride, key_head_stride, value_slot_stride, value_head_stride;
@@ -148,6 +149,7 @@ typedef struct { /* fields of layer_args that depend on the step and are the sam
     const void *cos, *sin;
     const int64_t *slot_mapping;
     const int32_t *block_tables, *query_starts, *context_lens, *order, *shared_lens;
+    const int32_t *query_ends;
     int64_t table_width;
     int32_t num_tokens, num_sequences, num_threads;
 } step_args;

@@ -3,6 +3,7 @@
 typedef struct {
     int32_t sequence, first, count; /* tokens [first, first + count) of a sequence's new tokens */
     int32_t position;               /* position of the first token */
+    int32_t end;                    /* one past the last position that any of the tokens sees */
     int32_t shared; /* number of leading positions whose blocks the previous tile reads too */
     int32_t row;    /* index of the tile's first row among the rows of all tiles */
 } tile;
@@ -84,6 +85,12 @@ static inline int32_t seen_from(const attention_args *a, int32_t position) {
     return window && position >= window ? position + 1 - window : 0;
 }
 
+/* Returns one past the last position that a tile's token sees. */
+static inline int32_t seen_to(const attention_args *a, const tile *e, int32_t token) {
+    if (!a->query_ends) return e->position + token + 1;
+    return a->query_ends[a->query_starts[e->sequence] + e->first + token];
+}
+
 /* Puts adjacent tiles that share their first piece into one task, as long as this leaves enough
    tasks for all threads. Returns NULL if out of memory. */
 attention_plan *attention_plan_of(const attention_args *a) {
@@ -116,8 +123,11 @@ attention_plan *attention_plan_of(const attention_args *a) {
         for (int32_t first = 0; first < length; first += per_tile) {
             const int32_t count = length - first < per_tile ? length - first : per_tile;
             const int32_t shared = shares && !first ? a->shared_lens[i] : 0;
-            p->tiles[at] = (tile){sequence, first, count,
-                                  a->context_lens[sequence] - length + first, shared, row};
+            tile *e = p->tiles + at;
+            *e = (tile){.sequence = sequence, .first = first, .count = count, .shared = shared};
+            e->position = a->context_lens[sequence] - length + first;
+            e->end = seen_to(a, e, count - 1);
+            e->row = row;
             if (at == 0 || shared < PIECE || row + count * group - task_row > most) {
                 p->starts[p->num_tasks++] = at;
                 task_row = row;

@@ -26,6 +26,7 @@ static void set_step(const step_args *s, layer_args *a) {
     attention->block_tables = s->block_tables, attention->table_width = s->table_width;
     attention->query_starts = s->query_starts, attention->context_lens = s->context_lens;
     attention->order = s->order, attention->shared_lens = s->shared_lens;
+    attention->query_ends = s->query_ends;
     attention->num_sequences = s->num_sequences;
     a->attention_norm.num_threads = a->mlp_norm.num_threads = a->silu.num_threads = s->num_threads;
     a->qkv.num_threads = a->o.num_threads = s->num_threads;
@@ -36,6 +37,7 @@ static void set_step(const step_args *s, layer_args *a) {
 static int have_equal_plans(const attention_args *a, const attention_args *b) {
     return a->query_starts == b->query_starts && a->context_lens == b->context_lens
            && a->order == b->order && a->shared_lens == b->shared_lens
+           && a->query_ends == b->query_ends
            && a->num_heads == b->num_heads && a->num_kv_heads == b->num_kv_heads
            && a->sliding_window == b->sliding_window;
 }

@@ -45,6 +45,7 @@ class StepArgs(ctypes.Structure):
     _fields_ = (
         *((name, POINTER) for name in ("hidden", "cos", "sin", "slot_mapping", "block_tables")),
         *((name, POINTER) for name in ("query_starts", "context_lens", "order", "shared_lens")),
+        ("query_ends", POINTER),
         ("table_width", INT64),
         *((name, INT32) for name in ("num_tokens", "num_sequences", "num_threads")),
     )

@@ -43,5 +43,5 @@ def batch_invariant_arguments(
 
 _TAKEN = (
     "query", "key_cache", "value_cache", "block_tables", "query_starts", "context_lens", "scale",
-    "out", "sliding_window", "softcap", "sinks",
+    "out", "sliding_window", "softcap", "sinks", "query_ends",
 )  # fmt: skip

@@ -46,6 +46,7 @@ class AttentionCase(Case):
     sinks: bool = False
     num_splits: int | None = None
     seed: int = 0
+    image: int = 0  # texts and images of this many tokens alternate; an image's tokens see it all
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,9 @@ INTERPRETED_ATTENTION_CASES = (
     ),
     AttentionCase("key_wider_than_value", ((5, 37), (1, 37)), key_width=192, value_width=128),
     AttentionCase("value_wider_than_key", ((5, 37), (1, 37)), key_width=16, value_width=40),
+    AttentionCase("images", ((64, 100), (1, 33), (7, 40), (70, 70)), num_heads=6, image=9),
+    AttentionCase("long_images", ((190, 200), (5, 131)), num_heads=2, image=65),
+    AttentionCase("images_and_window", ((64, 100), (1, 33), (70, 140)), image=9, sliding_window=20),
 )
 
 _GROUPS = ((1, 1), (8, 8), (3, 1), (12, 4), (8, 2), (8, 1), (16, 2), (71, 1), (128, 1))
@@ -181,6 +185,7 @@ def build_attention(
         values.copy_(numbers.to(FP8))
     query = torch.randn(num_tokens, case.num_heads, case.key_width, generator=generator)
     sinks = torch.randn(case.num_heads, generator=generator) if case.sinks else None
+    ends = {"query_ends": query_ends(case).to(device)} if case.image else {}
     starts = torch.tensor([0, *query_lens]).cumsum(0)
     return AttentionInputs(
         pool,
@@ -201,8 +206,20 @@ def build_attention(
             "max_query_len": max(query_lens),
             "max_context_len": max_context_len,
             "num_splits": case.num_splits,
+            **ends,
         },
     )
+
+
+def query_ends(case: AttentionCase) -> torch.Tensor:
+    """Return one past the last position that each query token sees, [T] int32."""
+    ends = []
+    for query_len, context_len in case.lens:
+        positions = torch.arange(context_len - query_len, context_len)
+        number = positions // case.image
+        image_ends = ((number + 1) * case.image).clamp(max=context_len)
+        ends.append(torch.where(number % 2 == 1, image_ends, positions + 1))
+    return torch.cat(ends).int()
 
 
 _PLAN_OPTIONS = ("order", "shared_lens", "max_context_len", "num_splits")

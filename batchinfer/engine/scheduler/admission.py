@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from batchinfer.engine.images import last_cut
 from batchinfer.engine.kv.block_pool import BlockPool
 from batchinfer.engine.kv.prefix_hit import PrefixHit, find_prefix_hit, no_hit
 from batchinfer.engine.kv.prefix_index import Block, PrefixMatch, common_tokens
@@ -64,11 +65,11 @@ class Admission:
                 at += 1
                 continue
             hit = self._fitting(sequence, full_hit, budget, forecast)
-            if hit is None:
+            chunk = 0 if hit is None else self._first_chunk(sequence, hit, budget)
+            if hit is None or chunk == 0:  # the next image is larger than the budget
                 break
             del waiting[at]
             forecast.expect_samples(sequence)
-            chunk = self._first_chunk(sequence, hit, budget)
             rows.append(self._start(sequence, hit, chunk, chosen, sources))
             chunks.append(chunk)
             budget -= chunk
@@ -187,7 +188,8 @@ class Admission:
         end = num_tokens_to_compute(sequence)
         if self._pool.states.slots_per_state:
             end = min(end, next_stop(sequence, hit.num_tokens))
-        return min(budget, end - hit.num_tokens)
+        end = min(end, last_cut(sequence.request.images, hit.num_tokens + budget))
+        return max(end - hit.num_tokens, 0)
 
     def _start(
         self,

@@ -12,6 +12,7 @@ from collections import deque
 import numpy as np
 import numpy.typing as npt
 
+from batchinfer.engine.images import last_cut
 from batchinfer.engine.kv.block_pool import BlockPool
 from batchinfer.engine.scheduler.admission import Admission
 from batchinfer.engine.scheduler.beam_groups import BeamGroups
@@ -58,9 +59,10 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Add a sequence at the end of the queue."""
-        # The limit may have been lowered below the number of beams that must run together.
-        group_size = sequence.request.group_size
-        self.max_num_batched_tokens = max(self.max_num_batched_tokens, group_size)
+        # The limit may be below the number of beams, or of an image's tokens, that must run
+        # together.
+        least = sequence.request.least_step_tokens
+        self.max_num_batched_tokens = max(self.max_num_batched_tokens, least)
         self.waiting.append(sequence)
 
     def requeue(self, sequence: Sequence) -> None:
@@ -269,6 +271,17 @@ class Scheduler:
         order = np.argsort(pending > 1, kind="stable")
         rows, pending = rows[order], pending[order]
         budget = self.max_num_batched_tokens - (np.cumsum(pending) - pending)
-        num_new = self.beam_groups.trim_to_whole_groups(rows, np.clip(budget, 0, pending))
+        num_new = self._trim_to_whole_images(rows, np.clip(budget, 0, pending))
+        num_new = self.beam_groups.trim_to_whole_groups(rows, num_new)
         computes = num_new > 0
         return rows[computes], num_new[computes]
+
+    def _trim_to_whole_images(self, rows: Rows, num_new: Int) -> Int:
+        """Return ``num_new`` [S], lowered so that no chunk ends in an image that must be whole."""
+        table, trimmed = self.table, num_new.copy()
+        computed = table.num_computed[rows]
+        ends = computed + num_new
+        for at in np.flatnonzero(table.has_whole_images[rows] & (ends < table.num_prompt[rows])):
+            end = last_cut(table.sequence(rows[at]).request.images, int(ends[at]))
+            trimmed[at] = max(end - computed[at], 0)
+        return trimmed

@@ -118,6 +118,8 @@ class SequenceTable:
         """Number of the adapter; 0 = the base model."""
         self.has_grids = np.zeros(rows, dtype=np.bool_)
         """True for a prompt with images that have grids of rotary positions."""
+        self.has_whole_images = np.zeros(rows, dtype=np.bool_)
+        """True for a prompt with images that a chunk must not cut."""
         self.rotary_shift = np.zeros(rows, dtype=np.int32)
         """Rotary position of a token after the prompt, minus its index."""
         self.has_grammar = np.zeros(rows, dtype=np.bool_)
@@ -293,6 +295,7 @@ class SequenceTable:
         request, params = sequence.request, sequence.request.params
         self.adapter[row] = request.adapter
         self.has_grids[row] = any(each.image.grid for each in request.images)
+        self.has_whole_images[row] = any(each.image.attends_both_ways for each in request.images)
         self.rotary_shift[row] = rotary_shift(request.images)
         seed, stream = request.rng_key
         self.sampling.set_row(

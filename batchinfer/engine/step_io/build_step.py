@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from batchinfer.engine.images import StepImage, images_of_chunk, rotary_positions
+from batchinfer.engine.images import StepImage, images_of_chunk, query_ends, rotary_positions
 from batchinfer.engine.kv.pending_blocks import Pairs
 from batchinfer.engine.scheduler.schedule import Schedule
 from batchinfer.engine.scheduler.sequence_table import Rows, SequenceTable
@@ -98,6 +98,7 @@ def _step(
         state_tables=table.state_table[rows],
         images=tuple(_images(table, schedule, starts)),
         grid_positions=grid_positions,
+        query_ends=_query_ends(table, schedule, starts, positions),
         **other_groups,
     )
 
@@ -165,6 +166,22 @@ def _rotary_positions(
         )
     are_equal = bool((rotary[0] == rotary[1:]).all())
     return rotary[0], None if are_equal else rotary
+
+
+def _query_ends(
+    table: SequenceTable, schedule: Schedule, starts: Int32, positions: Int32
+) -> Int32 | None:
+    """Return one past the last position that each token of the step sees, [T]; None if each sees up
+    to itself."""
+    rows = schedule.rows
+    computed = table.num_computed[rows]
+    ends = positions + np.int32(1)
+    for at in np.flatnonzero(table.has_whole_images[rows] & (computed < table.num_prompt[rows])):
+        start = int(computed[at])
+        ends[starts[at] : starts[at + 1]] = query_ends(
+            table.sequence(rows[at]).request.images, start, start + int(schedule.num_new[at])
+        )
+    return ends if (ends != positions + 1).any() else None
 
 
 def build_sampling_batch(table: SequenceTable, schedule: Schedule) -> SamplingBatch:

@@ -38,6 +38,7 @@ class ImageSettings:
         merge_size: with multimodal rotary positions, the number of rows and of columns of patches
             in one token.
         downloads: True if rows may name web addresses.
+        attends_both_ways: ``engine.images.Image.attends_both_ways`` of the model's images.
     """
 
     model_folder: Path
@@ -48,6 +49,7 @@ class ImageSettings:
     salt: bytes = b""
     merge_size: int | None = None
     downloads: bool = False
+    attends_both_ways: bool = False
 
     def processor(self) -> ImageProcessor:
         """Load the image processor; later calls return the same object.

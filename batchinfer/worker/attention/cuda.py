@@ -101,6 +101,7 @@ class CudaAttention:
             context_lens,
             out=out,
             **variant.options,
+            query_ends=self._tensors.get("query_ends"),
             work=self._decode_work(layer, query, variant.sliding_window),
             launch=layer,
             chunks=self._chunk_work(layer, query),
@@ -191,6 +192,7 @@ class BatchInvariantAttention(CudaAttention):
             *self._contexts(layer),
             out=out,
             **variant.options,
+            query_ends=self._tensors.get("query_ends"),
             work=self._batch_invariant_work(layer, query, variant.sliding_window),
             launch=layer,
         )

@@ -44,6 +44,7 @@ class NativeAttention:
         self._lens = [tensors[name].contiguous() for name in ("query_starts", "context_lens")]
         self._tables = [tensors["block_tables"].contiguous(), *tensors.get("other_tables", ())]
         self._order, self._shared_lens = tensors.get("order"), tensors.get("shared_lens")
+        self._query_ends = tensors.get("query_ends")
 
     def attend(self, layer: int, query: torch.Tensor, variant: AttentionVariant) -> torch.Tensor:
         query = query if query.stride(-1) == 1 else query.contiguous()
@@ -74,6 +75,8 @@ class NativeAttention:
         arguments.order = None if self._order is None else self._order.data_ptr()
         shared_lens = self._shared_lens
         arguments.shared_lens = None if shared_lens is None else shared_lens.data_ptr()
+        ends = self._query_ends
+        arguments.query_ends = None if ends is None else ends.data_ptr()
 
     def _context(self, layer: int) -> tuple[torch.Tensor, ...]:
         """Return a layer's keys and values, its group's block tables, the query starts and the
@@ -86,5 +89,6 @@ class NativeAttention:
             **variant.options,
             "order": self._order,
             "shared_lens": self._shared_lens,
+            "query_ends": self._query_ends,
             "kernel": self.kernel,
         }

@@ -190,6 +190,7 @@ class _Tiles:
     token: Ints  # index of the first query's token in the step
     length: Ints  # number of queries
     position: Ints  # position of the first query
+    end: Ints  # one past the last position that any query sees
     first_block: Ints  # first block of the table that any query sees
     num_blocks: Ints
     size: Ints  # 1, 16 or 64
@@ -209,7 +210,6 @@ def make_plan(step: Step, cache: KVCache, sliding_window: int, layer: int = 0) -
     A window of 0 means that tokens see the whole context.
     """
     tiles = _tiles(step, cache.layout.block_size, sliding_window)
-    tables = step.tables_of(cache.group(layer))
     token_bytes = cache.shape(layer).elements * cache.pool.element_size()
     block_bytes = cache.layout.block_size * token_bytes
     buckets: list[Bucket] = []
@@ -223,7 +223,7 @@ def make_plan(step: Step, cache: KVCache, sliding_window: int, layer: int = 0) -
         for rows in _rectangles(ordered.num_blocks, block_bytes):
             part = ordered.take(rows)
             queries = slice(num_queries, num_queries + len(rows) * size)
-            buckets.append(_bucket(part, queries, tables, cache, sliding_window, layer))
+            buckets.append(_bucket(part, queries, step, cache, sliding_window, layer))
             tokens.append((part.token[:, None] + part.offsets()).reshape(-1))
             real.append((np.arange(size) < part.length[:, None]).reshape(-1))
             num_queries = queries.stop
@@ -247,13 +247,17 @@ def _tiles(step: Step, block_size: int, sliding_window: int) -> _Tiles:
     position = step.context_lens.astype(np.int64)[sequence] - num_queries[sequence] + offset
     first_seen = np.maximum(position + 1 - sliding_window, 0) if sliding_window else 0 * position
     first_block = first_seen // block_size
+    token, end = starts[sequence] + offset, position + length
+    if step.query_ends is not None:
+        end = step.query_ends.astype(np.int64)[token + length - 1]
     return _Tiles(
         sequence=sequence,
-        token=starts[sequence] + offset,
+        token=token,
         length=length,
         position=position,
+        end=end,
         first_block=first_block,
-        num_blocks=(position + length - 1) // block_size + 1 - first_block,
+        num_blocks=(end - 1) // block_size + 1 - first_block,
         size=np.array(_TILE_SIZES)[np.searchsorted(_TILE_SIZES, length)],
     )
 
@@ -276,17 +280,22 @@ def _rectangles(num_blocks: Ints, block_bytes: int) -> Iterator[Ints]:
 
 
 def _bucket(
-    tiles: _Tiles, queries: slice, tables: Int32, cache: KVCache, sliding_window: int, layer: int
+    tiles: _Tiles, queries: slice, step: Step, cache: KVCache, sliding_window: int, layer: int
 ) -> Bucket:
-    layout, shape = cache.layout, cache.shape(layer)
+    layout, shape, tables = cache.layout, cache.shape(layer), step.tables_of(cache.group(layer))
     num_blocks = int(tiles.num_blocks.max())
     context = num_blocks * layout.block_size
     key_rows, value_rows = _gather_rows(tiles, num_blocks, tables, cache, shape)
     position = tiles.position[:, None] + tiles.offsets()  # [R, Q]
     columns = (tiles.first_block * layout.block_size)[:, None] + np.arange(context)  # [R, C]
     all_visible = 0 if sliding_window else int((position[:, 0] - columns[:, 0]).min())
-    distance = position[:, :, None] - columns[:, None, all_visible:]
-    hidden = (distance < 0) | (distance >= sliding_window) if sliding_window else distance < 0
+    columns_left = columns[:, None, all_visible:]
+    distance = position[:, :, None] - columns_left
+    hidden = distance < 0
+    if step.query_ends is not None:
+        hidden = columns_left >= step.query_ends[tiles.token[:, None] + tiles.offsets()][..., None]
+    if sliding_window:
+        hidden |= distance >= sliding_window
     return Bucket(
         num_tiles=len(tiles.sequence),
         tile_size=int(tiles.size[0]),
@@ -325,7 +334,7 @@ def _gather_rows(
 def _stale_values(tiles: _Tiles, columns: Ints, num_kv_heads: int, block_size: int) -> torch.Tensor:
     """Return the rows of values between the end of each context and the end of its last block. They
     may hold stale NaN."""
-    end = (tiles.position + tiles.length)[:, None]
+    end = tiles.end[:, None]
     block_end = -(-end // block_size) * block_size
     tile, column = np.nonzero((columns >= end) & (columns < block_end))
     head = np.arange(num_kv_heads)[:, None]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from transformers import PreTrainedConfig
 
-from batchinfer.worker.vision.tower import FAMILIES, GRID_FAMILIES
+from batchinfer.worker.vision.tower import BOTH_WAYS_FAMILIES, FAMILIES, GRID_FAMILIES
 
 
 @dataclass(frozen=True)
@@ -20,6 +20,8 @@ class ImageSupport:
     """Id of the token at whose positions the model takes an image's embeddings."""
     merge_size: int | None = None
     """With multimodal rotary positions: number of rows and of columns of patches in one token."""
+    attends_both_ways: bool = False
+    """True if adjacent tokens of an image see each other, also later ones."""
 
 
 def image_support(folder: Path, config: PreTrainedConfig) -> ImageSupport | None:
@@ -31,4 +33,5 @@ def image_support(folder: Path, config: PreTrainedConfig) -> ImageSupport | None
         folder,
         config.image_token_index if token_id is None else token_id,
         config.vision_config.spatial_merge_size if config.model_type in GRID_FAMILIES else None,
+        config.model_type in BOTH_WAYS_FAMILIES,
     )

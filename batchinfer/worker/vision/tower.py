@@ -21,9 +21,11 @@ GRID_FAMILIES = frozenset(
     }
 )
 """Types of models whose language models have multimodal rotary positions."""
-FAMILIES = frozenset({"llava", "mistral3", "internvl"}) | GRID_FAMILIES
-"""Types of models whose images this module supports. Their language models are causal over images.
-"""
+BOTH_WAYS_FAMILIES = frozenset({"gemma3"})
+"""Types of models in which adjacent tokens of an image see each other."""
+FAMILIES = frozenset({"llava", "mistral3", "internvl"}) | GRID_FAMILIES | BOTH_WAYS_FAMILIES
+"""Types of models whose images this module supports. Except for ``BOTH_WAYS_FAMILIES``, their
+language models are causal over images."""
 
 
 class VisionTower(nn.Module):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from batchinfer.engine.images import Image, PromptImage, query_ends
 from batchinfer.engine.kv.layout import KVLayout
 from batchinfer.kernels import reference
 from batchinfer.kernels.cpu import paged_attention as cpu_attention
@@ -109,6 +111,39 @@ def test_other_block_sizes_match_eager(family: str, block_size: int) -> None:
     parity.check([(first, 66), (second, 9)])
     parity.check([(second, 23), (first, 1)])
     parity.check([(second, 1), (first, 1)])
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+@pytest.mark.parametrize("block_size", [5, 16])
+def test_tokens_of_an_image_see_each_other(family: str, block_size: int) -> None:
+    """An image is longer than a tile of queries, and begins outside the windows of its last
+    tokens."""
+    parity = Parity(family, block_size)
+    (sequence,) = parity.sequences(120)
+    images = [Image(0, dict, n, attends_both_ways=True) for n in (20, 70)]
+    placed = tuple(
+        PromptImage(image, np.arange(first, first + image.num_tokens, dtype=np.int32))
+        for image, first in zip(images, (3, 30), strict=True)
+    )
+    ends = torch.from_numpy(query_ends(placed, 0, 120))
+    places = torch.arange(120)
+    seen = places < ends[:, None]
+    window = places[:, None] - places < getattr(parity.reference.config, "sliding_window", 120)
+    masks = {"full_attention": seen, "sliding_attention": seen & window}
+    masks = {name: torch.where(mask, 0.0, -torch.inf)[None, None] for name, mask in masks.items()}
+    with torch.inference_mode():
+        expected = parity.reference(
+            input_ids=torch.tensor([sequence.token_ids]),
+            attention_mask=masks if family == "gemma3_text" else masks["full_attention"],
+            use_cache=False,
+        ).logits[0]
+    for count in (25, 90, 5):
+        start = sequence.num_computed
+        step = parity.maker.step([(sequence, count)], every_logit=True)
+        step = replace(step, query_ends=query_ends(placed, start, start + count))
+        got = forward(parity.model, parity.cache, parity.backend, step)
+        wanted = expected[start : start + count]
+        torch.testing.assert_close(got, wanted, atol=TOLERANCE, rtol=TOLERANCE)
 
 
 def test_nan_in_one_sequence_leaves_others_alone() -> None:

@@ -14,7 +14,7 @@ from batchinfer.engine.step import SharedPrefixes, Step
 from batchinfer.kernels import decode_plan
 from batchinfer.worker import kv_cache
 from batchinfer.worker.attention.attention import make_backend
-from batchinfer.worker.attention.cuda import CudaAttention
+from batchinfer.worker.attention.cuda import BatchInvariantAttention, CudaAttention
 from batchinfer.worker.attention.variant import AttentionVariant
 from batchinfer.worker.forward import device_arrays
 from batchinfer.worker.kv_cache import KVCache
@@ -88,6 +88,21 @@ def test_layers_with_two_windows_equal_the_cpu(
 ) -> None:
     cuda, cpu, query = begun(parts, fp8=fp8, by_columns=by_columns, layer_major=layer_major)
     for layer, variant in ((0, WINDOWED), (1, PLAIN), (2, WINDOWED)):
+        got = cuda.attend(layer, query, variant)
+        torch.testing.assert_close(got, cpu.attend(layer, query, variant), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [CudaAttention, BatchInvariantAttention])
+def test_tokens_of_an_image_see_each_other(kind: type[CudaAttention]) -> None:
+    maker = StepMaker(32, 16)
+    chunk, decode = maker.sequence([1] * 40), maker.sequence([1] * 9)
+    maker.step([(chunk, 8), (decode, 8)])
+    step = maker.step([(chunk, 32), (decode, 1)])
+    ends = np.array([*range(9, 13), *[37] * 25, *range(38, 41), 9], np.int32)
+    first, cpu, query = begin(replace(step, query_ends=ends))
+    cuda = kind(first._cache)
+    cuda.begin_step(step, first._tensors)
+    for layer, variant in ((0, WINDOWED), (1, PLAIN)):
         got = cuda.attend(layer, query, variant)
         torch.testing.assert_close(got, cpu.attend(layer, query, variant), atol=1e-5, rtol=1e-5)
 

@@ -134,6 +134,19 @@ def test_logits_still_equal_transformers(family: str, count: int, joined: bool) 
         torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
 
 
+def test_joined_layers_know_what_tokens_of_an_image_see() -> None:
+    ends = np.maximum(np.arange(1, 41), np.where(np.arange(40) // 20 == 1, 40, 0)).astype(np.int32)
+    joined, layout = fused("mistral", joined=True)
+    plain: Any = tiny_model("mistral")
+    plain.set_attn_implementation(ATTENTION_NAME)
+    logits = []
+    for model in (joined, plain):
+        run = Run("mistral", layout)
+        step = replace(run.maker.step([(run.first, 40)], every_logit=True), query_ends=ends)
+        logits.append(forward(model, run.cache, make_backend(run.cache), step))
+    torch.testing.assert_close(*logits, atol=1e-4, rtol=1e-4)
+
+
 def _turn_from(place: int) -> Any:
     """Return a hook that changes a layer's rotary angles from position ``place`` on."""
 

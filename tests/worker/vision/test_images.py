@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from hypothesis import given
@@ -15,7 +16,7 @@ from torch.nn import functional
 from transformers import AutoModelForImageTextToText
 
 from batchinfer.config import ModelConfig, SamplingParams
-from batchinfer.engine.images import Image, PromptImage, images_of_chunk
+from batchinfer.engine.images import Image, PromptImage, images_of_chunk, last_cut, query_ends
 from batchinfer.engine.request import Completion, Request
 from batchinfer.worker.fusion.native_layers import decoder_layers_of
 from batchinfer.worker.loader import LoadedModel, load_model
@@ -120,8 +121,24 @@ def run_rows(
     if setup.misleading:
         scheduler.output_lengths.observe(np.full(100, 2), np.ones(100, dtype=np.bool_))
     for number in range(len(ROWS)):
-        engine.add_request(Row(family, number).request(number, params))
+        request = Row(family, number).request(number, params)
+        engine.add_request(request)
+        assert scheduler.max_num_batched_tokens >= request.least_step_tokens
     return run_engine(engine, scheduler, setup)[0]
+
+
+@torch.no_grad()
+def reference_logits(model: Any, row: Row, ids: npt.NDArray[np.integer]) -> torch.Tensor:
+    """Return transformers' logits [T, vocabulary] of token ids with a row's images."""
+    features = row.features()
+    is_image = torch.from_numpy(ids == IMAGE_TOKEN)[None].int()
+    if "image_grid_thw" in features:
+        features["mm_token_type_ids"] = is_image
+    if any(image.attends_both_ways for image in row.images):
+        features["token_type_ids"] = is_image
+    output = model(input_ids=torch.from_numpy(ids)[None], use_cache=False, **features)
+    logits: torch.Tensor = output.logits[0]
+    return logits
 
 
 @pytest.mark.parametrize("setup", SETUPS.values(), ids=SETUPS)
@@ -138,15 +155,13 @@ def test_greedy_tokens_equal_transformers(
         for output in completion.outputs:
             drawn = output.token_ids.tolist()
             ids = np.concatenate([np.where(row.token_ids < 0, IMAGE_TOKEN, row.token_ids), drawn])
-            features = row.features()
-            if "image_grid_thw" in features:
-                features["mm_token_type_ids"] = torch.from_numpy(ids == IMAGE_TOKEN)[None].int()
-            with torch.no_grad():
-                logits = model(
-                    input_ids=torch.from_numpy(ids)[None], use_cache=False, **features
-                ).logits[0, -OUTPUT_TOKENS - 1 : -1]
+            logits = reference_logits(model, row, ids)[-OUTPUT_TOKENS - 1 : -1]
+            places = torch.arange(OUTPUT_TOKENS), torch.tensor(drawn)
+            # Greedy tokens may be equal where log-probabilities differ.
+            expected = float(logits.log_softmax(dim=1)[places].sum())
+            assert output.cumulative_logprob == pytest.approx(expected, abs=1e-3), number
             logits[:, IMAGE_TOKEN] = -torch.inf
-            taken = logits[torch.arange(OUTPUT_TOKENS), torch.tensor(drawn)]
+            taken = logits[places]
             assert (logits.max(dim=1).values - taken).max() < TIE, number
 
 
@@ -155,6 +170,21 @@ def test_related_families_equal_transformers(related: str, tmp_path: Path) -> No
     folder = make_vision_checkpoint(related, tmp_path)
     loaded = load_model(ModelConfig(str(folder)), device=CPU)
     test_greedy_tokens_equal_transformers(SETUPS["chunks_of_7"], related, folder, loaded)
+
+
+def test_checkpoints_see(family: str, folder: Path) -> None:
+    """A checkpoint for which all images are alike would prove nothing."""
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+    seen = []
+    for number in range(8):
+        row = Row(family, 0)
+        image = random_image(family, number)
+        row.images = [image]
+        text = row.token_ids[row.token_ids >= 0]
+        ids = np.insert(text, 5, np.full(image.num_tokens, IMAGE_TOKEN))
+        seen.append(reference_logits(model, row, ids)[-1])
+    distances = torch.cdist(torch.stack(seen), torch.stack(seen))
+    assert distances[~torch.eye(8, dtype=torch.bool)].min() > 0.1
 
 
 def test_a_small_cache_encodes_images_again(family: str, loaded: LoadedModel) -> None:
@@ -174,6 +204,24 @@ def test_different_images_share_no_blocks(family: str, loaded: LoadedModel) -> N
     one = random_image(family, 0).num_tokens
     assert cached[1] >= 5 + one  # the same image as row 0
     assert cached[3] == 5  # another image after the same text
+
+
+def test_a_step_takes_a_whole_image(tmp_path: Path) -> None:
+    """An image of Gemma 3 has more tokens than the limit of a step."""
+    loaded = load_model(ModelConfig(str(make_vision_checkpoint("gemma3", tmp_path))), device=CPU)
+    parts = run_rows(loaded, Setup(max_tokens=2), "gemma3", embeddings(loaded))
+    assert tokens_of(parts) == tokens_of(run_rows(loaded, Setup(), "gemma3", embeddings(loaded)))
+
+
+def test_spans_of_an_image_with_text_inside() -> None:
+    """Only adjacent tokens see each other, as in an image that Gemma 3 cuts into crops."""
+    image = Image(0, dict, 5, attends_both_ways=True)
+    placed = (PromptImage(image, np.array([2, 3, 6, 7, 8], np.int32)),)
+    assert [last_cut(placed, stop) for stop in range(10)] == [0, 1, 2, 2, 4, 5, 6, 6, 6, 9]
+    assert query_ends(placed, 0, 10).tolist() == [1, 2, 4, 4, 5, 6, 9, 9, 9, 10]
+    assert query_ends(placed, 3, 9).tolist() == [4, 5, 6, 9, 9, 9]
+    causal = (PromptImage(Image(0, dict, 5), placed[0].positions),)
+    assert [last_cut(causal, stop) for stop in range(10)] == list(range(10))
 
 
 @given(
