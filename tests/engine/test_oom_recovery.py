@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 from typing import Any, Literal
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from batchinfer.engine.engine import Engine
+from batchinfer.engine.images import Image, PromptImage
 from batchinfer.engine.oom_recovery import Recovered
 from batchinfer.engine.request import Completion, Request
 from batchinfer.engine.runner import OutOfMemory, Ready
@@ -22,6 +25,13 @@ from tests.engine.searches import assert_found, beams
 
 GARBAGE = -7
 When = Literal["submitted", "read"]
+
+
+def with_image(request: Request, num_tokens: int) -> Request:
+    """Return the request with an image after its first token, which a step must not cut."""
+    image = Image(0, dict, num_tokens, attends_both_ways=True)
+    places = np.arange(1, num_tokens + 1, dtype=np.int32)
+    return replace(request, images=(PromptImage(image, places),))
 
 
 class Failed:
@@ -193,8 +203,9 @@ def test_steps_may_fail_again_and_again(
     [
         ([make_request(0, [7] * 9, max_tokens=5)], [32, 16, 8, 4, 2, 1]),
         ([beams(0, [7] * 9, 3, max_tokens=5)], [32, 16, 8, 4, 3]),
+        ([with_image(make_request(0, [7] * 9, max_tokens=5), 6)], [32, 16, 8, 6]),
     ],
-    ids=["a_row", "a_search"],
+    ids=["a_row", "a_search", "an_image_that_must_be_whole"],
 )
 def test_a_device_without_memory_for_the_smallest_step_ends_the_run(
     requests: list[Request], sizes: list[int], runs_ahead: bool
