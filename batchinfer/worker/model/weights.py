@@ -27,7 +27,6 @@ from batchinfer.worker.model.language_model import (
 from batchinfer.worker.model.meta_model import described
 from batchinfer.worker.model.quantization import TORCHAO_METHODS, quantize, saved_section
 from batchinfer.worker.model.quantized.formats import (
-    Format,
     choose_format,
     dequantized_tensors,
     empty_biases,
@@ -97,13 +96,12 @@ def load_weights(
             f"{folder}/config.json has a quantization_config, but random weights "
             "cannot be quantized; remove quantization_config"
         )
-    saved_as = choose_format(saved)
     with loading_errors(folder):
         with quiet_transformers(show_share):
             if random:
                 model = _make_random(config, dtype, device)
             else:
-                model, report, optional = _read(folder, config, dtype, saved_as)
+                model, report, optional = read_weights(_reader(config), folder, config, dtype)
                 check_loaded(folder, model, report, optional)
         if quantization in TORCHAO_METHODS:
             quantize(model, quantization, device)
@@ -156,22 +154,27 @@ def load_options(dtype: torch.dtype, attention: str) -> dict[str, Any]:
     }
 
 
-def _read(
-    folder: Path, config: PreTrainedConfig, dtype: str, saved_as: Format | None
+def read_weights(
+    read: Callable[..., Any],
+    folder: Path,
+    config: PreTrainedConfig,
+    dtype: str,
+    attention: str = ATTENTION_NAME,
 ) -> tuple[PreTrainedModel, Mapping[str, Any], set[str]]:
-    """Read a model from its weight files.
+    """Read a model from its weight files. Weights in one of ``METHODS`` are dequantized one at a
+    time as they are loaded; transformers reads all others itself.
 
     Args:
-        saved_as: format of quantized weights, which are dequantized one at a time as they are
-            loaded; None: transformers reads the files itself.
+        read: ``from_pretrained`` of the model's class.
+        attention: transformers' name of the attention function.
 
     Returns:
         The model, transformers' report on loading it, and the names of tensors that the model
         may lack.
     """
-    options = load_options(getattr(torch, dtype), ATTENTION_NAME)
+    options = load_options(getattr(torch, dtype), attention)
+    saved_as = choose_format(saved_section(config.to_dict()))
     if saved_as is None:
-        read = read_language_model if is_wrapper(config) else AutoModelForCausalLM.from_pretrained
         return *read(folder, config=config, **options), set()
     config = deepcopy(config)
     for part in (config, config.get_text_config()):
@@ -179,9 +182,12 @@ def _read(
         vars(part).pop("quantization_config", None)
     paths = [folder / name for name in weight_files(folder)]
     tensors = dequantized_tensors(paths, saved_as, options["dtype"])
-    model_class: Any = causal_class(config)
-    read = read_language_model if is_wrapper(config) else model_class.from_pretrained
     return *read(None, config=config, state_dict=tensors, **options), empty_biases(tensors)
+
+
+def _reader(config: PreTrainedConfig) -> Callable[..., Any]:
+    model_class: Any = causal_class(config)
+    return read_language_model if is_wrapper(config) else model_class.from_pretrained
 
 
 def _unused_head(model: PreTrainedModel) -> set[str]:

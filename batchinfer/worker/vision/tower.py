@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from batchinfer.worker.model.language_model import language_model, saved_class
 from batchinfer.worker.model.quiet_transformers import quiet_transformers
+from batchinfer.worker.model.weights import check_loaded, loading_errors, read_weights
 
 GRID_FAMILIES = frozenset(
     {
@@ -63,16 +64,22 @@ class VisionTower(nn.Module):
 def load_vision_tower(
     folder: Path, config: PreTrainedConfig, dtype: str, device: torch.device
 ) -> VisionTower | None:
-    """Load the tower of a model's folder; return None if images of its family are not supported."""
+    """Load the tower of a model's folder; return None if images of its family are not supported.
+
+    Raises:
+        ModelError: tensors of the tower are missing, of wrong shape or damaged.
+        DeviceError: the tower does not fit into the device's memory.
+    """
     if config.model_type not in FAMILIES:
         return None
     wrapper_class = saved_class(config)
     assert wrapper_class is not None
-    with quiet_transformers():
-        wrapper = _without_language_model(wrapper_class).from_pretrained(
-            folder, config=config, dtype=getattr(torch, dtype), attn_implementation="sdpa"
-        )
-    return VisionTower(wrapper.model).to(device).eval()
+    read = _without_language_model(wrapper_class).from_pretrained
+    with loading_errors(folder), quiet_transformers():
+        wrapper, report, _ = read_weights(read, folder, config, dtype, attention="sdpa")
+        # The language model's tensors are not used here.
+        check_loaded(folder, wrapper, {**report, "unexpected_keys": set()})
+        return VisionTower(wrapper.model).to(device).eval()
 
 
 def _without_language_model(wrapper_class: type[PreTrainedModel]) -> type[PreTrainedModel]:

@@ -1,0 +1,121 @@
+"""Towers are loaded whole or refused, and images keep the bits of rows batch-invariant."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
+
+from batchinfer.config import ModelConfig, SamplingParams
+from batchinfer.errors import ModelError
+from batchinfer.worker.fusion.native_layers import decoder_layers_of
+from batchinfer.worker.linear.kernel_choice import KernelRequirements
+from batchinfer.worker.loader import LoadedModel, load_model
+from batchinfer.worker.vision.image_embeddings import ImageEmbeddings
+from batchinfer.worker.vision.tower import VisionTower, load_vision_tower
+from tests.parity import CPU, OUTPUT_TOKENS, Setup, make_engine, run_engine
+from tests.vision_models import IMAGE_TOKEN, make_vision_checkpoint, random_image
+from tests.worker.model.quantized.writers import CASES
+from tests.worker.vision.test_images import ROWS, Row
+
+
+def tower_of(folder: Path) -> VisionTower:
+    tower = load_vision_tower(folder, AutoConfig.from_pretrained(folder), "float32", CPU)
+    assert tower is not None
+    return tower
+
+
+def write(folder: Path, config: str, tensors: dict[str, torch.Tensor]) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(config)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        ("llava", "multi_modal_projector.linear_2.weight"),
+        ("qwen2_5_vl", "visual.blocks.1.attn.qkv.weight"),
+        ("qwen3_vl", "model.visual.deepstack_merger_list.1.linear_fc1.weight"),
+    ],
+)
+def test_towers_with_wrong_tensors_are_refused(family: str, name: str, tmp_path: Path) -> None:
+    """transformers would give missing tensors random values."""
+    whole = make_vision_checkpoint(family, tmp_path / "whole")
+    config = (whole / "config.json").read_text()
+    tensors = load_file(whole / "model.safetensors")
+    tensor = tensors.pop(name)
+    missing = write(tmp_path / "missing", config, tensors)
+    with pytest.raises(ModelError, match=f"1 tensors are missing .*{name}"):
+        tower_of(missing)
+    wrong = write(tmp_path / "wrong", config, {**tensors, name: tensor[1:].contiguous()})
+    with pytest.raises(ModelError, match=f"{name} is .*, but according to config.json"):
+        tower_of(wrong)
+
+
+@pytest.mark.parametrize("case", ["fp8 blocks", "gptq", "nf4"])
+def test_towers_of_quantized_checkpoints_are_dequantized(case: str, tmp_path: Path) -> None:
+    section, writer = CASES[case]
+    whole = make_vision_checkpoint("llava", tmp_path / "whole")
+    config = json.loads((whole / "config.json").read_text())
+    tensors = load_file(whole / "model.safetensors")
+    quantized, plain = dict(tensors), dict(tensors)
+    for name, weight in tensors.items():
+        if ".layers." in name and weight.dim() == 2:
+            written = writer(weight)
+            layer = name.removesuffix("weight")
+            del quantized[name]
+            quantized |= {layer + end: part.contiguous() for end, part in written.parts.items()}
+            plain[name] = written.weight.contiguous()
+    folders = (
+        write(
+            tmp_path / "quantized", json.dumps(config | {"quantization_config": section}), quantized
+        ),
+        write(tmp_path / "plain", json.dumps(config), plain),
+    )
+    inputs = random_image("llava", 0).load_inputs()
+    embedded, expected = (tower_of(folder)(inputs) for folder in folders)
+    assert torch.equal(embedded, expected)
+    assert not torch.equal(embedded, tower_of(whole)(inputs))
+
+
+def bits_of_rows(loaded: LoadedModel, rows: list[int], max_tokens: int) -> dict[int, str]:
+    """Run rows together. Return each row's log-probability, with all its bits."""
+    tower = tower_of(loaded.folder).to(getattr(torch, loaded.dtype))
+    images = ImageEmbeddings(tower, 2**20, decoder_layers_of(loaded.model))
+    setup = Setup(caching=False, max_tokens=max_tokens)
+    engine, scheduler = make_engine(loaded, setup, images)
+    params = SamplingParams(
+        max_tokens=OUTPUT_TOKENS, temperature=0.0, logit_bias={IMAGE_TOKEN: -100.0}
+    )
+    for row in rows:
+        engine.add_request(Row("qwen3_vl", row).request(row, params))
+    completions, _ = run_engine(engine, scheduler, setup)
+    return {
+        row: float(done.outputs[0].cumulative_logprob).hex() for row, done in completions.items()
+    }
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_bits_of_rows_do_not_depend_on_their_batch(dtype: str, tmp_path: Path) -> None:
+    """In a batch, rows of text run in steps whose images change the outputs of layers."""
+    folder = make_vision_checkpoint("qwen3_vl", tmp_path)
+    loaded = load_model(
+        ModelConfig(str(folder), dtype=dtype),
+        device=CPU,
+        kernels=KernelRequirements(deterministic=True),
+    )
+    rows = list(range(len(ROWS)))
+    together = bits_of_rows(loaded, rows, max_tokens=512)
+    assert bits_of_rows(loaded, rows[::-1], max_tokens=7) == together
+    for row in rows:
+        assert bits_of_rows(loaded, [row], max_tokens=512) == {row: together[row]}
+
+
+def test_images_of_other_families_are_not_supported(tmp_path: Path) -> None:
+    assert load_vision_tower(tmp_path, AutoConfig.for_model("paligemma"), "float32", CPU) is None
