@@ -92,7 +92,7 @@ def test_tokens_of_an_image_see_each_other(tmp_path: Path) -> None:
     with torch.no_grad():
         logits = model(
             input_ids=ids,
-            pixel_values=torch.from_numpy(processor.inputs(picture(1))["pixel_values"]),
+            pixel_values=torch.from_numpy(processor.inputs(picture(1), 4)["pixel_values"]),
             token_type_ids=(ids == token_id).int(),
         ).logits[0, -len(drawn) - 1 : -1]
     logprobs = logits.log_softmax(dim=1)[torch.arange(len(drawn)), torch.tensor(drawn)]
@@ -109,12 +109,14 @@ def test_samples_share_an_image(llm: LLM) -> None:
     ("bad", "message"),
     [
         (prompt(png(1)[:-100]), "cannot be decoded"),
-        (prompt(b"nothing"), "header"),
+        (prompt(b"nothing"), "no known image format"),
         (prompt([png(1), png(2)]), "1 places for images"),
         (prompt([]), "1 places for images"),
         (prompt(png(1), "no place"), "0 places for images"),
         (prompt("picture.png"), "an image is a str"),
         ({"prompt": TEXT, "multi_modal_data": [png(1)]}, "give {'image'"),
+        ({"prompt": TEXT, "multi_modal_data": {"images": png(1)}}, "unknown key 'images'"),
+        (prompt(np.zeros((3, 4, 40), np.uint8)), "prompt 1: "),
     ],
 )
 def test_bad_images_are_refused(llm: LLM, bad: Any, message: str) -> None:

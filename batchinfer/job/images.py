@@ -15,6 +15,7 @@ from batchinfer.config import PromptConfig
 from batchinfer.errors import ModelError, RowError
 from batchinfer.job.input.arrow_text import is_conversation, is_text
 from batchinfer.job.input.dataset import Source
+from batchinfer.job.input.json_columns import is_json_text
 from batchinfer.job.rows.reader import Prompts
 from batchinfer.job.spec.spec import JobSpec
 from batchinfer.requests.images import ImageLoader, ImageNumbers
@@ -83,12 +84,14 @@ def may_have_images(spec: JobSpec, source: Source) -> bool:
     return (
         bool(spec.prompt.image_columns)
         or source.format.holds_requests
-        or any(map(_has_parts, source.schema))
+        or any(map(_may_have_parts, source.schema))
     )
 
 
-def _has_parts(field: pa.Field) -> bool:
-    """Return True if a column holds conversations whose content is not text alone."""
+def _may_have_parts(field: pa.Field) -> bool:
+    """Return True if a column may hold conversations whose content is not text alone."""
+    if is_json_text(field):  # such as conversations that mix texts and lists of parts
+        return True
     if not is_conversation(field.type):
         return False
     content = field.type.value_type.field("content").type

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -12,7 +13,7 @@ import numpy as np
 
 from batchinfer.config import PromptConfig
 from batchinfer.errors import RowError
-from batchinfer.requests.images import ImageLoader, ImageNumbers
+from batchinfer.requests.images import ROWS_AHEAD, FinishLoading, ImageLoader, ImageNumbers
 from batchinfer.text.images.files import ImageFile
 from batchinfer.text.images.pixels import PixelBuilder
 from batchinfer.text.images.row_images import ImageSettings
@@ -53,7 +54,7 @@ class CallImages:
         A prompt whose image cannot be decoded becomes its error. Pixels beyond a limit are dropped
         and decoded again when they are needed.
         """
-        loader, waiting = None, []
+        loader, waiting = None, deque[tuple[PromptRequest, FinishLoading]]()
         for item in items:
             if isinstance(item.prompt, RowError) or not item.prompt.images:
                 continue
@@ -65,11 +66,17 @@ class CallImages:
             item.prompt = self._numbers.numbered(item.prompt)
             finish = loader.start(item.prompt.images, item.prompt.token_ids, saves_memory=True)
             waiting.append((item, finish))
-        for item, finish in waiting:
-            try:
-                item.images = finish()
-            except RowError as error:
-                item.prompt = RowError(error.code, error.message)
+            if len(waiting) >= ROWS_AHEAD:
+                _finish(*waiting.popleft())
+        while waiting:
+            _finish(*waiting.popleft())
+
+
+def _finish(item: PromptRequest, finish: FinishLoading) -> None:
+    try:
+        item.images = finish()
+    except RowError as error:
+        item.prompt = RowError(error.code, error.message)
 
 
 def is_picture(value: object) -> bool:

@@ -161,8 +161,10 @@ def _is_one(prompts: Any) -> bool:
 
 def _read(item: Any, name: str, vocab_size: int) -> str | TextWithImages | Prompt:
     shown: str | None = None
-    if isinstance(item, Mapping) and item.get("multi_modal_data"):
-        return _with_images(item, name)
+    if isinstance(item, Mapping) and "multi_modal_data" in item:
+        if item["multi_modal_data"]:
+            return _with_images(item, name)
+        item = {key: value for key, value in item.items() if key != "multi_modal_data"}
     if isinstance(item, Mapping):
         item, shown, name = _value_of(item, name)
     if isinstance(item, str):
@@ -177,13 +179,19 @@ def _with_images(item: Mapping[Any, Any], name: str) -> TextWithImages:
     del rest["multi_modal_data"]
     if not isinstance(data, Mapping):
         raise TypeError(f"{name}: its multi_modal_data is {kind_of(data)}; give {{'image': ...}}")
-    if others := sorted(map(str, data.keys() - {"image"})):
-        raise NotYetError(f"{name}: multi_modal_data with {', '.join(others)}")
+    for key in data.keys() - {"image"}:
+        if key in ("video", "audio"):
+            raise NotYetError(f"{name}: multi_modal_data with {key}")
+        raise ValueError(f"{name}: multi_modal_data has the unknown key {key!r}; give 'image'")
     text, _, where = _value_of(rest, name)
     if not isinstance(text, str):
         raise NotYetError(f"{name}: multi_modal_data with prompt_token_ids")
     pictures = data["image"] if isinstance(data["image"], list | tuple) else [data["image"]]
-    return TextWithImages(checked_text(text, where), [image_file(each) for each in pictures])
+    try:
+        files = [image_file(each) for each in pictures]
+    except (TypeError, ValueError, OSError) as error:
+        raise type(error)(f"{name}: {error}") from None
+    return TextWithImages(checked_text(text, where), files)
 
 
 def _value_of(item: Mapping[Any, Any], name: str) -> tuple[Any, str | None, str]:

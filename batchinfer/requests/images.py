@@ -12,6 +12,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from threading import Condition
 from typing import Any
 
@@ -28,8 +29,8 @@ from batchinfer.text.prompts import Prompt
 from batchinfer.text.tokenizer import TokenIds
 
 PIXEL_BYTES = 1 << 30
-"""Largest size of decoded images that wait for the vision tower. One row may exceed it."""
-_ROWS_AHEAD = 32
+"""Size of decoded images waiting for the vision tower above which no more rows are started."""
+ROWS_AHEAD = 32
 """Number of rows whose images are decoded at the same time."""
 _POLL_S = 0.1
 
@@ -93,6 +94,8 @@ class ImageLoader:
         self._is_over = is_over
         self._loaded: weakref.WeakValueDictionary[int, Image] = weakref.WeakValueDictionary()
         """Images by number, while a row or the engine holds them."""
+        self._loading: weakref.WeakValueDictionary[int, _Loading] = weakref.WeakValueDictionary()
+        """Images by number that a prompt waits for."""
         self._waiting_bytes = 0
         self._freed = Condition()
 
@@ -105,11 +108,13 @@ class ImageLoader:
             if not any(_images_of(row) for row in batch):
                 yield batch
                 continue
-            started = deque[tuple[PromptRow, FinishLoading]]()
-            for row in batch:
+            rows, started = deque(batch), deque[tuple[PromptRow, FinishLoading]]()
+            batch.clear()  # otherwise, finished rows would keep their pixels
+            while rows:
                 self._wait_for_memory()
+                row = rows.popleft()
                 started.append((row, self.start(_images_of(row), row.token_ids)))
-                if len(started) >= _ROWS_AHEAD:
+                if len(started) >= ROWS_AHEAD:
                     yield [_finished(*started.popleft())]
             while started:
                 yield [_finished(*started.popleft())]
@@ -128,29 +133,28 @@ class ImageLoader:
             A function that waits and returns the images. It raises ``RowError``
             (``invalid_image``) if an image cannot be decoded.
         """
-        kept = {one.number: self._loaded.get(one.number) for one in images}
-        new = {one.number: one for one in images if kept[one.number] is None}
-        wait = self._start([{"image": image} for image in new.values()])
+        parts = [self._loaded.get(one.number) or self._load(one, saves_memory) for one in images]
 
         def finish() -> tuple[PromptImage, ...]:
-            for image, result in zip(new.values(), wait(), strict=True):
-                if isinstance(result, RowError):
-                    raise _about_image(result)
-                assert isinstance(result, SharedArrays)
-                kept[image.number] = self._made(image, result, saves_memory)
-            return _placed([kept[one.number] for one in images], token_ids)
+            loaded = [part.result() if isinstance(part, _Loading) else part for part in parts]
+            return _placed(loaded, token_ids)
 
         return finish
+
+    def _load(self, image: RowImage, saves_memory: bool) -> _Loading:
+        loading = self._loading.get(image.number)
+        if loading is None:
+            wait = self._start([{"image": image}])
+            loading = _Loading(wait, partial(self._made, image, saves_memory=saves_memory))
+            self._loading[image.number] = loading
+        return loading
 
     def _wait_for_memory(self) -> None:
         with self._freed:
             while self._waiting_bytes > self._num_bytes and not self._is_over():
                 self._freed.wait(_POLL_S)
 
-    def _made(self, image: RowImage, arrays: SharedArrays, saves_memory: bool) -> Image:
-        known = self._loaded.get(image.number)
-        if known is not None:  # another row has loaded it in the meantime
-            return known
+    def _made(self, image: RowImage, arrays: SharedArrays, *, saves_memory: bool) -> Image:
         waiting = []
         if not saves_memory or self._waiting_bytes < self._num_bytes:
             with self._freed:
@@ -183,6 +187,40 @@ class ImageLoader:
             self._freed.notify_all()
 
 
+class _Loading:
+    """An image whose pixels are being decoded, for all prompts that wait for it.
+
+    Args:
+        wait: waits for the ``SharedArrays`` or the error of one image.
+        make: makes the image from its arrays.
+    """
+
+    def __init__(
+        self, wait: Callable[[], Sequence[object]], make: Callable[[SharedArrays], Image]
+    ) -> None:
+        self._wait: Callable[[], Sequence[object]] | None = wait
+        self._make = make
+        self._result: Image | RowError
+
+    def result(self) -> Image:
+        """Wait for the image.
+
+        Raises:
+            RowError: ``invalid_image``.
+        """
+        if self._wait is not None:
+            (decoded,) = self._wait()
+            self._wait = None  # it keeps the decoded arrays in memory
+            if isinstance(decoded, RowError):
+                self._result = _about_image(decoded)
+            else:
+                assert isinstance(decoded, SharedArrays)
+                self._result = self._make(decoded)
+        if isinstance(self._result, RowError):
+            raise self._result
+        return self._result
+
+
 def _images_of(row: PromptRow) -> tuple[RowImage, ...]:
     return row.prompt.images if isinstance(row.prompt, Prompt) else ()
 
@@ -203,14 +241,15 @@ def _finished(row: PromptRow, finish: FinishLoading) -> PromptRow:
     return row
 
 
-def _placed(images: Sequence[Image | None], token_ids: TokenIds) -> tuple[PromptImage, ...]:
+def _placed(images: Sequence[Image], token_ids: TokenIds) -> tuple[PromptImage, ...]:
     """Return the images of a prompt with the positions of their tokens."""
-    loaded = [image for image in images if image is not None]
+    if not images:
+        return ()
     at = np.flatnonzero(token_ids < 0).astype(np.int32)
-    ends = np.cumsum([image.num_tokens for image in loaded])
+    ends = np.cumsum([image.num_tokens for image in images])
     return tuple(
         PromptImage(image, positions)
-        for image, positions in zip(loaded, np.split(at, ends[:-1]), strict=False)
+        for image, positions in zip(images, np.split(at, ends[:-1]), strict=True)
     )
 
 

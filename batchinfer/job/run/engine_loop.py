@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from threading import Event
 
 from batchinfer.console.meter import Counts
@@ -151,10 +151,19 @@ class EngineLoop:
         if result.num_missing:
             return []
         del self._in_flight[row_id]
+        _drop_images(result)
         drawn = sum(map(_drawn_tokens, result.completions))
         self._added += Counts(ended=1, settled_tokens=drawn)
         waited = self._deduplicator.release(row_id)
         return [result, *(RowResult(row, copy_result(row, result.completions)) for row in waited)]
+
+
+def _drop_images(result: RowResult) -> None:
+    """Drop the pixels of a finished row, because the loader of images waits for their memory."""
+    if result.row.images:
+        result.row.images = ()
+        for completion in result.completions:
+            completion.request = replace(completion.request, images=())
 
 
 def _drawn_tokens(completion: Completion) -> int:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import io
 import warnings
 
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 
 from batchinfer.errors import RowError, one_line
 from batchinfer.text.images.files import INVALID_IMAGE
 
-_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF", "MPO", "ICO")
+Image.init()
+_PICTURES = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF", "ICO")
 """Formats that contain pixels. Others, such as EPS, run other programs."""
+_FORMATS = tuple(name for name in _PICTURES if name in Image.OPEN)
 _ORIENTATION = 0x0112
 _TRANSPOSE = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -38,6 +40,8 @@ class OpenImage:
             with _NoWarnings():
                 self._image = Image.open(io.BytesIO(data), formats=_FORMATS)
                 self._turn = _TRANSPOSE.get(self._orientation())
+        except UnidentifiedImageError:
+            raise RowError(INVALID_IMAGE, f"{where}: this is no known image format") from None
         except Exception as error:  # Pillow raises many types for damaged files
             raise self._error("the header of an image cannot be read", error) from None
         width, height = self._image.size

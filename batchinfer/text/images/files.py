@@ -45,10 +45,13 @@ class ImageFile:
         try:
             # A FIFO without a writer would block an ordinary open for ever.
             descriptor = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK)
-            with open(descriptor, "rb") as file:
+            try:
                 if not stat.S_ISREG(os.fstat(descriptor).st_mode):
                     raise RowError(INVALID_IMAGE, f"{self.path} is not a file")
-                data = file.read(MAX_ROW_BYTES + 1)
+                with open(descriptor, "rb", closefd=False) as file:
+                    data = file.read(MAX_ROW_BYTES + 1)
+            finally:
+                os.close(descriptor)
         except OSError as error:
             raise RowError(INVALID_IMAGE, f"{self.path}: {error.strerror}") from None
         if len(data) > MAX_ROW_BYTES:
@@ -80,7 +83,7 @@ class ImageFiles:
         Raises:
             RowError: ``invalid_image``.
         """
-        if value is None:
+        if value is None or (isinstance(value, Mapping) and not any(value.values())):
             return []
         if isinstance(value, list | tuple):
             return [image for item in value for image in self.in_cell(item, where)]
@@ -92,18 +95,17 @@ class ImageFiles:
         if isinstance(value, ImageFile):
             return value
         if isinstance(value, Mapping):
-            if value.get("bytes"):
-                return ImageFile(value["bytes"])
-            if value.get("path"):
-                return self.named(_text(value["path"], where), where)
-            raise RowError(INVALID_IMAGE, f"{where}: a struct has neither bytes nor path")
-        if isinstance(value, str):
+            return (
+                ImageFile(value["bytes"]) if value.get("bytes") else self._one(value["path"], where)
+            )
+        if isinstance(value, str) and value:
             return self.named(value, where)
-        if not isinstance(value, bytes):
+        if not isinstance(value, bytes | str):
             kind = type(value).__name__
             raise RowError(INVALID_IMAGE, f"{where}: {kind} is neither an image nor a path")
         if not value:
             raise RowError(INVALID_IMAGE, f"{where} is empty")
+        assert isinstance(value, bytes)
         if value.startswith(_DATA.encode()):
             return self.named(_text(value, where), where)
         name = _path_in(value)

@@ -40,6 +40,6 @@ class PixelBuilder:
             if self._settings.key_of(data) != image.key:
                 raise RowError(INVALID_IMAGE, f"{image.file.path} changed while the job ran")
             picture = OpenImage(data, self._settings.max_pixels, "the row").pixels()
-            return SharedArrays(self._processor.inputs(picture))
+            return SharedArrays(self._processor.inputs(picture, image.num_tokens))
         except RowError as error:
             return error

@@ -15,7 +15,7 @@ from batchinfer.errors import RowError, one_line
 from batchinfer.text.images.files import INVALID_IMAGE
 
 Inputs = dict[str, npt.NDArray[Any]]
-_TRIALS = ((64, 48), (48, 200), (330, 210))
+_TRIALS = ((64, 48), (48, 200), (330, 210), (300, 1200))
 """Sizes [height, width] with which ``_Repeated`` is checked."""
 
 
@@ -65,13 +65,23 @@ class ImageProcessor:
         """Return the number of embeddings of an image."""
         return self.replacement(size).count(self._token)
 
-    def inputs(self, picture: Image.Image) -> Inputs:
+    def inputs(self, picture: Image.Image, num_tokens: int) -> Inputs:
         """Return the arguments of the vision tower for one picture.
 
+        Args:
+            num_tokens: number of embeddings that the prompt has room for.
+
         Raises:
-            RowError: ``invalid_image``: the processor refuses the picture.
+            RowError: ``invalid_image``: the processor refuses the picture, or makes another number
+                of embeddings.
         """
-        inputs = self._processed(picture)[0]
+        inputs, (text,) = self._processed(picture)
+        if text.count(self._token) != num_tokens:
+            raise RowError(
+                INVALID_IMAGE,
+                f"the model's processor makes {text.count(self._token)} tokens of an image; its "
+                f"size promised {num_tokens}",
+            )
         names = self._processor.image_processor.model_input_names
         unused = self._processor.unused_input_names
         return {

@@ -107,6 +107,7 @@ GOOD = {
         picture(1, 30, 40), "GIF", save_all=True, append_images=[picture(2, 30, 40)]
     ),
     "one_pixel": encoded(picture(1, 1, 1)),
+    "icon": encoded(picture(1, 32, 32), "ICO"),
     "webp": WEBP,
     "tiff": TIFF,
     "bmp": BMP,
@@ -210,6 +211,27 @@ def test_images_are_downloaded_only_if_the_job_says_so() -> None:
         thread.join()
     with pytest.raises(RowError, match="refused"):
         files.in_cell(url, "x")
+
+
+def test_bad_paths_leave_no_descriptors_open(root: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    for name in ("folder", "nothing.png", "fifo.png"):
+        (file,) = ImageFiles(root).in_cell(name, "x")
+        with pytest.raises(RowError):
+            file.read()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_struct_of_nulls_is_no_image() -> None:
+    files = ImageFiles(None)
+    assert files.in_cell([{"bytes": None, "path": None}, None], "x") == []
+    with pytest.raises(RowError, match="is empty"):
+        files.in_cell("", "x")
+
+
+def test_a_text_file_is_not_an_image() -> None:
+    with pytest.raises(RowError, match="no known image format"):
+        OpenImage(b"some text", MAX_PIXELS, "the row")
 
 
 def test_paths_need_a_folder() -> None:

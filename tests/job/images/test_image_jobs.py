@@ -32,6 +32,8 @@ FAMILIES = [
 ]
 IMAGES_OF_ROWS = ([0], [1, 2], [], [0], [3, 0, 4, 1], [], [2], [0, 0])
 MAX_TOKENS = 6
+LITTLE_ROOM = (None, False, 40_000, lambda: False)
+"""Defaults of ``ImageLoader`` with room for three images of 12 KiB."""
 GREEDY = {"max_tokens": MAX_TOKENS, "temperature": 0, "ignore_eos": True}
 
 
@@ -179,6 +181,24 @@ def test_conversations_hold_images_in_parts(tmp_path: Path, llava: Path) -> None
     assert third["num_prompt_tokens"] == first["num_prompt_tokens"] + 16
 
 
+def test_json_lines_may_mix_texts_and_parts(tmp_path: Path, llava: Path) -> None:
+    """Such a column has no Arrow type, so its rows are kept as JSON text."""
+    (tmp_path / "a.png").write_bytes(png(0))
+    parts = [{"type": "image_url", "image_url": "a.png"}, {"type": "text", "text": "Which?"}]
+    talks = [[{"role": "user", "content": content}] for content in ("Hello", parts)]
+    lines = [json.dumps({"messages": talk}) for talk in talks]
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
+    spec = job(
+        tmp_path,
+        llava,
+        hub_rows(),
+        input={"path": str(tmp_path / "rows.jsonl")},
+        prompt={"column": "messages", "images": None},
+    )
+    assert run_job(spec, quiet=True) is ExitCode.OK
+    assert [row["error"] for row in results(tmp_path)] == [None, None]
+
+
 def test_equal_images_are_encoded_once(
     tmp_path: Path, llava: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -190,6 +210,23 @@ def test_equal_images_are_encoded_once(
     rows = hub_rows([[at % 4] for at in range(24)])
     assert run_job(job(tmp_path, llava, rows), quiet=True) is ExitCode.OK
     assert len(calls) == 4
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_pixels_of_finished_rows_make_room_for_later_rows(
+    tmp_path: Path, llava: Path, monkeypatch: pytest.MonkeyPatch, refused: bool
+) -> None:
+    """Rows whose images are cached, or that the engine refuses, never need their pixels."""
+    monkeypatch.setattr("batchinfer.requests.images.ImageLoader.__init__.__defaults__", LITTLE_ROOM)
+    rows = hub_rows([[at % 30] for at in range(60)])  # two windows of the same images
+    changes: dict[str, Any] = {"engine": {"max_num_seqs": 2, "order_window": 30}}
+    if refused:
+        changes["sampling"] = {**GREEDY, "prompt_logprobs": 0}
+        include = ["prompt_logprobs"]
+        changes["output"] = {"path": str(tmp_path / "out"), "include": include, "rows_per_part": 3}
+    spec = job(tmp_path, llava, rows, **changes)
+    assert run_job(spec, quiet=True) is ExitCode.OK
+    assert {row["error"] is None for row in results(tmp_path)} == {not refused}
 
 
 def test_score_takes_no_images(tmp_path: Path) -> None:
