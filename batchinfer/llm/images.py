@@ -54,7 +54,8 @@ class CallImages:
         A prompt whose image cannot be decoded becomes its error. Pixels beyond a limit are dropped
         and decoded again when they are needed.
         """
-        loader, waiting = None, deque[tuple[PromptRequest, FinishLoading]]()
+        loader: ImageLoader | None = None
+        waiting: deque[tuple[PromptRequest, FinishLoading]] = deque()
         for item in items:
             if isinstance(item.prompt, RowError) or not item.prompt.images:
                 continue
