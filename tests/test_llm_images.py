@@ -72,9 +72,7 @@ def test_pixels_beyond_the_limit_are_decoded_again(
     prompts = [prompt(png(number)) for number in range(20, 28)]
     whole = tokens(llm, *prompts)
     llm.reset_prefix_cache()
-    monkeypatch.setattr(
-        "batchinfer.requests.images.ImageLoader.__init__.__defaults__", (None, False, 1, bool)
-    )
+    monkeypatch.setattr("batchinfer.requests.images.PIXEL_BYTES", 1)
     assert tokens(llm, *prompts) == whole
 
 

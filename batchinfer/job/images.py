@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,7 +19,6 @@ from batchinfer.job.rows.reader import Prompts
 from batchinfer.job.spec.spec import JobSpec
 from batchinfer.requests.images import ImageLoader, ImageNumbers
 from batchinfer.requests.requests import PromptRow
-from batchinfer.text.images.pixels import PixelBuilder
 from batchinfer.text.images.row_images import ImageSettings
 from batchinfer.text.processes.pool import TextProcesses
 from batchinfer.text.prompts import Prompt
@@ -67,14 +65,7 @@ class JobImages:
         Args:
             is_over: returns True if no more rows are wanted.
         """
-        pixels = self._processes.prompts(partial(PixelBuilder, self.settings))
-        loader = ImageLoader(
-            pixels.start,
-            self.settings.merge_size,
-            self.settings.attends_both_ways,
-            is_over=is_over,
-        )
-        return loader.loaded(batches)
+        return ImageLoader(self._processes, self.settings, is_over).loaded(batches)
 
 
 def may_have_images(spec: JobSpec, source: Source) -> bool:

@@ -6,7 +6,6 @@ import io
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,7 +14,6 @@ from batchinfer.config import PromptConfig
 from batchinfer.errors import RowError
 from batchinfer.requests.images import ROWS_AHEAD, FinishLoading, ImageLoader, ImageNumbers
 from batchinfer.text.images.files import ImageFile
-from batchinfer.text.images.pixels import PixelBuilder
 from batchinfer.text.images.row_images import ImageSettings
 from batchinfer.text.processes.pool import TextProcesses
 
@@ -60,10 +58,7 @@ class CallImages:
             if isinstance(item.prompt, RowError) or not item.prompt.images:
                 continue
             if loader is None:
-                pixels = self._processes.prompts(partial(PixelBuilder, self.settings))
-                loader = ImageLoader(
-                    pixels.start, self.settings.merge_size, self.settings.attends_both_ways
-                )
+                loader = ImageLoader(self._processes, self.settings)
             item.prompt = self._numbers.numbered(item.prompt)
             finish = loader.start(item.prompt.images, item.prompt.token_ids, saves_memory=True)
             waiting.append((item, finish))

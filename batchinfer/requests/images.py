@@ -23,8 +23,10 @@ from batchinfer.engine.images import Image, PromptImage
 from batchinfer.errors import DataError, RowError
 from batchinfer.requests.requests import PromptRow
 from batchinfer.text.images.files import INVALID_IMAGE
-from batchinfer.text.images.row_images import RowImage
+from batchinfer.text.images.pixels import PixelBuilder
+from batchinfer.text.images.row_images import ImageSettings, RowImage
 from batchinfer.text.images.shared_arrays import SharedArrays
+from batchinfer.text.processes.pool import TextProcesses
 from batchinfer.text.prompts import Prompt
 from batchinfer.text.tokenizer import TokenIds
 
@@ -35,8 +37,6 @@ ROWS_AHEAD = 32
 _POLL_S = 0.1
 
 Inputs = Mapping[str, npt.NDArray[Any]]
-StartBuilding = Callable[[Sequence[Mapping[str, object]]], Callable[[], Sequence[object]]]
-"""Starts decoding; returns a function that waits for ``SharedArrays`` or errors."""
 FinishLoading = Callable[[], tuple[PromptImage, ...]]
 
 
@@ -72,25 +72,18 @@ class ImageLoader:
     """Loads the pixels of rows in workers, in the rows' order.
 
     Args:
-        start: starts decoding images, each in a row with the column ``image``.
-        merge_size: ``ImageSupport.merge_size`` of the model.
-        attends_both_ways: ``ImageSupport.attends_both_ways`` of the model.
-        num_bytes: largest size of decoded images that wait for the vision tower.
+        processes: the processes that decode images.
         is_over: returns True if no more rows are wanted.
     """
 
     def __init__(
         self,
-        start: StartBuilding,
-        merge_size: int | None = None,
-        attends_both_ways: bool = False,
-        num_bytes: int = PIXEL_BYTES,
+        processes: TextProcesses,
+        settings: ImageSettings,
         is_over: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._start = start
-        self._merge_size = merge_size
-        self._attends_both_ways = attends_both_ways
-        self._num_bytes = num_bytes
+        self._decode = processes.prompts(partial(PixelBuilder, settings)).start
+        self._settings = settings
         self._is_over = is_over
         self._loaded: weakref.WeakValueDictionary[int, Image] = weakref.WeakValueDictionary()
         """Images by number, while a row or the engine holds them."""
@@ -126,7 +119,7 @@ class ImageLoader:
 
         Args:
             token_ids: the prompt's tokens.
-            saves_memory: True to drop pixels that exceed ``num_bytes``. They are decoded again when
+            saves_memory: True to drop pixels beyond ``PIXEL_BYTES``. They are decoded again when
                 they are needed.
 
         Returns:
@@ -144,19 +137,19 @@ class ImageLoader:
     def _load(self, image: RowImage, saves_memory: bool) -> _Loading:
         loading = self._loading.get(image.number)
         if loading is None:
-            wait = self._start([{"image": image}])
+            wait = self._decode([{"image": image}])
             loading = _Loading(wait, partial(self._made, image, saves_memory=saves_memory))
             self._loading[image.number] = loading
         return loading
 
     def _wait_for_memory(self) -> None:
         with self._freed:
-            while self._waiting_bytes > self._num_bytes and not self._is_over():
+            while self._waiting_bytes > PIXEL_BYTES and not self._is_over():
                 self._freed.wait(_POLL_S)
 
     def _made(self, image: RowImage, arrays: SharedArrays, *, saves_memory: bool) -> Image:
         waiting = []
-        if not saves_memory or self._waiting_bytes < self._num_bytes:
+        if not saves_memory or self._waiting_bytes < PIXEL_BYTES:
             with self._freed:
                 self._waiting_bytes += arrays.num_bytes
             weakref.finalize(arrays.memory, self._release, arrays.num_bytes)
@@ -166,13 +159,19 @@ class ImageLoader:
             """Hand the arrays over once; decode the image again if they are needed again."""
             return (waiting.pop() if waiting else self._again(image)).arrays()
 
-        grid = _grid(arrays.arrays(), self._merge_size)
-        made = Image(image.number, load_inputs, image.num_tokens, grid, self._attends_both_ways)
+        settings = self._settings
+        made = Image(
+            image.number,
+            load_inputs,
+            image.num_tokens,
+            _grid(arrays.arrays(), settings.merge_size),
+            settings.attends_both_ways,
+        )
         self._loaded[image.number] = made
         return made
 
     def _again(self, image: RowImage) -> SharedArrays:
-        (result,) = self._start([{"image": image}])()
+        (result,) = self._decode([{"image": image}])()
         if isinstance(result, RowError):
             raise DataError(
                 f"an image can no longer be read: {result.message}",

@@ -32,8 +32,6 @@ FAMILIES = [
 ]
 IMAGES_OF_ROWS = ([0], [1, 2], [], [0], [3, 0, 4, 1], [], [2], [0, 0])
 MAX_TOKENS = 6
-LITTLE_ROOM = (None, False, 40_000, lambda: False)
-"""Defaults of ``ImageLoader`` with room for three images of 12 KiB."""
 GREEDY = {"max_tokens": MAX_TOKENS, "temperature": 0, "ignore_eos": True}
 
 
@@ -217,7 +215,7 @@ def test_pixels_of_finished_rows_make_room_for_later_rows(
     tmp_path: Path, llava: Path, monkeypatch: pytest.MonkeyPatch, refused: bool
 ) -> None:
     """Rows whose images are cached, or that the engine refuses, never need their pixels."""
-    monkeypatch.setattr("batchinfer.requests.images.ImageLoader.__init__.__defaults__", LITTLE_ROOM)
+    monkeypatch.setattr("batchinfer.requests.images.PIXEL_BYTES", 40_000)  # three images
     rows = hub_rows([[at % 30] for at in range(60)])  # two windows of the same images
     changes: dict[str, Any] = {"engine": {"max_num_seqs": 2, "order_window": 30}}
     if refused:
