@@ -119,7 +119,7 @@ ROOMS = [
     described(
         "worker.model", ("config", "errors", "engine", "worker.attention", "worker.transfer")
     ),
-    described("worker.vision", ("engine.images", "worker.model")),
+    described("worker.vision", ("engine.images", "engine.runner", "engine.step", "worker.model")),
     described("worker.cuda_graphs", ("kernels", "engine.runner", "engine.step", "worker")),
     Room("worker.forward", "one forward pass", ("engine.step", "worker")),
     Room("worker.verify", "a model tried on a few tokens", ("engine.kv", "engine.step", "worker")),
@@ -185,7 +185,7 @@ ROOMS = [
         "job.plan", ("config", "errors", "console", "engine", "text", "requests", "builders", "job")
     ),
     described("job.init", ("config", "errors", "console", "job")),
-    described("report", ("errors", "console", "engine", "job")),
+    described("report", ("errors", "config", "console", "engine", "job", "text")),
     described(
         "llm",
         (

@@ -24,7 +24,9 @@ from batchinfer.worker.encoder.description import describe_encoder, is_run_as_en
 from batchinfer.worker.loader import describe_model
 from batchinfer.worker.memory import DeviceMemory, fit_memory, free_host_bytes
 from batchinfer.worker.model.quantization import quantization_of
+from batchinfer.worker.vision.image_embeddings import EMBEDDING_BYTES
 from batchinfer.worker.vision.support import image_support
+from batchinfer.worker.vision.tower import vision_tower_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +41,12 @@ class SimulatedEngine(EngineContext):
 
 
 def build_dry_engine(
-    model: ModelConfig, engine: EngineConfig, device: Device, *, end_after: int | None = None
+    model: ModelConfig,
+    engine: EngineConfig,
+    device: Device,
+    *,
+    end_after: int | None = None,
+    with_images: bool = False,
 ) -> SimulatedEngine:
     """Build the simulated engine for a model on a device.
 
@@ -50,6 +57,8 @@ def build_dry_engine(
         device: device to simulate. A simulated CPU has as much memory as this machine has free.
         end_after: number of output tokens after which a sample that may end draws ``END_TOKEN``;
             None: samples run to ``max_tokens``.
+        with_images: True to leave memory for the vision tower of a model that sees. The time of
+            encoding images is not simulated.
 
     Raises:
         ModelError: the config or the tokenizer cannot be read, or the model cannot be run.
@@ -71,13 +80,15 @@ def build_dry_engine(
         on_cpu=not device.is_gpu,
     )
     adapter_bytes = sum(adapter.nbytes(cost.element_bytes) for adapter in described.lora)
-    weight_bytes = cost.weight_bytes + adapter_bytes
+    tower_bytes = vision_tower_bytes(described.pretrained, described.dtype) if with_images else 0
+    model_bytes = cost.weight_bytes + tower_bytes
+    weight_bytes = model_bytes + adapter_bytes
     memory = fit_memory(
         engine,
         layout,
         config,
-        _memory_without_weights(device, weight_bytes),
-        weight_bytes=cost.weight_bytes,
+        _memory_without(device, weight_bytes + (EMBEDDING_BYTES if tower_bytes else 0)),
+        weight_bytes=model_bytes,
         max_model_len=longest,
         adapter_bytes=adapter_bytes,
     )
@@ -106,7 +117,7 @@ def build_dry_engine(
             "name": model.name,
             "dtype": described.dtype,
             "quantization": quantization_of(config, model.quantization),
-            "weight_bytes": cost.weight_bytes,
+            "weight_bytes": model_bytes,
             "adapter_bytes": adapter_bytes,
         },
         kernels={},
@@ -162,9 +173,9 @@ def device_of(engine: EngineConfig) -> Device:
     raise UsageError(f"the speed of this machine's {name} is not known", hint=hint)
 
 
-def _memory_without_weights(device: Device, weight_bytes: int) -> DeviceMemory:
+def _memory_without(device: Device, used_bytes: int) -> DeviceMemory:
     if device.memory_bytes is None:
         free = free_host_bytes()
-        return DeviceMemory("cpu", free - weight_bytes, free, free - weight_bytes)
+        return DeviceMemory("cpu", free - used_bytes, free, free - used_bytes)
     total = device.memory_bytes
-    return DeviceMemory("cuda", total - device.reserved_bytes - weight_bytes, total, None)
+    return DeviceMemory("cuda", total - device.reserved_bytes - used_bytes, total, None)

@@ -31,6 +31,7 @@ from batchinfer.worker.fusion.native_layers import decoder_layers_of
 from batchinfer.worker.kv_cache import KVCache
 from batchinfer.worker.linear.batch_invariance import check_batch_invariance
 from batchinfer.worker.linear.kernel_choice import KernelRequirements
+from batchinfer.worker.linear.packed_linear import pack_linears
 from batchinfer.worker.loader import LoadedModel, check_adapter, load_model
 from batchinfer.worker.lora.lora_layers import AdapterLoader
 from batchinfer.worker.memory import MemoryPlan, device_memory, fit_memory, model_bytes
@@ -127,6 +128,8 @@ def build_engine(
     if with_images:
         with phase("loading the vision tower"):
             tower = load_vision_tower(folder, pretrained, loaded.dtype, device)
+            if tower is not None and loaded.kernels.kernel is not None:
+                pack_linears(tower, loaded.kernels.kernel, getattr(torch, loaded.dtype))
     loaded_bytes = model_bytes(loaded.model) + (0 if tower is None else model_bytes(tower))
     free = device_memory(device, loaded_bytes)
     if tower is not None:
@@ -164,7 +167,9 @@ def build_engine(
     embeddings = None
     if tower is not None:
         layers = decoder_layers_of(loaded.model)
-        embeddings = ImageEmbeddings(tower, EMBEDDING_BYTES, layers)
+        # Packing keeps a GPU busy. A CPU is busy with one image, whose bits then are always equal.
+        packs = device.type == "cuda" and not engine.deterministic
+        embeddings = ImageEmbeddings(tower, EMBEDDING_BYTES, layers, packs=packs)
     runner = ModelRunner(loaded.model, cache, Sampler(), graphs, loaded.kernels.kernel, embeddings)
     adapters = AdapterLoader(
         loaded.model,

@@ -213,7 +213,13 @@ class Engine:
         seconds, stats = self._last_read_at - began, step.stats
         self.scheduler.preemption_policy.observe(seconds, stats.prefill_tokens, stats.decode_tokens)
         assert self._first_step_at is not None
-        return replace(stats, t_s=self._last_read_at - self._first_step_at, step_ms=seconds * 1e3)
+        return replace(
+            stats,
+            t_s=self._last_read_at - self._first_step_at,
+            step_ms=seconds * 1e3,
+            images_encoded=result.images_encoded,
+            encode_ms=result.encode_ms,
+        )
 
     def refusal(self, request: Request) -> tuple[str, str] | None:
         """Return the error code and message for a request that can never run, else None."""

@@ -53,6 +53,10 @@ class StepStats:
     """Distinct images with tokens that this step computed."""
     image_tokens: int = 0
     """Tokens of images among the computed tokens."""
+    images_encoded: int = 0
+    """Images that the vision tower embedded in this step; the other images were embedded before."""
+    encode_ms: float = 0.0
+    """The part of ``step_ms`` in which the vision tower embedded images."""
 
     @property
     def pool_use(self) -> float | None:

@@ -240,10 +240,12 @@ def time_slices(data: ReportData) -> list[Slice]:
     prompt, answer = totals.prompt_ms / 1e3, totals.answer_ms / 1e3
     between = max(span - prompt - answer, 0.0)
     rest = max(data.total_s - data.load_s - max(span, prompt + answer), 0.0)
+    images = totals.encode_ms / 1e3
     steps = [
+        ("Encoding images", images, "contiguous", f"{totals.images_encoded:,} images"),
         (
             "Steps with prompts",
-            prompt,
+            prompt - images,
             "shared",
             "answers of other rows continue in the same steps",
         ),

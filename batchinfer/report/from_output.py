@@ -30,6 +30,7 @@ from batchinfer.job.stats.recorder import Run, engine_wall_s, package_versions, 
 from batchinfer.job.stats.status import Status, read_status
 from batchinfer.job.stats.summary import phase_seconds
 from batchinfer.report.lanes import lanes_of
+from batchinfer.report.pictures import Pictures
 from batchinfer.report.report_data import Example, Failure, ReportData, RunFacts
 from batchinfer.report.sanitize import without_secrets
 from batchinfer.report.stored_stats import (
@@ -110,7 +111,7 @@ def from_output(out: OutputDir, now: float) -> ReportData:
         error=without_secrets(status.error or ""),
         out_of_memory=sum(run.out_of_memory for run in runs),
         failures=find_failures(out, records, segments, done, id_column(plan)),
-        examples=find_examples(out, records, task),
+        examples=find_examples(out, records, task, Pictures(job, plan.inputs[0].path)),
         runs=[_facts(run) for run in runs],
         lanes=lanes_of(runs, timeline, set() if merged else running),
         job=_sections(job, plan),
@@ -169,7 +170,10 @@ def _sections(job: Mapping[str, Any], plan: Manifest) -> dict[str, dict[str, Any
 
 
 def find_examples(
-    out: OutputDir, records: Sequence[tuple[Part, PartRecord]], task: Task | None
+    out: OutputDir,
+    records: Sequence[tuple[Part, PartRecord]],
+    task: Task | None,
+    pictures: Pictures,
 ) -> list[Example]:
     """Return rows from the beginning of a few finished parts, spread over the job.
 
@@ -182,7 +186,8 @@ def find_examples(
     examples: list[Example] = []
     for at in range(count):
         part, _ = records[at * len(records) // count]
-        examples += _first_rows(out, out.part_file(part), task, MOST_ROWS // count)
+        path, rows = out.part_file(part), MOST_ROWS // count
+        examples += _first_rows(out, path, task, rows, pictures)
     return examples
 
 
@@ -233,18 +238,23 @@ def _errors(
             yield named_row(row_id, name), _text(code), _text(message)
 
 
-def _first_rows(out: OutputDir, path: PurePath, task: Task, count: int) -> list[Example]:
+def _first_rows(
+    out: OutputDir, path: PurePath, task: Task, count: int, pictures: Pictures
+) -> list[Example]:
     try:
         with out.files.open(path) as file:
             schema = pq.read_schema(file)
     except UNREADABLE:
         return []
     # Show the generated column ``prompt`` like an input, because it says what a row is about.
-    inputs = _columns_to_show(schema, task.spec.columns(("prompt_logprobs",)))
+    generated = task.spec.columns(("prompt_logprobs",))
+    inputs = _columns_to_show(schema, {*generated, *pictures.columns})
     columns = [*inputs, "row_id", *task.summarized, "num_prompt_tokens", "error"]
+    columns += [name for name in pictures.columns if name in schema.names]
     with suppress(*UNREADABLE):
         for batch in batches(out, path, columns, count):
-            return [_example(batch.slice(at, 1), inputs, task) for at in range(len(batch))]
+            rows = (batch.slice(at, 1) for at in range(len(batch)))
+            return [_example(row, inputs, task, pictures) for row in rows]
     return []
 
 
@@ -256,11 +266,10 @@ def _columns_to_show(schema: pa.Schema, generated: Collection[str]) -> list[str]
     return [field.name for field in schema if field.name in shown]
 
 
-def _example(row: pa.RecordBatch, inputs: Sequence[str], task: Task) -> Example:
+def _example(row: pa.RecordBatch, inputs: Sequence[str], task: Task, pictures: Pictures) -> Example:
     error = row.column("error")[0]
-    values = {
-        name: _cut(row.column(name))[0].as_py() for name in row.schema.names if name not in inputs
-    }
+    others = (name for name in row.schema.names if name not in {*inputs, *pictures.columns})
+    values = {name: _cut(row.column(name))[0].as_py() for name in others}
     answer, facts = task.summarize(values)
     return Example(
         row_id=row.column("row_id")[0].as_py(),
@@ -268,6 +277,8 @@ def _example(row: pa.RecordBatch, inputs: Sequence[str], task: Task) -> Example:
         answer=answer and answer[:MOST_CHARACTERS],
         facts=facts,
         error=(_text(error["code"]), _text(error["message"])) if error.is_valid else None,
+        # The job has decoded the images of rows without an error.
+        pictures=() if error.is_valid else pictures.of(row),
     )
 
 

@@ -21,6 +21,8 @@ class Example:
     facts: str
     """Number of tokens of the row, and its finish reasons."""
     error: tuple[str, str] | None = None
+    pictures: Sequence[str] = ()
+    """Data URLs of small copies of the row's images."""
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,12 @@ STATES = (
     "contiguous_blocks",
 )
 FLOWS = ("prefill_tokens", "decode_tokens", "recomputed_tokens", "cached_tokens")
-COLUMNS = (*STATES, *FLOWS, "t_s", "step_ms", "kv_waste", "kv_tokens_logical", "cow_copies")
+COLUMNS = (
+    *STATES,
+    *FLOWS,
+    *("t_s", "step_ms", "encode_ms", "images_encoded"),
+    *("kv_waste", "kv_tokens_logical", "cow_copies"),
+)
 """Columns of ``steps`` that a timeline reads."""
 
 
@@ -50,7 +55,11 @@ class Totals:
 
     steps: int = 0
     prompt_ms: float = 0.0
-    """Total time of the steps that computed prompt tokens, in milliseconds."""
+    """Total time of the steps that computed prompt tokens, in milliseconds. It includes the time in
+    which the vision tower encoded images."""
+    encode_ms: float = 0.0
+    """Total time in which the vision tower encoded images, in milliseconds."""
+    images_encoded: int = 0
     answer_ms: float = 0.0
     answer_tokens: int = 0
     """Number of drawn tokens, including tokens of unfinished rows."""
@@ -154,6 +163,8 @@ class Timeline:
         totals.steps += len(step_ms)
         totals.prompt_ms += float(step_ms[with_prompt].sum())
         totals.answer_ms += float(step_ms[~with_prompt].sum())
+        totals.encode_ms += float(steps["encode_ms"].sum())
+        totals.images_encoded += int(steps["images_encoded"].sum())
         totals.answer_tokens += int(steps["decode_tokens"].sum())
         totals.cow_copies += int(steps["cow_copies"].sum())
         used, logical = steps["kv_blocks_used"], steps["kv_logical_blocks"]

@@ -64,11 +64,13 @@ class ModelRunner:
         Raises:
             OutOfMemory: the device has too little memory for the step.
         """
+        pending: Pending
         with raise_out_of_memory():
             if step.scored is None and step.pooled is None:
-                self._previous = self._start(step)
-                return self._previous
-            return self._start_with_body(step)
+                pending = self._previous = self._start(step)
+            else:
+                pending = self._start_with_body(step)
+        return pending if self._images is None else self._images.timer.handle(pending)
 
     def _start(self, step: Step, body_outputs: list[Any] | None = None) -> SampleHandle:
         state = self._model, self._cache, self._backend

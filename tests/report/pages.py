@@ -30,6 +30,7 @@ def some_steps(scale: float = 1.0, count: int = 500) -> Timeline:
     steps |= {
         "t_s": np.arange(1.0, count + 1) * scale,
         "step_ms": np.full(count, 900.0 * scale),
+        "encode_ms": np.full(count, 60.0 * scale),
         "num_running": np.round(used / 20),
         "num_waiting": np.linspace(3000, 0, count),
         "kv_blocks_total": np.full(count, 1000.0),

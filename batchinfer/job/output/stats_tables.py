@@ -25,9 +25,11 @@ _FLOWS = (
     "swapped_out_blocks",
     "images",
     "image_tokens",
+    "images_encoded",
+    "encode_ms",
 )
 """Columns that are summed over steps; the other columns hold the state after a step."""
-_FLOATS = ("t_s", "step_ms", "kv_waste")
+_FLOATS = ("t_s", "step_ms", "kv_waste", "encode_ms")
 _STEP_FIELDS = tuple(entry.name for entry in fields(StepStats))
 
 WORKER = "worker"

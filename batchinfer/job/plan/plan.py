@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from batchinfer.console.format import did_you_mean
 from batchinfer.engine.simulate.roofline import DEVICES, Device
 from batchinfer.errors import UsageError
+from batchinfer.job.images import may_have_images
 from batchinfer.job.input.format import BATCH_ROWS
 from batchinfer.job.input.unique_ids import HASHES_AT_ONCE, find_bad_ids
 from batchinfer.job.job import Job, LoadedJob, load, open_input, open_job, row_keys
@@ -97,6 +98,7 @@ def plan_job(
         spec.engine,
         chosen or device_of(spec.engine),
         end_after=expect_output_tokens,
+        with_images=may_have_images(spec, job.source),
     )
     loaded = load(job, lambda *_, **__: context)
     with nullcontext() if loaded is None else closing(loaded):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -11,10 +11,14 @@ from torch import nn
 
 from batchinfer.engine.images import Image, StepImage
 from batchinfer.worker.vision.deepstack import deepstack
-from batchinfer.worker.vision.tower import VisionTower
+from batchinfer.worker.vision.encode_time import EncodeTimer
+from batchinfer.worker.vision.tower import ImageInputs, VisionTower, can_pack
 
 EMBEDDING_BYTES = 1 << 28
 """Bytes of the device that hold embeddings of images."""
+PACKED_BYTES = 1 << 27
+"""Largest size of the pixels that one call of the tower encodes, unless a single image is larger.
+It bounds the tower's activations."""
 
 
 class ImageEmbeddings:
@@ -24,16 +28,23 @@ class ImageEmbeddings:
         num_bytes: size limit of the kept embeddings. A step's own images are kept while it runs,
             even if they exceed the limit.
         layers: decoder layers of the language model, for towers whose images change their outputs.
+        packs: True to encode several images in one call of the tower. The bits of an image's
+            embeddings then depend on the other images.
     """
 
     def __init__(
-        self, tower: VisionTower, num_bytes: int, layers: Sequence[nn.Module] = ()
+        self,
+        tower: VisionTower,
+        num_bytes: int,
+        layers: Sequence[nn.Module] = (),
+        *,
+        packs: bool = False,
     ) -> None:
-        self.num_encoded = 0
-        """Number of images embedded so far."""
+        self.timer = EncodeTimer(next(tower.parameters()).device)
         self._tower = tower
         self._num_bytes = num_bytes
         self._layers = layers
+        self._packs = packs
         self._kept: OrderedDict[int, torch.Tensor] = OrderedDict()
         self._used_bytes = 0
 
@@ -46,10 +57,12 @@ class ImageEmbeddings:
             A context in which the images change the outputs of the first decoder layers; None if
             the model has no such images.
         """
+        images = tuple(images)
+        self._encode({each.image.number: each.image for each in images})
         all_indices, added = [], []
         for each in images:
-            levels = self._of(each.image)[:, each.first : each.first + len(each.indices)]
-            levels = levels.to(embeddings.dtype)
+            levels = self._kept[each.image.number]
+            levels = levels[:, each.first : each.first + len(each.indices)].to(embeddings.dtype)
             indices = torch.from_numpy(each.indices).to(embeddings.device, torch.int64)
             embeddings[indices] = levels[0]
             all_indices.append(indices)
@@ -59,17 +72,37 @@ class ImageEmbeddings:
             return None
         return deepstack(self._layers, torch.cat(all_indices), torch.cat(added, dim=1))
 
-    def _of(self, image: Image) -> torch.Tensor:
-        """Return the embeddings [1 + D, tokens, hidden] of an image."""
-        if image.number in self._kept:
-            self._kept.move_to_end(image.number)
-            return self._kept[image.number]
-        embedded: torch.Tensor = self._tower(image.load_inputs())
-        assert embedded.shape[1] == image.num_tokens
-        self._kept[image.number] = embedded
-        self._used_bytes += embedded.nbytes
-        self.num_encoded += 1
-        return embedded
+    def _encode(self, images: Mapping[int, Image]) -> None:
+        """Keep the embeddings of images, which are given by number."""
+        waiting: list[tuple[Image, ImageInputs]] = []
+        for number, image in images.items():
+            if number in self._kept:
+                self._kept.move_to_end(number)
+                continue
+            inputs = image.load_inputs()
+            if waiting and not self._fits(waiting, inputs):
+                self._keep(waiting)
+                waiting = []
+            waiting.append((image, inputs))
+        if waiting:
+            self._keep(waiting)
+
+    def _fits(self, waiting: Sequence[tuple[Image, ImageInputs]], inputs: ImageInputs) -> bool:
+        """Return True if an image can be encoded together with the waiting images."""
+        packed = [inputs for _, inputs in waiting] + [inputs]
+        num_bytes = sum(array.nbytes for each in packed for array in each.values())
+        return self._packs and num_bytes <= PACKED_BYTES and can_pack(packed[0], inputs)
+
+    def _keep(self, packed: Sequence[tuple[Image, ImageInputs]]) -> None:
+        """Encode images in one call of the tower, and keep their embeddings [1 + D, tokens,
+        hidden]."""
+        with self.timer.images(len(packed)):
+            embedded = self._tower([inputs for _, inputs in packed])
+        parts = embedded.split([image.num_tokens for image, _ in packed], dim=1)
+        for (image, _), part in zip(packed, parts, strict=True):
+            # A part of a packed result would keep the whole result in memory.
+            self._kept[image.number] = part.clone() if len(packed) > 1 else part
+            self._used_bytes += part.nbytes
 
     def _drop_oldest(self) -> None:
         while self._used_bytes > self._num_bytes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,8 @@ FAMILIES = frozenset({"llava", "mistral3", "internvl"}) | GRID_FAMILIES | BOTH_W
 """Types of models whose images this module supports. Except for ``BOTH_WAYS_FAMILIES``, their
 language models are causal over images."""
 
+ImageInputs = Mapping[str, npt.NDArray[Any]]
+
 
 class VisionTower(nn.Module):
     """The part of a multimodal model that turns images into embeddings.
@@ -41,15 +43,20 @@ class VisionTower(nn.Module):
         self.body = body
 
     @torch.inference_mode()
-    def forward(self, inputs: Mapping[str, npt.NDArray[Any]]) -> torch.Tensor:
-        """Return the embeddings [1 + D, tokens, hidden] of one image: the inputs of the language
-        model, and what the model adds to the outputs of its first D layers (DeepStack).
+    def forward(self, images: Sequence[ImageInputs]) -> torch.Tensor:
+        """Return the embeddings [1 + D, tokens, hidden] of images, one after another: the inputs of
+        the language model, and what the model adds to the outputs of its first D layers
+        (DeepStack).
 
         Args:
-            inputs: the image's arguments for ``get_image_features``.
+            images: arguments of ``get_image_features`` for each image. All images can be packed
+                with the first one (``can_pack``).
         """
         parameter = next(self.body.parameters())
-        tensors = {name: torch.from_numpy(array) for name, array in inputs.items()}
+        tensors = {
+            name: torch.cat([torch.from_numpy(image[name]) for image in images])
+            for name in images[0]
+        }
         tensors = {
             name: tensor.to(
                 parameter.device, parameter.dtype if tensor.is_floating_point() else None
@@ -59,6 +66,11 @@ class VisionTower(nn.Module):
         output = self.body.get_image_features(**tensors, return_dict=True)
         levels = [output.pooler_output, *(getattr(output, "deepstack_features", None) or ())]
         return torch.stack([torch.cat([each.flatten(0, -2) for each in level]) for level in levels])
+
+
+def can_pack(one: ImageInputs, other: ImageInputs) -> bool:
+    """Return True if the arrays of two images differ only in their first dimension."""
+    return all(one[name].shape[1:] == other[name].shape[1:] for name in one)
 
 
 def load_vision_tower(
@@ -80,6 +92,18 @@ def load_vision_tower(
         # The language model's tensors are not used here.
         check_loaded(folder, wrapper, {**report, "unexpected_keys": set()})
         return VisionTower(wrapper.model).to(device).eval()
+
+
+def vision_tower_bytes(config: PreTrainedConfig, dtype: str) -> int:
+    """Return the bytes of the tower that ``load_vision_tower`` would load; 0 if there is none."""
+    if config.model_type not in FAMILIES:
+        return 0
+    wrapper_class = saved_class(config)
+    assert wrapper_class is not None
+    with torch.device("meta"), quiet_transformers():
+        wrapper = _without_language_model(wrapper_class)(config)
+    count = sum(parameter.numel() for parameter in wrapper.parameters())
+    return int(count * getattr(torch, dtype).itemsize)
 
 
 def _without_language_model(wrapper_class: type[PreTrainedModel]) -> type[PreTrainedModel]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -14,12 +16,18 @@ from PIL import Image
 from transformers import AutoModelForImageTextToText
 
 from batchinfer.errors import ExitCode, ModelError, UsageError
+from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.plan.plan import plan_job
 from batchinfer.job.run.run_job import run_job
 from batchinfer.job.spec.load import load_job
 from batchinfer.job.spec.spec import JobSpec
+from batchinfer.report.captions import time_slices
+from batchinfer.report.from_output import from_output
+from batchinfer.report.page import page
+from batchinfer.report.pictures import MOST_PICTURES
 from batchinfer.text.images.loading import load_image_processor
-from batchinfer.worker.vision.tower import VisionTower
+from batchinfer.worker.model.config import load_config
+from batchinfer.worker.vision.tower import vision_tower_bytes
 from tests.job.images.pictures import HUB_IMAGE, picture, png
 from tests.job.job_files import SCORE, write_job
 from tests.models import make_text_model
@@ -145,6 +153,41 @@ def test_plan_counts_the_tokens_of_the_run(tmp_path: Path, llava: Path) -> None:
     assert sum(steps["images"].to_pylist()) >= 5
 
 
+def test_the_report_shows_pictures_and_the_time_of_encoding(tmp_path: Path, llava: Path) -> None:
+    rows = hub_rows([[0, 1], [2, 3, 4, 5, 6], []])
+    broken = pa.array([[{"bytes": b"GIF89a", "path": None}]], pa.list_(HUB_IMAGE))
+    rows = pa.concat_tables([rows, pa.table({"text": ["?"], "image": broken})])
+    spec = job(tmp_path, llava, rows)
+    assert run_job(spec, quiet=True) is ExitCode.OK
+    data = from_output(OutputDir(tmp_path / "out"), now=0.0)
+    pictures = {example.row_id: example.pictures for example in data.examples}
+    counts = {row_id: len(urls) for row_id, urls in pictures.items()}
+    assert counts == {0: 2, 1: MOST_PICTURES, 3: 0}
+    with Image.open(io.BytesIO(base64.b64decode(pictures[0][1].partition(",")[2]))) as small:
+        assert small.size == picture(1).size
+    html = page(data)
+    assert all(url in html for urls in pictures.values() for url in urls)
+    assert "7 images" in {part.note for part in time_slices(data)}
+
+
+def test_the_report_of_images_that_are_gone(tmp_path: Path, llava: Path) -> None:
+    (tmp_path / "a.png").write_bytes(png(0))
+    rows = pa.table({"text": ["Which?"], "image": ["a.png"]})
+    assert run_job(job(tmp_path, llava, rows), quiet=True) is ExitCode.OK
+    out = OutputDir(tmp_path / "out")
+    assert len(from_output(out, now=0.0).examples[0].pictures) == 1
+    (tmp_path / "a.png").unlink()
+    assert not from_output(out, now=0.0).examples[0].pictures
+
+
+def test_plan_counts_the_weights_of_the_vision_tower(tmp_path: Path, llava: Path) -> None:
+    spec = job(tmp_path, llava, hub_rows())
+    text = job(tmp_path, llava, hub_rows(), prompt={"images": None})
+    both, one = (plan_job(each)["model"]["weight_bytes"] for each in (spec, text))
+    config = load_config(llava)
+    assert both - one == vision_tower_bytes(config, "float32")
+
+
 def test_resumed_rows_have_the_same_answers(tmp_path: Path, llava: Path) -> None:
     spec = job(tmp_path, llava, hub_rows())
     assert run_job(spec, quiet=True) is ExitCode.OK
@@ -197,17 +240,11 @@ def test_json_lines_may_mix_texts_and_parts(tmp_path: Path, llava: Path) -> None
     assert [row["error"] for row in results(tmp_path)] == [None, None]
 
 
-def test_equal_images_are_encoded_once(
-    tmp_path: Path, llava: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls = []
-    forward = VisionTower.forward
-    monkeypatch.setattr(
-        VisionTower, "forward", lambda self, inputs: (calls.append(1), forward(self, inputs))[1]
-    )
+def test_equal_images_are_encoded_once(tmp_path: Path, llava: Path) -> None:
     rows = hub_rows([[at % 4] for at in range(24)])
     assert run_job(job(tmp_path, llava, rows), quiet=True) is ExitCode.OK
-    assert len(calls) == 4
+    steps = pq.read_table(tmp_path / "out" / "stats" / "steps.parquet")
+    assert sum(steps["images_encoded"].to_pylist()) == 4
 
 
 @pytest.mark.parametrize("refused", [False, True])

@@ -17,6 +17,7 @@ from batchinfer.job.rows.tasks import TASKS
 from batchinfer.job.run.run_job import run_job
 from batchinfer.job.spec.load import load_job
 from batchinfer.report.from_output import find_examples
+from batchinfer.report.pictures import Pictures
 from tests.classifiers import logits, make_classifier, make_reranker, probability
 from tests.job.datasets import write_parquet
 from tests.job.job_files import write_job
@@ -167,7 +168,7 @@ def test_rows_that_cannot_run_have_no_label(tmp_path: Path, text_model: Path) ->
     assert [row["scores"] is None for row in rows] == [False, True, True, True]
     out = OutputDir(tmp_path / "out")
     records = [(part, out.finished(part)) for part in plan_of(out).parts()]
-    good, bad, *_ = find_examples(out, records, TASKS["classify"])
+    good, bad, *_ = find_examples(out, records, TASKS["classify"], Pictures({}, ""))
     assert good.answer.startswith("LABEL_0: 0.")
     assert (bad.answer, bad.facts) == (None, "0 input tokens")
 

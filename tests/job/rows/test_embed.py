@@ -27,6 +27,7 @@ from batchinfer.job.spec.load import load_job
 from batchinfer.job.spec.spec import JobSpec
 from batchinfer.pooling.embedding import Embedder, EmbeddingModules, read_embedding_modules
 from batchinfer.report.from_output import find_examples
+from batchinfer.report.pictures import Pictures
 from tests.job.datasets import write_parquet
 from tests.job.job_files import write_job
 from tests.job.rows.jobs import rows_of, summary_of
@@ -212,7 +213,7 @@ def test_rows_that_cannot_run_have_no_embedding(tmp_path: Path, model: Path) -> 
     assert [row["embedding"] is None for row in rows] == [False, True, True]
     out = OutputDir(tmp_path / "out")
     records = [(part, out.finished(part)) for part in plan_of(out).parts()]
-    good, bad, _ = find_examples(out, records, TASKS["embed"])
+    good, bad, _ = find_examples(out, records, TASKS["embed"], Pictures({}, ""))
     assert good.answer.startswith("[")
     assert (bad.answer, bad.facts) == (None, "0 input tokens")
 

@@ -25,6 +25,7 @@ from batchinfer.job.spec.load import load_job
 from batchinfer.job.spec.spec import JobSpec
 from batchinfer.job.spec.tasks import SCORE as SCORE_SPEC
 from batchinfer.report.from_output import find_examples
+from batchinfer.report.pictures import Pictures
 from batchinfer.requests.requests import PromptRow
 from batchinfer.text.scoring_prompts import ScoredPrompt
 from tests.job.datasets import write_parquet
@@ -117,7 +118,7 @@ def test_a_report_shows_scores(tmp_path: Path, model: Path) -> None:
     assert run_job(job(tmp_path, model, columns), quiet=True) is ExitCode.OK
     out = OutputDir(tmp_path / "out")
     records = [(part, out.finished(part)) for part in plan_of(out).parts()]
-    good, bad = find_examples(out, records, TASKS["score"])
+    good, bad = find_examples(out, records, TASKS["score"], Pictures({}, ""))
     assert good.answer.startswith("log-likelihood 0: -")
     assert "perplexity" in good.facts
     assert ("generated_text", "kept") in good.inputs

@@ -28,6 +28,7 @@ STEP_COLUMNS = [
     *("kv_tokens_live", "kv_waste", "kv_logical_blocks", "kv_tokens_logical"),
     *("state_slots_used", "contiguous_blocks", "cow_copies"),
     *("swapped_in_blocks", "swapped_out_blocks", "images", "image_tokens"),
+    *("images_encoded", "encode_ms"),
     *("device_bytes", "host_rss_bytes", "worker"),
 ]
 REQUEST_COLUMNS = [

@@ -16,7 +16,14 @@ from torch.nn import functional
 from transformers import AutoModelForImageTextToText
 
 from batchinfer.config import ModelConfig, SamplingParams
-from batchinfer.engine.images import Image, PromptImage, images_of_chunk, last_cut, query_ends
+from batchinfer.engine.images import (
+    Image,
+    PromptImage,
+    StepImage,
+    images_of_chunk,
+    last_cut,
+    query_ends,
+)
 from batchinfer.engine.request import Completion, Request
 from batchinfer.worker.fusion.native_layers import decoder_layers_of
 from batchinfer.worker.loader import LoadedModel, load_model
@@ -109,7 +116,8 @@ def embeddings(loaded: LoadedModel, num_bytes: int = 2**20) -> ImageEmbeddings:
 
 def run_rows(
     loaded: LoadedModel, setup: Setup, family: str, images: ImageEmbeddings
-) -> dict[int, Completion]:
+) -> tuple[dict[int, Completion], int]:
+    """Run all rows. Return completions by row, and the number of images that were encoded."""
     engine, scheduler = make_engine(loaded, setup, images)
     params = SamplingParams(
         max_tokens=OUTPUT_TOKENS,
@@ -124,7 +132,9 @@ def run_rows(
         request = Row(family, number).request(number, params)
         engine.add_request(request)
         assert scheduler.max_num_batched_tokens >= request.least_step_tokens
-    return run_engine(engine, scheduler, setup)[0]
+    completions, steps = run_engine(engine, scheduler, setup)
+    assert all((step.encode_ms > 0) == (step.images_encoded > 0) for step in steps)
+    return completions, sum(step.images_encoded for step in steps)
 
 
 @torch.no_grad()
@@ -145,10 +155,9 @@ def reference_logits(model: Any, row: Row, ids: npt.NDArray[np.integer]) -> torc
 def test_greedy_tokens_equal_transformers(
     setup: Setup, family: str, folder: Path, loaded: LoadedModel
 ) -> None:
-    images = embeddings(loaded)
-    completions = run_rows(loaded, setup, family, images)
+    completions, encoded = run_rows(loaded, setup, family, embeddings(loaded))
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
-    assert images.num_encoded == NUM_IMAGES
+    assert encoded == NUM_IMAGES
     assert len(completions) == len(ROWS)
     for number, completion in completions.items():
         row = Row(family, number)
@@ -188,18 +197,36 @@ def test_checkpoints_see(family: str, folder: Path) -> None:
 
 
 def test_a_small_cache_encodes_images_again(family: str, loaded: LoadedModel) -> None:
-    whole = run_rows(loaded, Setup(), family, embeddings(loaded))
+    whole, _ = run_rows(loaded, Setup(), family, embeddings(loaded))
     small = embeddings(loaded, num_bytes=0)
-    parts = run_rows(loaded, Setup(max_tokens=7, block_size=4), family, small)
-    assert small.num_encoded > NUM_IMAGES
+    parts, encoded = run_rows(loaded, Setup(max_tokens=7, block_size=4), family, small)
+    assert encoded > NUM_IMAGES
     assert tokens_of(whole) == tokens_of(parts)
+
+
+def test_packed_images_have_the_same_embeddings(family: str, loaded: LoadedModel) -> None:
+    tower = load_vision_tower(loaded.folder, loaded.pretrained, loaded.dtype, CPU)
+    assert tower is not None
+    images = [random_image(family, number) for number in range(6)]
+    expected = torch.cat([tower([image.load_inputs()])[0] for image in images])
+    ends = np.cumsum([image.num_tokens for image in images])
+    indices = np.split(np.arange(ends[-1], dtype=np.int32), ends[:-1])
+    step = [StepImage(image, 0, at) for image, at in zip(images, indices, strict=True)]
+    calls: list[object] = []
+    tower.register_forward_hook(lambda *_: calls.append(None))
+    packed = torch.zeros_like(expected)
+    kept = ImageEmbeddings(tower, 2**20, decoder_layers_of(loaded.model), packs=True)
+    kept.put(step, packed)
+    torch.testing.assert_close(packed, expected, rtol=1e-4, atol=1e-4)
+    assert len(calls) < len(images)
 
 
 def test_different_images_share_no_blocks(family: str, loaded: LoadedModel) -> None:
     """Equal images after equal tokens share their blocks."""
     if loaded.layout(16).slots_per_state:
         pytest.skip("recurrent models share only the prefixes that a job plans")
-    completions = run_rows(loaded, Setup(block_size=1, max_tokens=64), family, embeddings(loaded))
+    setup = Setup(block_size=1, max_tokens=64)
+    completions, _ = run_rows(loaded, setup, family, embeddings(loaded))
     cached = {number: done.stats.cached_tokens for number, done in completions.items()}
     one = random_image(family, 0).num_tokens
     assert cached[1] >= 5 + one  # the same image as row 0
@@ -209,8 +236,9 @@ def test_different_images_share_no_blocks(family: str, loaded: LoadedModel) -> N
 def test_a_step_takes_a_whole_image(tmp_path: Path) -> None:
     """An image of Gemma 3 has more tokens than the limit of a step."""
     loaded = load_model(ModelConfig(str(make_vision_checkpoint("gemma3", tmp_path))), device=CPU)
-    parts = run_rows(loaded, Setup(max_tokens=2), "gemma3", embeddings(loaded))
-    assert tokens_of(parts) == tokens_of(run_rows(loaded, Setup(), "gemma3", embeddings(loaded)))
+    parts, _ = run_rows(loaded, Setup(max_tokens=2), "gemma3", embeddings(loaded))
+    whole, _ = run_rows(loaded, Setup(), "gemma3", embeddings(loaded))
+    assert tokens_of(parts) == tokens_of(whole)
 
 
 def test_spans_of_an_image_with_text_inside() -> None:

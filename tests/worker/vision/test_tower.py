@@ -16,9 +16,14 @@ from batchinfer.worker.fusion.native_layers import decoder_layers_of
 from batchinfer.worker.linear.kernel_choice import KernelRequirements
 from batchinfer.worker.loader import LoadedModel, load_model
 from batchinfer.worker.vision.image_embeddings import ImageEmbeddings
-from batchinfer.worker.vision.tower import VisionTower, load_vision_tower
+from batchinfer.worker.vision.tower import VisionTower, load_vision_tower, vision_tower_bytes
 from tests.parity import CPU, OUTPUT_TOKENS, Setup, make_engine, run_engine
-from tests.vision_models import IMAGE_TOKEN, make_vision_checkpoint, random_image
+from tests.vision_models import (
+    IMAGE_TOKEN,
+    VISION_FAMILIES,
+    make_vision_checkpoint,
+    random_image,
+)
 from tests.worker.model.quantized.writers import CASES
 from tests.worker.vision.test_images import ROWS, Row
 
@@ -79,9 +84,9 @@ def test_towers_of_quantized_checkpoints_are_dequantized(case: str, tmp_path: Pa
         write(tmp_path / "plain", json.dumps(config), plain),
     )
     inputs = random_image("llava", 0).load_inputs()
-    embedded, expected = (tower_of(folder)(inputs) for folder in folders)
+    embedded, expected = (tower_of(folder)([inputs]) for folder in folders)
     assert torch.equal(embedded, expected)
-    assert not torch.equal(embedded, tower_of(whole)(inputs))
+    assert not torch.equal(embedded, tower_of(whole)([inputs]))
 
 
 def bits_of_rows(loaded: LoadedModel, rows: list[int], max_tokens: int) -> dict[int, str]:
@@ -115,6 +120,13 @@ def test_bits_of_rows_do_not_depend_on_their_batch(dtype: str, tmp_path: Path) -
     assert bits_of_rows(loaded, rows[::-1], max_tokens=7) == together
     for row in rows:
         assert bits_of_rows(loaded, [row], max_tokens=512) == {row: together[row]}
+
+
+@pytest.mark.parametrize("family", VISION_FAMILIES)
+def test_bytes_of_towers_are_known_before_they_are_loaded(family: str, tmp_path: Path) -> None:
+    folder = make_vision_checkpoint(family, tmp_path)
+    num_bytes = sum(parameter.nbytes for parameter in tower_of(folder).parameters())
+    assert vision_tower_bytes(AutoConfig.from_pretrained(folder), "float32") == num_bytes
 
 
 def test_images_of_other_families_are_not_supported(tmp_path: Path) -> None:

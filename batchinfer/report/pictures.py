@@ -1,0 +1,65 @@
+"""Makes small copies of rows' images, which the page of a report contains."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from batchinfer.config import PromptConfig
+from batchinfer.errors import RowError
+from batchinfer.text.images.files import ImageFiles
+
+MOST_PICTURES = 4
+"""Maximum number of pictures of a row."""
+LONGEST_SIDE = 320
+"""Maximum width and height of a picture on the page, in pixels."""
+_MOST_BYTES = 32 << 20
+"""Maximum size of a row's images; larger cells are not read."""
+
+
+class Pictures:
+    """Finds the images of a job's rows.
+
+    Args:
+        job: the job's resolved configuration.
+        first_input: path or address of the first input file.
+    """
+
+    def __init__(self, job: Mapping[str, Any], first_input: str) -> None:
+        prompt, media_root = job.get("prompt") or {}, (job.get("input") or {}).get("media_root")
+        columns = prompt.get("images") or ()
+        self.columns: Sequence[str] = [columns] if isinstance(columns, str) else columns
+        self._max_pixels = prompt.get("max_image_pixels") or PromptConfig().max_image_pixels
+        root = None if "://" in first_input else Path(first_input).absolute().parent
+        self._files = ImageFiles(Path(media_root) if media_root else root)
+        if find_spec("PIL") is None:
+            self.columns = ()
+
+    def of(self, row: pa.RecordBatch) -> list[str]:
+        """Return data URLs of a row's pictures; without images that can no longer be read."""
+        pictures: list[str] = []
+        for name in self.columns:
+            if name not in row.schema.names or row.column(name).nbytes > _MOST_BYTES:
+                continue
+            with suppress(RowError):
+                for file in self._files.in_cell(row.column(name)[0].as_py(), name):
+                    if len(pictures) < MOST_PICTURES:
+                        pictures.append(_data_url(file.read(), self._max_pixels))
+        return pictures
+
+
+def _data_url(data: bytes, max_pixels: int) -> str:
+    from batchinfer.text.images.decode import OpenImage
+
+    picture = OpenImage(data, max_pixels, "the image").pixels()
+    picture.thumbnail((LONGEST_SIDE, LONGEST_SIDE))
+    file = io.BytesIO()
+    picture.save(file, "JPEG", quality=80)
+    return "data:image/jpeg;base64," + base64.b64encode(file.getvalue()).decode()
