@@ -39,7 +39,7 @@ _TOKENS = {
         "vision_end_token": "<|vision_end|>",
     },
 }
-_TOKENS["glm4v"] = _TOKENS["glm_ocr"] = {
+_TOKENS["glm4v"] = _TOKENS["glm4v_moe"] = _TOKENS["glm_ocr"] = {
     "image_token": "<|image|>",
     "video_token": "<|video|>",
     "begin_of_image_token": "<|begin_of_image|>",
@@ -56,6 +56,7 @@ _WRITTEN = {
     "internvl": "<IMG_CONTEXT>",
     "gemma3": "<start_of_image>",
     "glm4v": "<|begin_of_image|><|image|><|end_of_image|>",
+    "glm4v_moe": "<|begin_of_image|><|image|><|end_of_image|>",
     "glm_ocr": "<|begin_of_image|><|image|><|end_of_image|>",
     "mistral3": "[IMG]",
     "qwen2_5_vl": "<|vision_start|><|image_pad|><|vision_end|>",
@@ -97,7 +98,7 @@ _PROCESSORS: dict[str, tuple[Any, dict[str, Any]]] = {
         {},
     ),
 }
-_PROCESSORS["glm4v"] = (
+_PROCESSORS["glm4v"] = _PROCESSORS["glm4v_moe"] = (
     Glm4vImageProcessorPil(size={"shortest_edge": 512, "longest_edge": 16384}, **_PATCHES),
     {},
 )
@@ -115,6 +116,7 @@ _CLASSES = {
     "internvl": "InternVLProcessor",
     "gemma3": "Gemma3Processor",
     "glm4v": "Glm4vProcessor",
+    "glm4v_moe": "Glm4vProcessor",
     "glm_ocr": "Glm46VProcessor",
     "mistral3": "PixtralProcessor",
     "qwen2_5_vl": "Qwen2_5_VLProcessor",

@@ -177,6 +177,22 @@ for _family in ("glm4v", "glm_ocr"):
         "text_config": {**_QWEN_TEXT, "model_type": f"{_family}_text"},
         "image_token_id": IMAGE_TOKEN,
     }
+_CONFIGS["glm4v_moe"] = {
+    "vision_config": {**_CONFIGS["glm4v"]["vision_config"], "model_type": "glm4v_moe_vision"},
+    "text_config": {
+        **_QWEN_TEXT,
+        "model_type": "glm4v_moe_text",
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "rope_parameters": {
+            **_QWEN_TEXT["rope_parameters"],
+            "partial_rotary_factor": 0.5,
+            "mrope_section": [2, 1, 1],
+        },
+    },
+    "image_token_id": IMAGE_TOKEN,
+}
 RELATED_FAMILIES = tuple(family for family in _CONFIGS if family not in VISION_FAMILIES)
 """Families that differ little from a family in ``VISION_FAMILIES``."""
 GRID_FAMILIES = ("qwen2_5_vl", "qwen3_5", "qwen3_vl", *RELATED_FAMILIES)

@@ -17,8 +17,8 @@ from batchinfer.worker.model.weights import check_loaded, loading_errors, read_w
 
 GRID_FAMILIES = frozenset(
     {
-        *("glm4v", "glm_ocr", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"),
-        *("qwen3_5", "qwen3_5_moe"),
+        *("glm4v", "glm4v_moe", "glm_ocr", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"),
+        *("qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"),
     }
 )
 """Types of models whose language models have multimodal rotary positions."""
