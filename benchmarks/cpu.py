@@ -2,6 +2,7 @@
 
 python benchmarks/cpu.py                       # the table of benchmarks/README.md; takes an hour
 python benchmarks/cpu.py --workloads W1 --engines batchinfer generate --rounds 2
+python benchmarks/cpu.py --shape hybrid --engines batchinfer vllm --dtypes bfloat16
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from engines import ENGINES
-from models import make_small
+from models import MAKERS
 from peers import python_of
 from result_files import write_results
 
@@ -32,7 +33,7 @@ Run = dict[str, Any]
 def run_once(engine: str, workload: str, dtype: str, args: argparse.Namespace) -> Run:
     """Run an engine on a workload in a new process; return its result or its error."""
     command = [*args.before, python_of(engine, args.folder), str(HERE / "engines.py"), engine]
-    command += [str(args.folder / "small"), "--workload", workload, "--dtype", dtype]
+    command += [str(args.folder / args.shape), "--workload", workload, "--dtype", dtype]
     command += ["--scale", str(args.scale), "--batch", str(args.batch)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
@@ -45,10 +46,12 @@ def run_once(engine: str, workload: str, dtype: str, args: argparse.Namespace) -
 
 def measure_bounds(args: argparse.Namespace) -> list[Run]:
     """Measure how fast the linear layers alone would run on this machine (`bound.py`)."""
-    bounds = []
+    bounds: list[Run] = []
+    if args.shape == "hybrid":  # `bound.py` counts only layers with attention
+        return bounds
     for dtype in args.dtypes:
         command = [*args.before, sys.executable, str(HERE / "bound.py")]
-        command += [str(args.folder / "small"), "--dtype", dtype, "--scale", str(args.scale)]
+        command += [str(args.folder / args.shape), "--dtype", dtype, "--scale", str(args.scale)]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
         for workload, tokens in json.loads(done.stdout).items():
             run = {"engine": "bound", "workload": workload, "dtype": dtype}
@@ -108,7 +111,8 @@ def keep(runs: list[Run], args: argparse.Namespace) -> Path:
         **{name: version(name) for name in ("batchinfer", "torch", "transformers")},
     }
     settings = {"scale": args.scale, "rounds": args.rounds, "batch": args.batch}
-    path = HERE / "results" / f"cpu-{where['date']}-scale-{args.scale:g}.json"
+    shape = "" if args.shape == "small" else f"{args.shape}-"
+    path = HERE / "results" / f"cpu-{where['date']}-{shape}scale-{args.scale:g}.json"
     path.parent.mkdir(exist_ok=True)
     write_results(path, {"machine": where, "settings": settings, "runs": runs})
     return path
@@ -124,6 +128,7 @@ def main() -> None:
     parser.add_argument("--engines", nargs="+", default=list(ENGINES), choices=ENGINES)
     parser.add_argument("--workloads", nargs="+", default=WORKLOADS, choices=WORKLOADS)
     parser.add_argument("--dtypes", nargs="+", default=DTYPES, choices=DTYPES)
+    parser.add_argument("--shape", default="small", choices=MAKERS, help="the model")
     parser.add_argument("--scale", type=float, default=0.25, help="share of the rows")
     parser.add_argument("--batch", type=int, default=32, help="sequences in a batch of generate")
     parser.add_argument("--rounds", type=int, default=3)
@@ -135,7 +140,7 @@ def main() -> None:
     )
     args = parser.parse_args()
     args.before = args.before.split()
-    make_small(args.folder / "small")
+    MAKERS[args.shape](args.folder / args.shape)
     runs = measure(args)
     print(table(runs, args))
     print(f"written to {keep(runs, args)}")

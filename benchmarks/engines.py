@@ -210,7 +210,6 @@ def vllm(args: argparse.Namespace) -> Run:
         model=args.model,
         dtype=args.dtype,
         max_model_len=1024,
-        enable_prefix_caching=True,
         max_num_seqs=256,
         seed=0,
         disable_log_stats=True,

@@ -2,6 +2,7 @@
 
 python benchmarks/models.py FOLDER     # writes FOLDER/small, 88 M parameters
 python benchmarks/models.py FOLDER --shape large     # 1.0 B, in bfloat16
+python benchmarks/models.py FOLDER --shape hybrid    # 97 M: recurrent layers and attention
 """
 
 from __future__ import annotations
@@ -11,7 +12,14 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, models
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
+)
 
 VOCAB_SIZE = 8192
 SMALL = {
@@ -29,6 +37,16 @@ LARGE = {
     "num_key_value_heads": 8,
 }
 """The layers of Llama 3.2 1B."""
+HYBRID = {
+    **SMALL,
+    "head_dim": 64,
+    "linear_num_key_heads": 6,
+    "linear_num_value_heads": 12,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+    "linear_conv_kernel_dim": 4,
+}
+"""``SMALL`` with Qwen3.5's layers: three Gated DeltaNet layers to one of attention."""
 
 
 def make_small(path: Path, max_positions: int = 2048) -> Path:
@@ -41,11 +59,24 @@ def make_large(path: Path, max_positions: int = 2048) -> Path:
     return _make(path, LARGE, torch.bfloat16, max_positions)
 
 
+def make_hybrid(path: Path, max_positions: int = 2048) -> Path:
+    """Create a model of 97 M parameters with recurrent layers, in float32."""
+    return _make(path, HYBRID, torch.float32, max_positions)
+
+
+MAKERS = {"small": make_small, "large": make_large, "hybrid": make_hybrid}
+
+
 def _make(path: Path, shape: dict[str, int], dtype: torch.dtype, max_positions: int) -> Path:
     if (path / "config.json").exists():
         return path
     torch.manual_seed(0)
-    config = LlamaConfig(
+    config_class, model_class = (
+        (Qwen3_5TextConfig, Qwen3_5ForCausalLM)
+        if "linear_num_key_heads" in shape
+        else (LlamaConfig, LlamaForCausalLM)
+    )
+    config = config_class(
         vocab_size=VOCAB_SIZE,
         max_position_embeddings=max_positions,
         rms_norm_eps=1e-5,
@@ -56,7 +87,8 @@ def _make(path: Path, shape: dict[str, int], dtype: torch.dtype, max_positions: 
         initializer_range=0.08,  # wide, so that the most likely token is clear
         **shape,
     )
-    LlamaForCausalLM(config).to(dtype).save_pretrained(path)
+    model: PreTrainedModel = model_class(config)
+    model.to(dtype).save_pretrained(path)
     words = Tokenizer(models.WordLevel({f"t{at}": at for at in range(VOCAB_SIZE)}, unk_token="t0"))
     PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(path)
     return path
@@ -65,6 +97,6 @@ def _make(path: Path, shape: dict[str, int], dtype: torch.dtype, max_positions: 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--shape", default="small", choices=["small", "large"])
+    parser.add_argument("--shape", default="small", choices=MAKERS)
     args = parser.parse_args()
-    {"small": make_small, "large": make_large}[args.shape](args.folder / args.shape)
+    MAKERS[args.shape](args.folder / args.shape)
