@@ -76,10 +76,19 @@ def test_pixels_beyond_the_limit_are_decoded_again(
     assert tokens(llm, *prompts) == whole
 
 
-def test_tokens_of_an_image_see_each_other(tmp_path: Path) -> None:
-    folder = make_vision_folder("gemma3", tmp_path)
+@pytest.mark.parametrize(
+    ("family", "placeholder", "types"),
+    [
+        ("gemma3", "<start_of_image>", "token_type_ids"),
+        ("gemma4", "<|image|>", "mm_token_type_ids"),
+    ],
+)
+def test_tokens_of_an_image_see_each_other(
+    family: str, placeholder: str, types: str, tmp_path: Path
+) -> None:
+    folder = make_vision_folder(family, tmp_path)
     llm = LLM(str(folder), dtype="float32", num_kv_blocks=256)
-    text = "<|im_start|>user\n<start_of_image>Which?<|im_end|>\n"
+    text = f"<|im_start|>user\n{placeholder}Which?<|im_end|>\n"
     params = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True, logprobs=0)
     (output,) = llm.generate([prompt(picture(1), text)], params, use_tqdm=False)
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
@@ -87,12 +96,11 @@ def test_tokens_of_an_image_see_each_other(tmp_path: Path) -> None:
     processor = load_image_processor(folder, token_id, {})
     drawn = output.outputs[0].token_ids
     ids = torch.tensor([[*output.prompt_token_ids, *drawn]])
+    is_image = (ids == token_id).int()
+    arrays = processor.inputs(picture(1), output.prompt_token_ids.count(token_id))
+    inputs = {name: torch.from_numpy(array) for name, array in arrays.items()}
     with torch.no_grad():
-        logits = model(
-            input_ids=ids,
-            pixel_values=torch.from_numpy(processor.inputs(picture(1), 4)["pixel_values"]),
-            token_type_ids=(ids == token_id).int(),
-        ).logits[0, -len(drawn) - 1 : -1]
+        logits = model(input_ids=ids, **inputs, **{types: is_image}).logits[0, -len(drawn) - 1 : -1]
     logprobs = logits.log_softmax(dim=1)[torch.arange(len(drawn)), torch.tensor(drawn)]
     assert output.outputs[0].cumulative_logprob == pytest.approx(float(logprobs.sum()), abs=1e-3)
 

@@ -10,12 +10,14 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
 from transformers.models.glm46v.image_processing_pil_glm46v import Glm46VImageProcessorPil
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+from batchinfer.text.images.gemma4_unified import NAME
 from tests.vision_models import make_vision_checkpoint
 
 _BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -45,6 +47,15 @@ _TOKENS["glm4v"] = _TOKENS["glm4v_moe"] = _TOKENS["glm_ocr"] = {
     "begin_of_image_token": "<|begin_of_image|>",
     "end_of_image_token": "<|end_of_image|>",
 }
+for _family in ("gemma4", "gemma4_e4b", "gemma4_unified"):
+    _TOKENS[_family] = {
+        "image_token": "<|image|>",
+        "boi_token": "<|image>",
+        "eoi_token": "<image|>",
+        "audio_token": "<|audio|>",
+        "boa_token": "<|audio>",
+        "eoa_token": "<audio|>",
+    }
 _TOKENS["mistral3"] = {
     "image_token": "[IMG]",
     "image_break_token": "[IMG_BREAK]",
@@ -55,6 +66,9 @@ _WRITTEN = {
     "llava": "<image>",
     "internvl": "<IMG_CONTEXT>",
     "gemma3": "<start_of_image>",
+    "gemma4": "<|image|>",
+    "gemma4_e4b": "<|image|>",
+    "gemma4_unified": "<|image|>",
     "glm4v": "<|begin_of_image|><|image|><|end_of_image|>",
     "glm4v_moe": "<|begin_of_image|><|image|><|end_of_image|>",
     "glm_ocr": "<|begin_of_image|><|image|><|end_of_image|>",
@@ -111,10 +125,18 @@ _PROCESSORS["mistral3"] = (
     {"patch_size": 8, "spatial_merge_size": 2},
 )
 _PROCESSORS["qwen3_vl"] = _PROCESSORS["qwen3_5"] = _PROCESSORS["qwen2_5_vl"]
+_PROCESSORS["gemma4"] = (
+    Gemma4ImageProcessorPil(patch_size=4, pooling_kernel_size=2, max_soft_tokens=70),
+    {},
+)
+_PROCESSORS["gemma4_e4b"] = _PROCESSORS["gemma4_unified"] = _PROCESSORS["gemma4"]
 _CLASSES = {
     "llava": "LlavaProcessor",
     "internvl": "InternVLProcessor",
     "gemma3": "Gemma3Processor",
+    "gemma4": "Gemma4Processor",
+    "gemma4_e4b": "Gemma4Processor",
+    "gemma4_unified": "Gemma4UnifiedProcessor",
     "glm4v": "Glm4vProcessor",
     "glm4v_moe": "Glm4vProcessor",
     "glm_ocr": "Glm46VProcessor",
@@ -144,6 +166,7 @@ def add_processor(family: str, folder: Path) -> dict[str, int]:
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend,
         eos_token="<|im_end|>",
+        pad_token="<s>",
         additional_special_tokens=["<s>", "<|im_start|>"],
         extra_special_tokens=names,
         chat_template=_TEMPLATE % _WRITTEN[family],
@@ -151,6 +174,10 @@ def add_processor(family: str, folder: Path) -> dict[str, int]:
     tokenizer.save_pretrained(folder)
     processor, settings = _PROCESSORS[family]
     processor.save_pretrained(folder)
+    if family == "gemma4_unified":  # transformers' class needs torchvision
+        path = folder / "preprocessor_config.json"
+        values = json.loads(path.read_text()) | {"image_processor_type": NAME}
+        path.write_text(json.dumps(values))
     path = folder / "processor_config.json"
     path.write_text(json.dumps({"processor_class": _CLASSES[family], **settings}))
     return {name: vocabulary[text] for name, text in names.items()}

@@ -138,6 +138,41 @@ _CONFIGS["gemma3"] = {
     "mm_tokens_per_image": 4,
     "image_token_index": IMAGE_TOKEN,
 }
+_GEMMA4_VISION = {
+    **_VISION,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "patch_size": 4,
+    "pooling_kernel_size": 2,
+    "position_embedding_size": 256,
+    "model_type": "gemma4_vision",
+}
+_GEMMA4_TEXT = {
+    **_TEXT,
+    "model_type": "gemma4_text",
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "sliding_window": 3,  # less than an image
+    "hidden_size_per_layer_input": 0,
+    "pad_token_id": 1,
+}
+_CONFIGS["gemma4"] = {  # like 26B-A4B
+    "vision_config": _GEMMA4_VISION,
+    "text_config": {
+        **_GEMMA4_TEXT,
+        "use_bidirectional_attention": "vision",
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1,
+        "enable_moe_block": True,
+        "num_experts": 4,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 48,
+    },
+    "image_token_id": IMAGE_TOKEN,
+    "initializer_range": 0.2,
+}
 VISION_FAMILIES = tuple(_CONFIGS)
 _CONFIGS["qwen2_vl"] = {
     "vision_config": {
@@ -193,9 +228,53 @@ _CONFIGS["glm4v_moe"] = {
     },
     "image_token_id": IMAGE_TOKEN,
 }
+_CONFIGS["gemma4_e4b"] = {
+    "model_type": "gemma4",
+    "vision_config": _GEMMA4_VISION,
+    "audio_config": {
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "subsampling_conv_channels": [8, 4],
+        "output_proj_dims": 16,
+        "model_type": "gemma4_audio",
+    },
+    "text_config": {
+        **_GEMMA4_TEXT,
+        "num_kv_shared_layers": 2,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": 512,
+    },
+    "image_token_id": IMAGE_TOKEN,
+    "initializer_range": 0.2,
+}
+_CONFIGS["gemma4_unified"] = {
+    "vision_config": {
+        "patch_size": 4,
+        "pooling_kernel_size": 2,
+        "mm_embed_dim": 32,
+        "mm_posemb_size": 128,
+        "output_proj_dims": 32,
+        "initializer_range": 0.2,
+        "model_type": "gemma4_unified_vision",
+    },
+    "text_config": {
+        **{key: _GEMMA4_TEXT[key] for key in _GEMMA4_TEXT if key != "hidden_size_per_layer_input"},
+        "model_type": "gemma4_unified_text",
+        "sliding_window": 80,  # more than an image, because transformers ignores it within images
+    },
+    "image_token_id": IMAGE_TOKEN,
+    "initializer_range": 0.2,
+}
 RELATED_FAMILIES = tuple(family for family in _CONFIGS if family not in VISION_FAMILIES)
 """Families that differ little from a family in ``VISION_FAMILIES``."""
-GRID_FAMILIES = ("qwen2_5_vl", "qwen3_5", "qwen3_vl", *RELATED_FAMILIES)
+GRID_FAMILIES = tuple(
+    family
+    for family, config in _CONFIGS.items()
+    if "mrope_section" in config["text_config"].get("rope_parameters", {})
+)
+PATCH_FAMILIES = tuple(family for family in _CONFIGS if family.startswith("gemma4"))
+"""Families whose images are rows of patches with positions."""
 
 
 def make_vision_checkpoint(
@@ -212,10 +291,14 @@ def make_vision_checkpoint(
     for name in values.keys() & {"image_token_id", "image_token_index"}:
         values[name] = image_token
     values["text_config"]["vocab_size"] = vocab_size
-    config = AutoConfig.for_model(family, **values)
+    config = AutoConfig.for_model(values.pop("model_type", family), **values)
     model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
     if family == "gemma3":  # its projection starts as zeros, so all images would look alike
         torch.nn.init.normal_(model.model.multi_modal_projector.mm_input_projection_weight)
+    for name, parameter in model.named_parameters():
+        # Gemma 4 starts with equal embeddings of all positions, and zeros for the padding token.
+        if "position_embedding_table" in name or "embed_tokens_per_layer" in name:
+            torch.nn.init.normal_(parameter)
     model.save_pretrained(path)
     return path
 
@@ -231,6 +314,8 @@ def random_image(family: str, number: int) -> Image:
             "image_grid_thw": np.array([[1, 2 * height, 2 * width]]),
         }
         return Image(number, lambda: inputs, int(height * width), (int(height), int(width)))
+    if family in PATCH_FAMILIES:
+        return _image_of_patches(family, number, rng)
     if family == "mistral3":
         height, width = 16 * rng.integers(1, 4, 2)
         pixels = rng.standard_normal((1, 3, height, width)).astype(np.float32)
@@ -242,3 +327,17 @@ def random_image(family: str, number: int) -> Image:
     num_tokens = count * (4 if family in ("gemma3", "internvl") else 16)
     both_ways = family == "gemma3"
     return Image(number, lambda: {"pixel_values": pixels}, num_tokens, attends_both_ways=both_ways)
+
+
+def _image_of_patches(family: str, number: int, rng: np.random.Generator) -> Image:
+    """Return an image of Gemma 4. Four patches are one token, except in the unified models."""
+    height, width = rng.integers(1, (3, 4))
+    across, channels = (1, 3 * 8 * 8) if family == "gemma4_unified" else (2, 3 * 4 * 4)
+    columns, rows = np.meshgrid(np.arange(across * width), np.arange(across * height))
+    positions = np.stack([columns.ravel(), rows.ravel()], axis=1)
+    inputs = {
+        "pixel_values": rng.random((1, len(positions), channels), dtype=np.float32),
+        "image_position_ids": positions[None],
+    }
+    both_ways = family != "gemma4_e4b"
+    return Image(number, lambda: inputs, int(height * width), attends_both_ways=both_ways)

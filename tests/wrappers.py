@@ -69,6 +69,11 @@ _FAMILIES: Mapping[str, Mapping[str, Any]] = {
         "hidden_size_per_layer_input": 8,
         "vocab_size_per_layer_input": VOCAB_SIZE,
     },
+    "gemma4_unified": {
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "per_layer_config": {layer: {"head_dim": 16} for layer in (1, 3)},
+    },
     "glm4v": {"rope_parameters": {**_MROPE, "partial_rotary_factor": 1.0}},
     "glm4v_moe": {"rope_parameters": {**_MROPE, "partial_rotary_factor": 1.0}},
     "internvl": {},

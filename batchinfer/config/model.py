@@ -59,8 +59,9 @@ def attends_both_ways(config: Mapping[str, Any]) -> bool:
     """Return True if attention is bidirectional: in encoders, and in some decoders (EmbeddingGemma
     with ``use_bidirectional_attention``, GTE-Qwen with ``is_causal: false``)."""
     text = config.get("text_config") or config
-    both_ways = text.get("use_bidirectional_attention") or text.get("is_causal") is False
-    return bool(both_ways) or is_encoder(config)
+    # In Gemma 4, "vision" stands for attention that is bidirectional within images only.
+    both_ways = text.get("use_bidirectional_attention") not in (None, False, "vision")
+    return both_ways or text.get("is_causal") is False or is_encoder(config)
 
 
 def is_encoder(config: Mapping[str, Any]) -> bool:

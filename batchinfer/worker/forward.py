@@ -15,7 +15,7 @@ from batchinfer.worker.adapter_batch import step_adapters
 from batchinfer.worker.attention.attention import AttentionBackend, ForwardContext, forward_context
 from batchinfer.worker.cuda_graphs.step_graphs import StepGraphs
 from batchinfer.worker.kv_cache import KVCache
-from batchinfer.worker.model.body import recorded_output
+from batchinfer.worker.model.body import body_of, recorded_output
 from batchinfer.worker.transfer import to_device
 from batchinfer.worker.vision.image_embeddings import ImageEmbeddings
 
@@ -79,14 +79,23 @@ def _position_ids(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
 def _inputs(
     model: Any, step: Step, token_ids: torch.Tensor, images: ImageEmbeddings | None
 ) -> tuple[dict[str, torch.Tensor], AbstractContextManager[None] | None]:
-    """Return the model's argument for token ids [T]: the ids, or their embeddings if the step has
-    images. Also return a context in which images change the outputs of layers, if they do."""
+    """Return the model's arguments for token ids [T]: the ids, or their embeddings if the step has
+    images. Also return a context in which images change the outputs of layers, if they do.
+
+    Models with more embeddings for each layer (Gemma 4) take those of the padding token for an
+    image's tokens.
+    """
     if not step.images:
         return {"input_ids": token_ids[None]}, None
     assert images is not None
     embeddings = model.get_input_embeddings()(token_ids.clamp(min=0))
     layer_hooks = images.put(step.images, embeddings)
-    return {"inputs_embeds": embeddings[None]}, layer_hooks
+    inputs = {"inputs_embeds": embeddings[None]}
+    body: Any = body_of(model)
+    if getattr(body, "hidden_size_per_layer_input", None):
+        padded = torch.where(token_ids < 0, body.config.pad_token_id, token_ids)
+        inputs["per_layer_inputs"] = body.get_per_layer_inputs(padded[None])
+    return inputs, layer_hooks
 
 
 def _input_ids(

@@ -30,9 +30,16 @@ def load_image_processor(folder: Path, token_id: int, kwargs: Mapping[str, Any])
     return _load(folder, token_id, json.dumps(dict(kwargs), sort_keys=True))
 
 
+_PARTS = (
+    *("image_processor", "video_processor", "feature_extractor", "tokenizer"),
+    "processor_class",
+)
+"""Keys of processor_config.json that describe a processor's parts and class."""
+
+
 @functools.cache
 def _load(folder: Path, token_id: int, kwargs: str) -> ImageProcessor:
-    from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer, ProcessorMixin
+    from transformers import AutoConfig, AutoTokenizer, ProcessorMixin
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
     from batchinfer.text.images.processor import ImageProcessor
@@ -42,11 +49,11 @@ def _load(folder: Path, token_id: int, kwargs: str) -> ImageProcessor:
         name = settings.get("processor_class")
         if name is None:
             name = PROCESSOR_MAPPING_NAMES[AutoConfig.from_pretrained(folder).model_type]
-        for part in ("image_processor", "video_processor", "tokenizer", "processor_class"):
+        for part in _PARTS:
             settings.pop(part, None)
         processor = _class_of(name)(
-            AutoImageProcessor.from_pretrained(folder, backend="pil"),
-            AutoTokenizer.from_pretrained(folder),
+            image_processor=_image_processor(folder),
+            tokenizer=AutoTokenizer.from_pretrained(folder),
             **settings,
         )
         return ImageProcessor(processor, token_id, json.loads(kwargs))
@@ -56,7 +63,19 @@ def _load(folder: Path, token_id: int, kwargs: str) -> ImageProcessor:
         ) from error
 
 
+def _image_processor(folder: Path) -> Any:
+    from transformers import AutoImageProcessor, ImageProcessingMixin
+
+    from batchinfer.text.images import gemma4_unified
+
+    settings = ImageProcessingMixin.get_image_processor_dict(folder)[0]
+    if settings.get("image_processor_type") == gemma4_unified.NAME:
+        return gemma4_unified.image_processor(settings)
+    return AutoImageProcessor.from_pretrained(folder, backend="pil")
+
+
 def _class_of(name: str) -> Any:
+    """Return a processor's class. Its parts for video and sound are None if they are not given."""
     import transformers
 
     from batchinfer.text.images.pixtral import PixtralProcessor
@@ -67,7 +86,7 @@ def _class_of(name: str) -> Any:
 
 
 def _without_checks(processor_class: Any) -> Any:
-    """Return a subclass that takes no video processor.
+    """Return a subclass whose parts may be None.
 
     transformers checks the class of a processor's parts, for which it needs torchvision.
     """
@@ -77,4 +96,4 @@ def _without_checks(processor_class: Any) -> Any:
             return type(argument)
 
     Processor.__name__ = Processor.__qualname__ = processor_class.__name__
-    return Processor
+    return functools.partial(Processor, **dict.fromkeys(processor_class.get_attributes()))

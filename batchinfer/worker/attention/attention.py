@@ -36,6 +36,9 @@ from batchinfer.worker.linear_kernels import LinearKernel
 ATTENTION_NAME = "batchinfer_paged"
 ATTENTION = "attention"
 """Key of the attention kernel in a run's table of kernels."""
+_CAUSAL_IN_FULL_ATTENTION = frozenset({"gemma4_text"})
+"""Language models whose layers with full attention are causal also within images. Their layers with
+sliding windows may attend both ways there."""
 
 # Arguments that would change the result, and that paged attention does not support.
 _UNSUPPORTED = ("position_bias", "indices", "block_indices", "relative_attention_bias")
@@ -210,17 +213,23 @@ def paged_attention_forward(
     key, value = key[0].transpose(0, 1), value[0].transpose(0, 1)
     if context.cache.layout.owner(layer) == layer:
         context.cache.write(layer, key, value, context.slot_mapping(layer))
+    window = int(kwargs.get("sliding_window") or 0)
     out = context.backend.attend(
         layer,
         queries,
         AttentionVariant(
             scale=float(scaling),
-            sliding_window=int(kwargs.get("sliding_window") or 0),
+            sliding_window=window,
             softcap=float(kwargs.get("softcap") or 0.0),
             sinks=kwargs.get("s_aux"),
+            ignores_query_ends=not window and _family_of(module) in _CAUSAL_IN_FULL_ATTENTION,
         ),
     )
     return (out if latent is None else latent.values(out))[None], None
+
+
+def _family_of(module: torch.nn.Module) -> str | None:
+    return getattr(getattr(module, "config", None), "model_type", None)
 
 
 def register() -> None:

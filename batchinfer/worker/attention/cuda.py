@@ -101,7 +101,7 @@ class CudaAttention:
             context_lens,
             out=out,
             **variant.options,
-            query_ends=self._tensors.get("query_ends"),
+            query_ends=self._query_ends(variant),
             work=self._decode_work(layer, query, variant.sliding_window),
             launch=layer,
             chunks=self._chunk_work(layer, query),
@@ -110,6 +110,9 @@ class CudaAttention:
 
     def _output(self, layer: int, query: torch.Tensor) -> torch.Tensor:
         return query.new_empty(*query.shape[:2], self._cache.shape(layer).value_width)
+
+    def _query_ends(self, variant: AttentionVariant) -> torch.Tensor | None:
+        return None if variant.ignores_query_ends else self._tensors.get("query_ends")
 
     def _contexts(self, layer: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return the block tables of a layer's group, the query starts and the context lengths."""
@@ -192,7 +195,7 @@ class BatchInvariantAttention(CudaAttention):
             *self._contexts(layer),
             out=out,
             **variant.options,
-            query_ends=self._tensors.get("query_ends"),
+            query_ends=self._query_ends(variant),
             work=self._batch_invariant_work(layer, query, variant.sliding_window),
             launch=layer,
         )

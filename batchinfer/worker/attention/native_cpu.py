@@ -89,6 +89,6 @@ class NativeAttention:
             **variant.options,
             "order": self._order,
             "shared_lens": self._shared_lens,
-            "query_ends": self._query_ends,
+            "query_ends": None if variant.ignores_query_ends else self._query_ends,
             "kernel": self.kernel,
         }

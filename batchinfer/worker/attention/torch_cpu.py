@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -44,8 +44,9 @@ class CpuAttention:
     def __init__(self, cache: KVCache) -> None:
         self._cache = cache
         self._buffers: dict[str, torch.Tensor] = {}
-        self._plans: dict[tuple[int, int, KVShape], Plan] = {}
-        """Plans of the step, keyed by layer group, window and KV shape."""
+        self._plans: dict[tuple[int, int, KVShape, bool], Plan] = {}
+        """Plans of the step, keyed by layer group, window, KV shape and
+        ``AttentionVariant.ignores_query_ends``."""
 
     def begin_step(self, step: Step, tensors: Mapping[str, torch.Tensor]) -> None:
         self._step = step
@@ -54,10 +55,11 @@ class CpuAttention:
     def attend(self, layer: int, query: torch.Tensor, variant: AttentionVariant) -> torch.Tensor:
         window, softcap = variant.sliding_window, variant.softcap
         group, shape = self._cache.group(layer), self._cache.shape(layer)
-        if (group, window, shape) not in self._plans:
-            plan = make_plan(self._step, self._cache, window, layer)
-            self._plans[group, window, shape] = plan
-        plan = self._plans[group, window, shape]
+        key = group, window, shape, variant.ignores_query_ends
+        if key not in self._plans:
+            step = replace(self._step, query_ends=None) if key[3] else self._step
+            self._plans[key] = make_plan(step, self._cache, window, layer)
+        plan = self._plans[key]
         queries = query.index_select(0, plan.tokens)
         attended = query.new_empty(len(queries), query.shape[1], shape.value_width)
         for bucket in plan.buckets:

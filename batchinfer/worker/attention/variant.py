@@ -20,6 +20,9 @@ class AttentionVariant:
     """The limit c: each score becomes ``c * tanh(score / c)``; 0: scores stay unchanged."""
     sinks: torch.Tensor | None = None
     """[Hq] one more logit for each head, which has no value (gpt-oss)."""
+    ignores_query_ends: bool = False
+    """True if a token sees only tokens up to itself, even if the step lets tokens of an image see
+    later ones (``Step.query_ends``)."""
 
     @property
     def options(self) -> dict[str, Any]:

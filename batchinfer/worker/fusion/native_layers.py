@@ -290,6 +290,8 @@ def _fits(layer: Any, dtype: torch.dtype) -> bool:
     attention = layer.self_attn
     if type(attention) is not FusedAttention or attention.variant.sinks is not None:
         return False  # the C function takes float32 sinks only
+    if attention.variant.ignores_query_ends:
+        return False  # layers of one group have the same query ends in C
     return parts_fit(layer, (attention.qkv_proj, attention.o_proj.linear), dtype)
 
 

@@ -7,7 +7,10 @@ from pathlib import Path
 
 from transformers import PreTrainedConfig
 
-from batchinfer.worker.vision.tower import BOTH_WAYS_FAMILIES, FAMILIES, GRID_FAMILIES
+from batchinfer.worker.vision.tower import FAMILIES, GRID_FAMILIES
+
+BOTH_WAYS_FAMILIES = frozenset({"gemma3"})
+"""Types of models in which adjacent tokens of an image see each other."""
 
 
 @dataclass(frozen=True)
@@ -33,5 +36,10 @@ def image_support(folder: Path, config: PreTrainedConfig) -> ImageSupport | None
         folder,
         config.image_token_index if token_id is None else token_id,
         config.vision_config.spatial_merge_size if config.model_type in GRID_FAMILIES else None,
-        config.model_type in BOTH_WAYS_FAMILIES,
+        _attends_both_ways(config),
     )
+
+
+def _attends_both_ways(config: PreTrainedConfig) -> bool:
+    asked = getattr(config.get_text_config(), "use_bidirectional_attention", None)
+    return config.model_type in BOTH_WAYS_FAMILIES or asked == "vision"  # as in Gemma 4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,11 +23,8 @@ GRID_FAMILIES = frozenset(
     }
 )
 """Types of models whose language models have multimodal rotary positions."""
-BOTH_WAYS_FAMILIES = frozenset({"gemma3"})
-"""Types of models in which adjacent tokens of an image see each other."""
-FAMILIES = frozenset({"llava", "mistral3", "internvl"}) | GRID_FAMILIES | BOTH_WAYS_FAMILIES
-"""Types of models whose images this module supports. Except for ``BOTH_WAYS_FAMILIES``, their
-language models are causal over images."""
+FAMILIES = GRID_FAMILIES | {"gemma3", "gemma4", "gemma4_unified", "internvl", "llava", "mistral3"}
+"""Types of models whose images this module supports."""
 
 ImageInputs = Mapping[str, npt.NDArray[Any]]
 
@@ -107,12 +105,15 @@ def vision_tower_bytes(config: PreTrainedConfig, dtype: str) -> int:
 
 
 def _without_language_model(wrapper_class: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    """Return a subclass without the language model and its head. The subclass has the name and
-    module of ``wrapper_class``, because transformers uses these to look up the rules for renaming
-    tensors."""
+    """Return a subclass without the language model, its head and the tower for sound. The subclass
+    has the name and module of ``wrapper_class``, because transformers uses these to look up the
+    rules for renaming tensors."""
 
     class Wrapper(wrapper_class):  # type: ignore[misc]
         def __init__(self, config: PreTrainedConfig) -> None:
+            if getattr(config, "audio_config", None) is not None:
+                config = copy.copy(config)
+                config.audio_config = None
             super().__init__(config)
             dropped = language_model(self), self.get_output_embeddings()
             for name, module in [*self.named_modules()]:

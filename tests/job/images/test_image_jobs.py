@@ -122,9 +122,10 @@ def test_answers_equal_transformers(tmp_path: Path, family: str, model: Path) ->
         assert inputs["input_ids"].shape[1] == row["num_prompt_tokens"]
         drawn = torch.tensor(row["outputs"][0]["token_ids"])
         inputs["input_ids"] = torch.cat([inputs["input_ids"], drawn[None]], dim=1)
-        wanted = {"input_ids", "pixel_values", "image_grid_thw", "image_sizes"}
+        wanted = {"input_ids", "pixel_values", "image_sizes"}
+        wanted |= {"image_grid_thw", "image_position_ids"}
         inputs = {name: value for name, value in inputs.items() if name in wanted}
-        if "image_grid_thw" in inputs:
+        if inputs.keys() & {"image_grid_thw", "image_position_ids"}:
             inputs["mm_token_type_ids"] = (inputs["input_ids"] == token_id).int()
         if family == "gemma3":
             inputs["token_type_ids"] = (inputs["input_ids"] == token_id).int()

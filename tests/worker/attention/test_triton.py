@@ -102,9 +102,13 @@ def test_tokens_of_an_image_see_each_other(kind: type[CudaAttention]) -> None:
     first, cpu, query = begin(replace(step, query_ends=ends))
     cuda = kind(first._cache)
     cuda.begin_step(step, first._tensors)
-    for layer, variant in ((0, WINDOWED), (1, PLAIN)):
-        got = cuda.attend(layer, query, variant)
-        torch.testing.assert_close(got, cpu.attend(layer, query, variant), atol=1e-5, rtol=1e-5)
+    causal = replace(PLAIN, ignores_query_ends=True)
+    outs = []
+    for layer, variant in ((0, WINDOWED), (1, PLAIN), (1, causal)):
+        outs.append(cuda.attend(layer, query, variant))
+        expected = cpu.attend(layer, query, variant)
+        torch.testing.assert_close(outs[-1], expected, atol=1e-5, rtol=1e-5)
+    assert not torch.allclose(outs[1], outs[2])
 
 
 @pytest.mark.parametrize("piece", [64, 512])

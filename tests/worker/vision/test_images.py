@@ -76,6 +76,11 @@ class Row:
         if not self.images:
             return {}
         inputs = [image.load_inputs() for image in self.images]
+        if "image_position_ids" in inputs[0]:
+            return {
+                "pixel_values": _padded([each["pixel_values"] for each in inputs], 0),
+                "image_position_ids": _padded([each["image_position_ids"] for each in inputs], -1),
+            }
         if "image_grid_thw" in inputs[0]:
             return {
                 name: torch.cat([torch.from_numpy(each[name]) for each in inputs])
@@ -91,6 +96,15 @@ class Row:
             "pixel_values": torch.cat(pixels),
             **({"image_sizes": torch.cat(sizes)} if sizes else {}),
         }
+
+
+def _padded(arrays: list[npt.NDArray[Any]], value: int) -> torch.Tensor:
+    """Join arrays [1, patches, ...], of which the shorter ones are padded with a value."""
+    longest = max(array.shape[1] for array in arrays)
+    tensors = [torch.from_numpy(array) for array in arrays]
+    return torch.cat(
+        [functional.pad(x, (0, 0, 0, longest - x.shape[1]), value=value) for x in tensors]
+    )
 
 
 @pytest.fixture(scope="module", params=VISION_FAMILIES)
@@ -142,9 +156,9 @@ def reference_logits(model: Any, row: Row, ids: npt.NDArray[np.integer]) -> torc
     """Return transformers' logits [T, vocabulary] of token ids with a row's images."""
     features = row.features()
     is_image = torch.from_numpy(ids == IMAGE_TOKEN)[None].int()
-    if "image_grid_thw" in features:
+    if features.keys() & {"image_grid_thw", "image_position_ids"}:
         features["mm_token_type_ids"] = is_image
-    if any(image.attends_both_ways for image in row.images):
+    elif any(image.attends_both_ways for image in row.images):
         features["token_type_ids"] = is_image
     output = model(input_ids=torch.from_numpy(ids)[None], use_cache=False, **features)
     logits: torch.Tensor = output.logits[0]

@@ -129,5 +129,11 @@ def test_bytes_of_towers_are_known_before_they_are_loaded(family: str, tmp_path:
     assert vision_tower_bytes(AutoConfig.from_pretrained(folder), "float32") == num_bytes
 
 
+def test_towers_have_no_parts_for_sound(tmp_path: Path) -> None:
+    folder = make_vision_checkpoint("gemma4_e4b", tmp_path)
+    assert any("audio" in name for name in load_file(folder / "model.safetensors"))
+    assert not any("audio" in name for name, _ in tower_of(folder).named_parameters())
+
+
 def test_images_of_other_families_are_not_supported(tmp_path: Path) -> None:
     assert load_vision_tower(tmp_path, AutoConfig.for_model("paligemma"), "float32", CPU) is None
