@@ -1,4 +1,4 @@
-"""Creates a random model that sees, with the layers of Qwen3-VL, its tokenizer and its image
+"""Creates a random vision-language model with the layers of Qwen3-VL, its tokenizer and its image
 processor: 88 M parameters for text, 26 M for images."""
 
 from __future__ import annotations

@@ -378,7 +378,7 @@ def test_generate_accepts_prompt_types_of_vllm(llm: LLM) -> None:
     assert (shown.prompt, shown.prompt_token_ids) == ("what it says", ids)
     with pytest.warns(UserWarning, match="prompt 0: cache_salt has no effect"):
         run(llm, {"prompt": "abc", "cache_salt": "x"}, GREEDY)
-    with pytest.raises(TypeError, match="an image is a int"):
+    with pytest.raises(TypeError, match="an image has the type int"):
         run(llm, {"prompt": "abc", "multi_modal_data": {"image": 1}}, GREEDY)
 
 

@@ -1,4 +1,4 @@
-"""Folders of tiny random models that see, complete with tokenizer and image processor."""
+"""Folders of tiny random vision-language models, complete with tokenizer and image processor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tiny random models that see, and images for them."""
+"""Tiny random vision-language models, and images for them."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ _CONFIGS["gemma3"] = {
         "model_type": "gemma3_text",
         "head_dim": 16,
         "query_pre_attn_scalar": 16,
-        "sliding_window": 3,  # less than an image
+        "sliding_window": 3,  # fewer tokens than an image has
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     },
     "mm_tokens_per_image": 4,
@@ -285,7 +285,7 @@ def make_vision_checkpoint(
     image_token: int = IMAGE_TOKEN,
     vocab_size: int = VOCAB_SIZE,
 ) -> Path:
-    """Write a tiny random float32 checkpoint of a model that sees."""
+    """Write a tiny random float32 checkpoint of a vision-language model."""
     torch.manual_seed(seed)
     values = copy.deepcopy(_CONFIGS[family])
     for name in values.keys() & {"image_token_id", "image_token_index"}:
@@ -293,7 +293,7 @@ def make_vision_checkpoint(
     values["text_config"]["vocab_size"] = vocab_size
     config = AutoConfig.for_model(values.pop("model_type", family), **values)
     model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
-    if family == "gemma3":  # its projection starts as zeros, so all images would look alike
+    if family == "gemma3":  # all images would look alike: its projection starts at 0
         torch.nn.init.normal_(model.model.multi_modal_projector.mm_input_projection_weight)
     for name, parameter in model.named_parameters():
         # Gemma 4 starts with equal embeddings of all positions, and zeros for the padding token.

@@ -61,7 +61,7 @@ class EngineContext:
     slots_per_state: int = 0
     """Number of pool slots for a sequence's recurrent state; 0 without recurrent layers."""
     images: ImageSupport | None = None
-    """How the model sees; None if it takes only text."""
+    """How to process images; None if the model takes only text."""
     load_adapter: Callable[[str, str], None] | None = None
     """Takes a name and a folder and loads this adapter, between steps; None if adapters are
     fixed."""

@@ -57,8 +57,8 @@ def build_dry_engine(
         device: device to simulate. A simulated CPU has as much memory as this machine has free.
         end_after: number of output tokens after which a sample that may end draws ``END_TOKEN``;
             None: samples run to ``max_tokens``.
-        with_images: True to leave memory for the vision tower of a model that sees. The time of
-            encoding images is not simulated.
+        with_images: True to leave memory for the vision tower of a vision-language model. The time
+            of encoding images is not simulated.
 
     Raises:
         ModelError: the config or the tokenizer cannot be read, or the model cannot be run.

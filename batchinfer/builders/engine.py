@@ -77,7 +77,7 @@ def build_engine(
         random_weights: True if the model's files need not contain weights.
         check_vocab_size: takes the number of token ids before the weights are loaded, and raises a
             JobError if the job does not fit. Encoders, which draw no tokens, skip this check.
-        with_images: True to load the vision tower of a model that sees.
+        with_images: True to load the vision tower of a vision-language model.
 
     Raises:
         ModelError: the model or its tokenizer cannot be loaded or run.
@@ -167,7 +167,8 @@ def build_engine(
     embeddings = None
     if tower is not None:
         layers = decoder_layers_of(loaded.model)
-        # Packing keeps a GPU busy. A CPU is busy with one image, whose bits then are always equal.
+        # A GPU needs several images at once to be busy. A CPU does not, and without packing, an
+        # image's embeddings always have the same bits.
         packs = device.type == "cuda" and not engine.deterministic
         embeddings = ImageEmbeddings(tower, EMBEDDING_BYTES, layers, packs=packs)
     runner = ModelRunner(loaded.model, cache, Sampler(), graphs, loaded.kernels.kernel, embeddings)

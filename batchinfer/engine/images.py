@@ -1,8 +1,8 @@
 """Images of prompts, as the engine and its steps see them.
 
-Each token of an image has the same negative id, which belongs to this image alone. The prefix index
-compares token ids, so prompts share an image's blocks exactly if they have the same image after the
-same tokens.
+All tokens of an image have the same negative id, which no other image has. The prefix index
+compares token ids, so two prompts share the KV blocks of an image only if they have the same tokens
+before it.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ class Image:
     """An image that the model's processor has prepared."""
 
     number: int
-    """Number of the image. Equal images have equal numbers; no other image has the same one."""
+    """Equal images have the same number, and different images have different numbers."""
     load_inputs: Callable[[], Mapping[str, npt.NDArray[Any]]]
-    """Returns the arguments of the vision tower, such as ``pixel_values``, for this image alone.
-    The arrays are large, so nothing keeps them once the image is embedded."""
+    """Returns the arguments of the vision tower for this image, such as ``pixel_values``. The
+    arrays are large; keep no reference to them after the image is embedded."""
     num_tokens: int
     """Number of embeddings that the vision tower returns."""
     grid: tuple[int, int] | None = None
     """Rows and columns of the image's tokens, for models with multimodal rotary positions (mRoPE);
     None: each token has one position."""
     attends_both_ways: bool = False
-    """True if adjacent tokens of the image see each other, also later ones (Gemma 3). One step
-    must then compute them together."""
+    """True if adjacent tokens of the image attend to each other in both directions (Gemma 3). One
+    step must then compute them together."""
 
     @property
     def token_id(self) -> int:
@@ -51,7 +51,7 @@ class PromptImage:
 
     @property
     def whole_spans(self) -> tuple[tuple[int, int], ...]:
-        """Spans [start, stop) of the prompt whose tokens see each other."""
+        """Spans [start, stop) of the prompt in which all tokens attend to each other."""
         if not self.image.attends_both_ways:
             return ()
         runs = np.split(self.positions, np.flatnonzero(np.diff(self.positions) > 1) + 1)
@@ -60,7 +60,7 @@ class PromptImage:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepImage:
-    """Tokens of an image that a step computes."""
+    """The tokens of an image that a step computes."""
 
     image: Image
     first: int
@@ -70,8 +70,7 @@ class StepImage:
 
 
 def rotary_shift(images: Iterable[PromptImage]) -> int:
-    """Return how far the rotary positions of the text after the images differ from the indices of
-    its tokens.
+    """Return the difference between rotary position and token index in the text after the images.
 
     An image with a grid takes as many positions as its grid has rows or columns, whichever number
     is larger.
@@ -81,10 +80,10 @@ def rotary_shift(images: Iterable[PromptImage]) -> int:
 
 def rotary_positions(images: tuple[PromptImage, ...], start: int, stop: int) -> Int32:
     """Return the rotary positions [3, stop - start] of the tokens at [start, stop) of a sequence:
-    their places in time, rows and columns.
+    one each for time, row and column.
 
-    Text has three equal positions. A token of an image has the image's own position in time. Its
-    other positions count the rows and columns of the grid from there. Source: transformers'
+    A text token has three equal positions. An image token has the time position of its image. Its
+    other two positions count the rows and columns of the grid from there. Source: transformers'
     ``get_rope_index`` (models/qwen2_vl/modeling_qwen2_vl.py).
     """
     indices = np.arange(start, stop, dtype=np.int32)
@@ -116,7 +115,7 @@ def query_ends(images: tuple[PromptImage, ...], start: int, stop: int) -> Int32:
     """Return one past the last position that each token at [start, stop) of a sequence sees."""
     ends = np.arange(start + 1, stop + 1, dtype=np.int32)
     for first, end in (span for each in images for span in each.whole_spans):
-        assert not first < stop < end, "a chunk ends in an image that must be whole"
+        assert not first < stop < end, "a chunk splits an image that one step must compute"
         ends[max(first - start, 0) : max(end - start, 0)] = end
     return ends
 

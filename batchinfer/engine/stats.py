@@ -54,9 +54,10 @@ class StepStats:
     image_tokens: int = 0
     """Tokens of images among the computed tokens."""
     images_encoded: int = 0
-    """Images that the vision tower embedded in this step; the other images were embedded before."""
+    """Number of images that the vision tower embedded in this step; earlier steps embedded the
+    others."""
     encode_ms: float = 0.0
-    """The part of ``step_ms`` in which the vision tower embedded images."""
+    """Time of the vision tower, in milliseconds; part of ``step_ms``."""
 
     @property
     def pool_use(self) -> float | None:

@@ -245,7 +245,7 @@ class StepResult:
     hidden_states: Float32 | None = None  # [E, H] after the final norm; None: not requested
     named_logprobs: Float32 | None = None  # [K, W] log-probabilities of named ids, -inf = padding
     images_encoded: int = 0  # images that the vision tower embedded
-    encode_ms: float = 0.0  # time that this took
+    encode_ms: float = 0.0  # time of the vision tower
 
     def lacks_token(self, at: int) -> bool:
         """Return true if bans and allowed ids excluded every token of sample ``at``."""

@@ -1,4 +1,5 @@
-"""The images of a job's rows: settings for workers, numbers, and pixels."""
+"""Prepares the images of a job's rows: finds their settings, numbers them, and loads their
+pixels."""
 
 from __future__ import annotations
 
@@ -63,7 +64,7 @@ class JobImages:
         """Yield the rows of ``batches`` with the pixels of their images.
 
         Args:
-            is_over: returns True if no more rows are wanted.
+            is_over: returns True once no more rows are needed.
         """
         return ImageLoader(self._processes, self.settings, is_over).loaded(batches)
 
@@ -80,7 +81,7 @@ def may_have_images(spec: JobSpec, source: Source) -> bool:
 
 
 def _may_have_parts(field: pa.Field) -> bool:
-    """Return True if a column may hold conversations whose content is not text alone."""
+    """Return True if a column may hold conversations with other content than text."""
     if is_json_text(field):  # such as conversations that mix texts and lists of parts
         return True
     if not is_conversation(field.type):
@@ -90,7 +91,7 @@ def _may_have_parts(field: pa.Field) -> bool:
 
 
 def image_settings(spec: JobSpec, source: Source, context: EngineContext) -> ImageSettings | None:
-    """Return how to find and process the images of a job's rows; None if they have text alone.
+    """Return the settings for the images of a job's rows; None if no row has images.
 
     Raises:
         ModelError: the job has images, but the model takes only text.
@@ -118,7 +119,7 @@ def image_settings(spec: JobSpec, source: Source, context: EngineContext) -> Ima
 
 def media_root(spec: JobSpec, source: Source) -> Path | None:
     """Return the folder of image paths: ``input.media_root``, or else the folder of the first input
-    file; None if the input is in a store."""
+    file; None if the input is in an object store."""
     if spec.input.media_root is not None:
         return Path(spec.input.media_root).absolute()
     first = source.files[0].path

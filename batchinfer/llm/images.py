@@ -1,4 +1,4 @@
-"""Images in the prompts of calls."""
+"""Loads the images in prompts of ``LLM`` calls."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class TextWithImages:
 
 
 class CallImages:
-    """Loads the images of calls' prompts."""
+    """Loads the images in prompts of ``LLM`` calls."""
 
     def __init__(self, support: ImageSupport, processes: TextProcesses) -> None:
         self.settings = ImageSettings(
@@ -49,8 +49,8 @@ class CallImages:
     def load(self, items: Sequence[PromptRequest]) -> None:
         """Number and load the images of prompts.
 
-        A prompt whose image cannot be decoded becomes its error. Pixels beyond a limit are dropped
-        and decoded again when they are needed.
+        If an image cannot be decoded, the error replaces its prompt. Pixels beyond a limit are
+        dropped, and decoded again when they are needed.
         """
         loader: ImageLoader | None = None
         waiting: deque[tuple[PromptRequest, FinishLoading]] = deque()
@@ -81,7 +81,7 @@ def is_picture(value: object) -> bool:
 
 
 def image_file(value: Any) -> ImageFile:
-    """Return a PIL image, an array [height, width, 3] of uint8, or bytes as a file.
+    """Convert a PIL image, an array [height, width, 3] of uint8, or the bytes of a file.
 
     Raises:
         TypeError: ``value`` is something else.
@@ -94,8 +94,8 @@ def image_file(value: Any) -> ImageFile:
         value = Image.fromarray(value)
     if not is_picture(value):
         raise TypeError(
-            f"an image is a {type(value).__name__}; give a PIL image, an array of uint8 with the "
-            "shape [height, width, 3], or the bytes of a file"
+            f"an image has the type {type(value).__name__}; pass a PIL image, a uint8 array "
+            "of the shape [height, width, 3], or the bytes of a file"
         )
     file = io.BytesIO()
     value.convert("RGB").save(file, "PPM")  # without compression

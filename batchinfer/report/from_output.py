@@ -277,7 +277,7 @@ def _example(row: pa.RecordBatch, inputs: Sequence[str], task: Task, pictures: P
         answer=answer and answer[:MOST_CHARACTERS],
         facts=facts,
         error=(_text(error["code"]), _text(error["message"])) if error.is_valid else None,
-        # The job has decoded the images of rows without an error.
+        # If a row has no error, the job has decoded its images.
         pictures=() if error.is_valid else pictures.of(row),
     )
 

@@ -1,4 +1,4 @@
-"""Makes small copies of rows' images, which the page of a report contains."""
+"""Makes small copies of rows' images for the page of a report."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from batchinfer.errors import RowError
 from batchinfer.text.images.files import ImageFiles
 
 MOST_PICTURES = 4
-"""Maximum number of pictures of a row."""
+"""Maximum number of pictures per row."""
 LONGEST_SIDE = 320
 """Maximum width and height of a picture on the page, in pixels."""
 _MOST_BYTES = 32 << 20
@@ -43,7 +43,7 @@ class Pictures:
             self.columns = ()
 
     def of(self, row: pa.RecordBatch) -> list[str]:
-        """Return data URLs of a row's pictures; without images that can no longer be read."""
+        """Return data URLs of a row's pictures. Images that can no longer be read are left out."""
         pictures: list[str] = []
         for name in self.columns:
             if name not in row.schema.names or row.column(name).nbytes > _MOST_BYTES:

@@ -1,8 +1,8 @@
 """Numbers the images of prompts, and loads their pixels before the engine needs them.
 
-Equal images have equal numbers while a row holds one of them. Their prompts therefore share KV
-blocks. Pixels are large. ``ImageLoader`` therefore limits the bytes of images that it decodes in
-advance, and the vision tower takes the pixels over when it embeds the image.
+Equal images have the same number as long as a row holds one of them, so their prompts share KV
+blocks. Pixels take much memory, so ``ImageLoader`` limits how many bytes it decodes in advance, and
+nothing keeps the pixels after the vision tower has embedded the image.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from batchinfer.text.prompts import Prompt
 from batchinfer.text.tokenizer import TokenIds
 
 PIXEL_BYTES = 1 << 30
-"""Size of decoded images waiting for the vision tower above which no more rows are started."""
+"""Limit on the size of decoded images that wait for the vision tower. Above it, no further rows
+start."""
 ROWS_AHEAD = 32
 """Number of rows whose images are decoded at the same time."""
 _POLL_S = 0.1
@@ -41,15 +42,14 @@ FinishLoading = Callable[[], tuple[PromptImage, ...]]
 
 
 class ImageNumbers:
-    """Gives equal images equal numbers, which no other image gets."""
+    """Numbers images. Equal images get the same number, different images different numbers."""
 
     def __init__(self) -> None:
         self._by_key: weakref.WeakValueDictionary[bytes, RowImage] = weakref.WeakValueDictionary()
         self._numbers = itertools.count()
 
     def numbered(self, prompt: Prompt) -> Prompt:
-        """Return a prompt whose images have numbers and whose image tokens have the ids of these
-        images."""
+        """Number the images of a prompt, and give each image token the id of its image."""
         if not prompt.images:
             return prompt
         images = tuple(map(self._canonical, prompt.images))
@@ -60,7 +60,7 @@ class ImageNumbers:
         return replace(prompt, token_ids=token_ids, images=images)
 
     def _canonical(self, image: RowImage) -> RowImage:
-        """Return the object that stands for all equal images, so that their bytes are kept once."""
+        """Return the same object for all equal images, so that memory holds their bytes once."""
         known = self._by_key.get(image.key)
         if known is None:
             known = replace(image, number=next(self._numbers))
@@ -73,7 +73,7 @@ class ImageLoader:
 
     Args:
         processes: the processes that decode images.
-        is_over: returns True if no more rows are wanted.
+        is_over: returns True once no more rows are needed.
     """
 
     def __init__(
@@ -88,12 +88,12 @@ class ImageLoader:
         self._loaded: weakref.WeakValueDictionary[int, Image] = weakref.WeakValueDictionary()
         """Images by number, while a row or the engine holds them."""
         self._loading: weakref.WeakValueDictionary[int, _Loading] = weakref.WeakValueDictionary()
-        """Images by number that a prompt waits for."""
+        """Images that are being decoded, by number."""
         self._waiting_bytes = 0
         self._freed = Condition()
 
     def loaded(self, batches: Iterator[list[PromptRow]]) -> Iterator[list[PromptRow]]:
-        """Yield the rows of ``batches`` in order, with ``PromptRow.images``.
+        """Set ``PromptRow.images`` of the rows of ``batches``, and yield the rows in order.
 
         A row whose image cannot be decoded gets the error ``invalid_image``.
         """
@@ -156,7 +156,7 @@ class ImageLoader:
             waiting.append(arrays)
 
         def load_inputs() -> Inputs:
-            """Hand the arrays over once; decode the image again if they are needed again."""
+            """Return the arrays without keeping them. Later calls decode the image again."""
             return (waiting.pop() if waiting else self._again(image)).arrays()
 
         settings = self._settings
@@ -209,7 +209,7 @@ class _Loading:
         """
         if self._wait is not None:
             (decoded,) = self._wait()
-            self._wait = None  # it keeps the decoded arrays in memory
+            self._wait = None  # it would keep the decoded arrays in memory
             if isinstance(decoded, RowError):
                 self._result = _about_image(decoded)
             else:
@@ -253,7 +253,8 @@ def _placed(images: Sequence[Image], token_ids: TokenIds) -> tuple[PromptImage, 
 
 
 def _about_image(error: RowError) -> RowError:
-    """Return the error of an image; the errors of workers that died name templates."""
+    """Return an error that names the image. If a worker dies or takes too long, its error names the
+    template or the tokenizer, which workers usually run."""
     if error.code == INVALID_IMAGE:
         return error
     message = error.message.replace("the template", "decoding an image")

@@ -1,7 +1,7 @@
 """Draws shipping labels with a printed order number, and writes them to a Parquet file.
 
-The numbers of `labels.parquet` and those of the training labels are disjoint: a checksum assigns
-each number to one of the two splits.
+`labels.parquet` and the training labels have no order number in common: a checksum assigns each
+number to one of the two splits.
 
     python jobs/labels/draw.py        # writes jobs/labels/labels.parquet
 """

@@ -51,10 +51,10 @@ MESSAGES = [
 ]
 
 PATCH, MERGE, TEMPORAL = 8, 2, 2
-MEAN, STD = 0.875, 0.25  # paper is close to 0
+MEAN, STD = 0.875, 0.25  # normalized paper is close to 0
 GRID = (HEIGHT // PATCH, WIDTH // PATCH)
 NUM_IMAGE_TOKENS = GRID[0] * GRID[1] // MERGE**2
-NONE = 10  # of a patch without a digit
+NONE = 10  # class of a patch without a digit
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
@@ -142,7 +142,8 @@ def build_model(
 
 @torch.no_grad()
 def initialize(model: Qwen3VLForConditionalGeneration) -> None:
-    """Scale the weights to a narrow model, whose outputs the usual 0.02 makes too small."""
+    """Initialize the weights of a narrow model, for which the usual deviation, 0.02, is too
+    small."""
     for name, weight in model.named_parameters():
         if weight.dim() >= 2:
             weight.normal_(std=weight[0].numel() ** -0.5)
@@ -151,7 +152,7 @@ def initialize(model: Qwen3VLForConditionalGeneration) -> None:
 
 
 def pixel_values(labels: list[Label]) -> torch.Tensor:
-    """Return what the image processor returns for the labels, which all have the same size."""
+    """Return the pixel values of labels of the same size, as the image processor computes them."""
     levels = np.stack([np.asarray(label.image, dtype=np.float32) for label in labels])
     grid = (len(labels), GRID[0] // MERGE, MERGE, PATCH, GRID[1] // MERGE, MERGE, PATCH)
     patches = ((levels / 255 - MEAN) / STD).reshape(grid).transpose(0, 1, 4, 2, 5, 3, 6)
@@ -160,9 +161,10 @@ def pixel_values(labels: list[Label]) -> torch.Tensor:
 
 
 def digits_in_patches(labels: list[Label]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the digit whose center each patch holds, and its place in the number, or NONE.
+    """Return the digit in each patch and the digit's place in the number; NONE for other patches.
 
-    A digit is wider than a patch, so a patch holds at most one center.
+    A digit belongs to the patch with its center. Digits are wider than patches, so a patch has at
+    most one digit.
     """
     digits, places = torch.full((2, len(labels), *GRID), NONE)
     for row, label in enumerate(labels):
@@ -227,9 +229,9 @@ def answer_logits(model: Qwen3VLForConditionalGeneration, batch: Batch) -> torch
 class PatchReader(torch.nn.Module):
     """Reads digits and places from the vision tower's patches, only during training.
 
-    From the answers alone, the model still guesses the digits after 600 steps. So each patch must
-    also tell which digit it holds, and the digit's place in the number; with this task, 60 % of
-    the numbers are right after 600 steps. The weight of the task falls to zero.
+    Without this second task, the model still guesses digits after 600 steps. With it, the model
+    reads 60 % of the numbers correctly by then. The weight of the task falls to zero during
+    training.
     """
 
     def __init__(self, model: Qwen3VLForConditionalGeneration) -> None:
@@ -243,7 +245,7 @@ class PatchReader(torch.nn.Module):
     def loss(self, batch: Batch) -> torch.Tensor:
         """Return the loss on the patches that the vision tower computed last."""
         weight = torch.ones(NONE + 1)
-        weight[NONE] = 0.1  # of patches, most hold no digit
+        weight[NONE] = 0.1  # most patches hold no digit
         digits, places = self.heads(self._patches).chunk(2, dim=-1)
         cross_entropy = torch.nn.functional.cross_entropy
         return cross_entropy(digits, batch.digits, weight) + cross_entropy(
@@ -266,7 +268,7 @@ def exact_match(model: Qwen3VLForConditionalGeneration, batches: list[Batch]) ->
 
 
 def learning_rate(args: argparse.Namespace, step: int) -> float:
-    """Return a learning rate that rises, and then falls along a cosine."""
+    """Return the learning rate of a step: linear warm-up, then cosine decay."""
     if step < args.warmup:
         return args.lr * (step + 1) / args.warmup
     done = (step - args.warmup) / max(1, args.steps - args.warmup)

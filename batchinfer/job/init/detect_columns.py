@@ -75,7 +75,7 @@ def detect_columns(
     keys, reasons = _prompt(data) if prompt is None else _named_prompt(data, prompt)
     if data.images and "token_ids_column" not in keys:
         keys["images"] = data.images[0] if len(data.images) == 1 else data.images
-        reasons.append(f"images of the rows: {listed(data.images)}; choose a model that sees")
+        reasons.append(f"images of the rows: {listed(data.images)}; choose a vision-language model")
     if row_id is None:
         column, why = _id(data)
     else:

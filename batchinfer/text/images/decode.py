@@ -12,7 +12,7 @@ from batchinfer.text.images.files import INVALID_IMAGE
 
 Image.init()
 _PICTURES = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF", "ICO")
-"""Formats that contain pixels. Others, such as EPS, run other programs."""
+"""Raster formats. Pillow starts other programs to decode some of the rest, such as EPS."""
 _FORMATS = tuple(name for name in _PICTURES if name in Image.OPEN)
 _ORIENTATION = 0x0112
 _TRANSPOSE = {
@@ -24,7 +24,7 @@ _TRANSPOSE = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-"""How to turn a picture upright, keyed by its EXIF orientation."""
+"""The operation that turns a picture upright, by EXIF orientation."""
 
 
 class OpenImage:
@@ -41,7 +41,7 @@ class OpenImage:
                 self._image = Image.open(io.BytesIO(data), formats=_FORMATS)
                 self._turn = _TRANSPOSE.get(self._orientation())
         except UnidentifiedImageError:
-            raise RowError(INVALID_IMAGE, f"{where}: this is no known image format") from None
+            raise RowError(INVALID_IMAGE, f"{where}: unknown image format") from None
         except Exception as error:  # Pillow raises many types for damaged files
             raise self._error("the header of an image cannot be read", error) from None
         width, height = self._image.size
@@ -50,7 +50,7 @@ class OpenImage:
         if width * height > max_pixels:
             raise RowError(
                 INVALID_IMAGE,
-                f"{where}: an image has {width} x {height} pixels; "
+                f"{where}: an image has {width} x {height} pixels, but "
                 f"prompt.max_image_pixels is {max_pixels}",
             )
 
@@ -83,7 +83,8 @@ class OpenImage:
         return picture if self._turn is None else picture.transpose(self._turn)
 
     def _orientation(self) -> int:
-        # Pillow turns TIFF itself. It decodes all pixels of a PNG to look for EXIF data after them.
+        # Pillow applies the orientation of TIFF files itself. If EXIF data does not precede the
+        # pixels of a PNG, Pillow would decode all pixels to look for it after them.
         is_known = self._image.format != "TIFF" and (
             self._image.format != "PNG" or "exif" in self._image.info
         )
@@ -95,7 +96,7 @@ class OpenImage:
 
 
 class _NoWarnings(warnings.catch_warnings):
-    """Ignores Pillow's warnings, and its limit on pixels, for which ``max_pixels`` stands."""
+    """Silences Pillow's warnings and turns off its limit on pixels: ``max_pixels`` replaces it."""
 
     def __enter__(self) -> None:
         super().__enter__()

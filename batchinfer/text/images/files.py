@@ -1,4 +1,4 @@
-"""Reads the bytes of images from cells: bytes, paths below a folder, and data URLs."""
+"""Reads the images of cells: bytes, paths below a folder, data URLs, and web addresses."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _DATA = "data:"
 _WEB = ("http://", "https://")
 _MAX_PATH_BYTES = 4096
 _DOWNLOAD_S = 30.0
-"""Longest wait for a server's next bytes, in seconds."""
+"""Timeout of each read from a server, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class ImageFile:
-    """The place of an image's bytes: a file, or the bytes themselves."""
+    """The bytes of an image, or the path of its file."""
 
     data: bytes | None
     path: str | None = None
@@ -43,7 +43,7 @@ class ImageFile:
             return self.data
         assert self.path is not None
         try:
-            # A FIFO without a writer would block an ordinary open for ever.
+            # Without O_NONBLOCK, opening a FIFO that has no writer would block forever.
             descriptor = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK)
             try:
                 if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -60,11 +60,12 @@ class ImageFile:
 
 
 class ImageFiles:
-    """Finds the images that a cell names.
+    """Finds the images of a cell.
 
     Args:
-        root: folder of relative paths. Paths that lead out of it are errors. None: no path is read.
-        downloads: True to download images that web addresses name.
+        root: folder of relative paths. A path that leads out of it is an error. None: every path is
+            an error.
+        downloads: True to download images from web addresses.
     """
 
     def __init__(self, root: Path | None, *, downloads: bool = False) -> None:
@@ -72,13 +73,13 @@ class ImageFiles:
         self._downloads = downloads
 
     def in_cell(self, value: Any, where: str) -> list[ImageFile]:
-        """Return the images of a cell, in order; none for null.
+        """Return the images of a cell, in order; an empty list for null.
 
         Args:
             value: an ``ImageFile``, image bytes, a path, a data URL, a struct with the fields
                 ``bytes`` and ``path`` (as in datasets of the Hugging Face Hub), or a list of these.
-                Texts may be UTF-8 bytes.
-            where: name of the cell in messages.
+                Paths and URLs may also be UTF-8 bytes.
+            where: name of the cell in error messages.
 
         Raises:
             RowError: ``invalid_image``.
@@ -159,7 +160,7 @@ def _downloaded(url: str, where: str) -> bytes:
 def _path_in(value: bytes) -> str | None:
     """Return the path that ``value`` holds; None if it holds an image.
 
-    No image format consists of printable UTF-8 alone, and no path contains anything else.
+    A path is printable UTF-8. Image files always contain other bytes too.
     """
     if len(value) > _MAX_PATH_BYTES:
         return None

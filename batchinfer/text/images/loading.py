@@ -1,4 +1,4 @@
-"""Loads a model's image processor in a process, once."""
+"""Loads a model's image processor, once per process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def load_image_processor(folder: Path, token_id: int, kwargs: Mapping[str, Any])
     """Load the image processor of a model's folder; later calls return the same object.
 
     Args:
-        token_id: id of the token at whose positions the model takes an image's embeddings.
+        token_id: id of the token that the embeddings of an image replace.
         kwargs: ``prompt.mm_processor_kwargs``.
 
     Raises:
@@ -88,7 +88,7 @@ def _class_of(name: str) -> Any:
 def _without_checks(processor_class: Any) -> Any:
     """Return a subclass whose parts may be None.
 
-    transformers checks the class of a processor's parts, for which it needs torchvision.
+    It skips transformers' check of the classes of a processor's parts, which needs torchvision.
     """
 
     class Processor(processor_class):  # type: ignore[misc]

@@ -14,9 +14,9 @@ from batchinfer.text.tokenizer import Tokenizer
 
 
 class PixelBuilder:
-    """Makes the arguments of the vision tower from images, in a worker.
+    """Turns images into arguments of the vision tower, in a worker.
 
-    Each "row" holds a ``RowImage`` as its only column.
+    Each "row" has a single column, which holds a ``RowImage``.
     """
 
     columns: tuple[str, ...] = ("image",)

@@ -13,7 +13,7 @@ from PIL import Image
 
 
 class PixtralProcessor:
-    """Has the members of transformers' processors that ``ImageProcessor`` uses.
+    """The part of a transformers processor that ``ImageProcessor`` uses.
 
     Args:
         image_processor: transformers' image processor.

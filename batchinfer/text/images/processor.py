@@ -16,7 +16,7 @@ from batchinfer.text.images.files import INVALID_IMAGE
 
 Inputs = dict[str, npt.NDArray[Any]]
 _TRIALS = ((64, 48), (48, 200), (330, 210), (300, 1200))
-"""Sizes [height, width] with which ``_Repeated`` is checked."""
+"""Sizes [height, width] of the blank images that test whether ``_Repeated`` applies."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class ImageProcessor:
 
     Args:
         processor: transformers' processor of the model.
-        token_id: id of the token at whose positions the model takes an image's embeddings.
+        token_id: id of the token that the embeddings of an image replace.
         kwargs: the job's ``prompt.mm_processor_kwargs``.
     """
 
@@ -51,7 +51,7 @@ class ImageProcessor:
         self._repeated = self._find_repeated()
 
     def replacement(self, size: tuple[int, int]) -> str:
-        """Return the text that takes a placeholder's place.
+        """Return the text that replaces the placeholder of an image.
 
         Args:
             size: height and width of the image in pixels.
@@ -69,18 +69,18 @@ class ImageProcessor:
         """Return the arguments of the vision tower for one picture.
 
         Args:
-            num_tokens: number of embeddings that the prompt has room for.
+            num_tokens: number of image tokens in the prompt.
 
         Raises:
-            RowError: ``invalid_image``: the processor refuses the picture, or makes another number
-                of embeddings.
+            RowError: ``invalid_image``: the processor refuses the picture, or returns a different
+                number of embeddings.
         """
         inputs, (text,) = self._processed(picture)
         if text.count(self._token) != num_tokens:
             raise RowError(
                 INVALID_IMAGE,
-                f"the model's processor makes {text.count(self._token)} tokens of an image; its "
-                f"size promised {num_tokens}",
+                f"the model's processor turns an image into {text.count(self._token)} tokens, but "
+                f"its size predicts {num_tokens}",
             )
         names = self._processor.image_processor.model_input_names
         unused = self._processor.unused_input_names
@@ -130,7 +130,7 @@ class ImageProcessor:
             try:
                 is_right = form.of(self._counted(size)) == text
             except (RowError, KeyError, AttributeError, TypeError, NotImplementedError):
-                return None  # the processor counts no tokens
+                return None  # the processor cannot count tokens
             if not is_right or found not in (None, form):
                 return None
             found = form

@@ -26,17 +26,17 @@ KEY_BYTES = 16
 
 @dataclass(frozen=True)
 class ImageSettings:
-    """How to find and process a job's images. Picklable.
+    """Settings that say how to find and process images. Picklable.
 
     Args:
         model_folder: folder of the model and its image processor.
-        token_id: id of the token at whose positions the model takes an image's embeddings.
-        root: folder of the paths in rows; None: rows may not name paths.
-        max_pixels: largest number of pixels of an image.
+        token_id: id of the token that the embeddings of an image replace.
+        root: folder of image paths; None: a path in a row is an error.
+        max_pixels: largest allowed number of pixels of an image.
         processor_kwargs: ``prompt.mm_processor_kwargs``.
         salt: hash of everything else that affects an image's pixels.
-        merge_size: with multimodal rotary positions, the number of rows and of columns of patches
-            in one token.
+        merge_size: for models with multimodal rotary positions: a token covers ``merge_size`` rows
+            and columns of patches.
         downloads: True if rows may name web addresses.
         attends_both_ways: ``engine.images.Image.attends_both_ways`` of the model's images.
     """
@@ -62,9 +62,9 @@ class ImageSettings:
         return load_image_processor(self.model_folder, self.token_id, self.processor_kwargs)
 
     def prepare(self) -> None:
-        """Load the image processor in a process that is going to fork, without torch.
+        """Load the image processor without torch, before this process forks.
 
-        transformers needs no torch to process images, and importing torch takes 4 s.
+        The image processors do not need torch, and importing it takes 4 s.
         """
         sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
         self.processor()
@@ -87,14 +87,14 @@ class RowImage:
     num_tokens: int
     """Number of embeddings that the vision tower makes of the image."""
     token_id: int
-    """Id that stands for the image's tokens in the model's vocabulary."""
+    """Id of the image token in the model's vocabulary."""
     number: int = -1
     """Number in this process (``engine.images.Image.number``); -1: not numbered yet."""
 
 
 @dataclass(frozen=True, slots=True)
 class ImagesInText:
-    """The images of a rendered text, which has a placeholder for each of them."""
+    """The images of a rendered text. The text has a placeholder for each image."""
 
     images: tuple[RowImage, ...]
     placeholder: str
@@ -147,7 +147,7 @@ class RowImages:
         self._settings = settings
         self._files = ImageFiles(settings.root, downloads=settings.downloads)
         if self.columns:
-            settings.processor()  # raises errors before the first row
+            settings.processor()  # so that a bad processor fails before the first row
 
     def in_columns(self, row: Mapping[str, object]) -> list[ImageFile]:
         """Return the images in the row's columns, in order.
@@ -166,8 +166,8 @@ class RowImages:
     ) -> tuple[list[Message], list[ImageFile]]:
         """Return messages with a part for each image, and the images in the order of the parts.
 
-        Image parts without content stand for the images of the columns, in order. Without such
-        parts, the images of the columns precede the first message of the user.
+        An image part without content takes the next image of the columns. If there is no such part,
+        the images of the columns go before the text of the first user message.
 
         Raises:
             RowError: ``invalid_image``; ``unsupported_content``: the number of parts differs from
@@ -193,7 +193,7 @@ class RowImages:
         if waiting:
             raise RowError(
                 "unsupported_content",
-                f"the row has {len(waiting)} more images than the conversation has image parts",
+                f"the conversation has no image parts for {len(waiting)} of the row's images",
             )
         return [_without_content(message) for message in placed], files
 
@@ -201,8 +201,8 @@ class RowImages:
         """Open the images of a rendered text; return None if there are none.
 
         Raises:
-            RowError: ``invalid_image``; ``unsupported_content``: the text has another number of
-                placeholders.
+            RowError: ``invalid_image``; ``unsupported_content``: the numbers of placeholders and
+                images differ.
         """
         if not files and not self.columns:
             return None
@@ -212,7 +212,7 @@ class RowImages:
         if count != len(files):
             raise RowError(
                 "unsupported_content",
-                f"the rendered prompt has {count} places for images ({placeholder}), "
+                f"the rendered prompt has {count} image placeholders ({placeholder}), "
                 f"but the row has {len(files)} images",
             )
         if not files:
@@ -240,7 +240,7 @@ def image_parts(message: Message) -> Iterator[Mapping[str, Any]]:
 
 
 def _with_leading_images(messages: Sequence[Message], count: int) -> list[Message]:
-    """Put image parts without content before the text of the user's first message."""
+    """Put image parts without content before the text of the first user message."""
     images = [{"type": "image", "image": None}] * count
     placed = [*messages]
     for at, message in enumerate(placed):
@@ -250,11 +250,11 @@ def _with_leading_images(messages: Sequence[Message], count: int) -> list[Messag
                 content = [{"type": "text", "text": content}]
             placed[at] = {**message, "content": [*images, *content]}
             return placed
-    raise RowError("unsupported_content", "the conversation has no message of the user for images")
+    raise RowError("unsupported_content", "images need a user message; the conversation has none")
 
 
 def _without_content(message: Message) -> Message:
-    """Drop the content of image parts: a chat template writes only their places."""
+    """Drop the content of image parts: a chat template writes only placeholders."""
     content = message.get("content")
     if not isinstance(content, list):
         return message

@@ -18,10 +18,10 @@ _ALIGNMENT = 64
 
 
 class SharedArrays:
-    """Arrays in an unnamed file in memory, which vanishes when no process has it open.
+    """Arrays in an anonymous file in memory. The file is freed when no process has it open.
 
-    Pickling an object leaves out the file. The worker therefore calls ``send`` after the object,
-    and the parent calls ``receive`` on its copy.
+    A pickled object does not contain the file. After the worker has sent the pickled object, it
+    therefore calls ``send``, and the parent calls ``receive`` on its copy.
     """
 
     def __init__(self, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
@@ -65,7 +65,7 @@ class SharedArrays:
 
 
 def _memory_file(num_bytes: int) -> int:
-    """Return the descriptor of a new unnamed file; in memory on Linux."""
+    """Create an anonymous file, on Linux in memory, and return its descriptor."""
     if sys.platform == "linux":
         file = os.memfd_create("pixels")
     else:

@@ -1,4 +1,4 @@
-"""Adds an image's deeper features to the outputs of the first decoder layers.
+"""Adds features from several depths of the vision tower to the outputs of decoder layers.
 
 Source: DeepStack (Meng et al. 2024, https://arxiv.org/abs/2406.04334), as in transformers'
 Qwen3-VL.
@@ -21,8 +21,8 @@ def deepstack(
 
     Args:
         layers: the model's decoder layers, at least D.
-        indices: image tokens [I] among the packed tokens.
-        added: what to add to the hidden states of these tokens after each layer, [D, I, hidden].
+        indices: indices [I] of the image tokens among the packed tokens.
+        added: features [D, I, hidden] to add to these tokens' hidden states after each layer.
     """
     with ExitStack() as hooks:
         for layer, features in zip(layers, added, strict=False):

@@ -40,8 +40,8 @@ class EncodeTimer:
         self._num_images += count
 
     def handle(self, pending: Pending) -> Pending:
-        """Return a handle of a step whose result includes the images measured since the last call
-        of this method."""
+        """Return a handle of the same step. Its result includes all images measured since the last
+        call of this method."""
         if not self._num_images:
             return pending
         handle = EncodeHandle(pending, self._num_images, self._times)

@@ -1,4 +1,4 @@
-"""Embeds images, and keeps the embeddings of the images used last."""
+"""Embeds images, and caches the embeddings of the most recently used images."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ from batchinfer.worker.vision.encode_time import EncodeTimer
 from batchinfer.worker.vision.tower import ImageInputs, VisionTower, can_pack
 
 EMBEDDING_BYTES = 1 << 28
-"""Bytes of the device that hold embeddings of images."""
+"""Size limit of the cache of image embeddings on the device, in bytes."""
 PACKED_BYTES = 1 << 27
-"""Largest size of the pixels that one call of the tower encodes, unless a single image is larger.
-It bounds the tower's activations."""
+"""Limit on the bytes of pixels that one call of the tower encodes, which bounds the tower's
+activations. A single image may be larger."""
 
 
 class ImageEmbeddings:
     """Embeddings of images, computed by the vision tower when a step first needs them.
 
     Args:
-        num_bytes: size limit of the kept embeddings. A step's own images are kept while it runs,
-            even if they exceed the limit.
-        layers: decoder layers of the language model, for towers whose images change their outputs.
+        num_bytes: size limit of the cache. While a step runs, the cache keeps all images of the
+            step, even if they exceed the limit.
+        layers: decoder layers of the language model; DeepStack changes the outputs of the first
+            layers.
         packs: True to encode several images in one call of the tower. The bits of an image's
             embeddings then depend on the other images.
     """
@@ -54,8 +55,8 @@ class ImageEmbeddings:
         """Write a step's image tokens into the embeddings [T, hidden] of its packed tokens.
 
         Returns:
-            A context in which the images change the outputs of the first decoder layers; None if
-            the model has no such images.
+            A context in which DeepStack changes the outputs of the first decoder layers; None for
+            models without DeepStack.
         """
         images = tuple(images)
         self._encode({each.image.number: each.image for each in images})
@@ -73,7 +74,7 @@ class ImageEmbeddings:
         return deepstack(self._layers, torch.cat(all_indices), torch.cat(added, dim=1))
 
     def _encode(self, images: Mapping[int, Image]) -> None:
-        """Keep the embeddings of images, which are given by number."""
+        """Encode those images, keyed by number, that are not in the cache."""
         waiting: list[tuple[Image, ImageInputs]] = []
         for number, image in images.items():
             if number in self._kept:
@@ -100,7 +101,7 @@ class ImageEmbeddings:
             embedded = self._tower([inputs for _, inputs in packed])
         parts = embedded.split([image.num_tokens for image, _ in packed], dim=1)
         for (image, _), part in zip(packed, parts, strict=True):
-            # A part of a packed result would keep the whole result in memory.
+            # A view of a packed result would keep the whole result in memory.
             self._kept[image.number] = part.clone() if len(packed) > 1 else part
             self._used_bytes += part.nbytes
 

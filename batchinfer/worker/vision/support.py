@@ -1,4 +1,4 @@
-"""Says which models see, from their configs."""
+"""Finds out from a model's config whether its images are supported."""
 
 from __future__ import annotations
 
@@ -15,20 +15,22 @@ BOTH_WAYS_FAMILIES = frozenset({"gemma3"})
 
 @dataclass(frozen=True)
 class ImageSupport:
-    """A model that sees."""
+    """How to process images for a vision-language model."""
 
     folder: Path
     """Folder of the model and its image processor."""
     token_id: int
-    """Id of the token at whose positions the model takes an image's embeddings."""
+    """Id of the token that the embeddings of an image replace."""
     merge_size: int | None = None
-    """With multimodal rotary positions: number of rows and of columns of patches in one token."""
+    """For multimodal rotary positions: number of rows, and of columns, of patches that one token
+    covers."""
     attends_both_ways: bool = False
-    """True if adjacent tokens of an image see each other, also later ones."""
+    """True if adjacent tokens of an image attend to each other in both directions."""
 
 
 def image_support(folder: Path, config: PreTrainedConfig) -> ImageSupport | None:
-    """Return how a model sees; None if it takes only text, or if its family is not supported."""
+    """Return the image support of a model; None if it takes only text or its family is
+    unsupported."""
     if config.model_type not in FAMILIES:
         return None
     token_id = getattr(config, "image_token_id", None)

@@ -1,4 +1,5 @@
-"""Loads the vision tower and the projector of a multimodal model, which are transformers' own."""
+"""Loads the vision tower and the projector of a multimodal model. Both run in transformers'
+code."""
 
 from __future__ import annotations
 
@@ -43,12 +44,12 @@ class VisionTower(nn.Module):
     @torch.inference_mode()
     def forward(self, images: Sequence[ImageInputs]) -> torch.Tensor:
         """Return the embeddings [1 + D, tokens, hidden] of images, one after another: the inputs of
-        the language model, and what the model adds to the outputs of its first D layers
+        the language model, and the features to add to the outputs of its first D layers
         (DeepStack).
 
         Args:
-            images: arguments of ``get_image_features`` for each image. All images can be packed
-                with the first one (``can_pack``).
+            images: arguments of ``get_image_features`` for each image. ``can_pack`` must be true of
+                each image and the first one.
         """
         parameter = next(self.body.parameters())
         tensors = {
@@ -77,7 +78,7 @@ def load_vision_tower(
     """Load the tower of a model's folder; return None if images of its family are not supported.
 
     Raises:
-        ModelError: tensors of the tower are missing, of wrong shape or damaged.
+        ModelError: tensors of the tower are missing or damaged, or have the wrong shape.
         DeviceError: the tower does not fit into the device's memory.
     """
     if config.model_type not in FAMILIES:
@@ -93,7 +94,8 @@ def load_vision_tower(
 
 
 def vision_tower_bytes(config: PreTrainedConfig, dtype: str) -> int:
-    """Return the bytes of the tower that ``load_vision_tower`` would load; 0 if there is none."""
+    """Return the size in bytes of the tower that ``load_vision_tower`` would load; 0 without
+    one."""
     if config.model_type not in FAMILIES:
         return 0
     wrapper_class = saved_class(config)

@@ -28,7 +28,7 @@ MAX_PIXELS = 100_000
 
 
 def png_of(width: int, height: int) -> bytes:
-    """Return a PNG whose header promises a size and whose pixels are missing."""
+    """Return a PNG with a header that gives this size, but without pixels."""
 
     def chunk(name: bytes, data: bytes) -> bytes:
         return (
@@ -121,7 +121,7 @@ def llava(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """Make a folder with files, links and other things that a path may name."""
+    """Make a folder with files, links and a FIFO for paths to name."""
     root = tmp_path / "root"
     (root / "folder").mkdir(parents=True)
     (tmp_path / "secret.png").write_bytes(png(0))
@@ -230,7 +230,7 @@ def test_a_struct_of_nulls_is_no_image() -> None:
 
 
 def test_a_text_file_is_not_an_image() -> None:
-    with pytest.raises(RowError, match="no known image format"):
+    with pytest.raises(RowError, match="unknown image format"):
         OpenImage(b"some text", MAX_PIXELS, "the row")
 
 

@@ -1,4 +1,4 @@
-"""Jobs whose rows have images: answers equal transformers' with the model's own processor."""
+"""Jobs with images give the same answers as transformers with the model's own processor."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def reference_inputs(processor: Any, text: str, images: list[Image.Image]) -> di
 def test_answers_equal_transformers(tmp_path: Path, family: str, model: Path) -> None:
     reference = AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32).eval()
     token_id = reference.config.image_token_id
-    # transformers would expect an image in place of an image token that the model draws.
+    # If the model generated an image token, transformers would expect another image.
     sampling = {**GREEDY, "logit_bias": {token_id: -100.0}}
     assert run_job(job(tmp_path, model, hub_rows(), sampling=sampling), quiet=True) is ExitCode.OK
     processor = load_image_processor(model, token_id, {})._processor
@@ -132,7 +132,7 @@ def test_answers_equal_transformers(tmp_path: Path, family: str, model: Path) ->
         with torch.no_grad():
             logits = reference(**inputs, use_cache=False).logits[0, -MAX_TOKENS - 1 : -1]
         places = torch.arange(MAX_TOKENS), drawn
-        # Greedy tokens may be equal where log-probabilities differ.
+        # Log-probabilities may differ even if the greedy tokens are equal.
         expected = float(logits.log_softmax(dim=1)[places].sum())
         got = row["outputs"][0]["cumulative_logprob"]
         assert got == pytest.approx(expected, abs=1e-3), row["row_id"]
@@ -224,7 +224,7 @@ def test_conversations_hold_images_in_parts(tmp_path: Path, llava: Path) -> None
 
 
 def test_json_lines_may_mix_texts_and_parts(tmp_path: Path, llava: Path) -> None:
-    """Such a column has no Arrow type, so its rows are kept as JSON text."""
+    """No Arrow type fits such a column, so its rows are kept as JSON text."""
     (tmp_path / "a.png").write_bytes(png(0))
     parts = [{"type": "image_url", "image_url": "a.png"}, {"type": "text", "text": "Which?"}]
     talks = [[{"role": "user", "content": content}] for content in ("Hello", parts)]

@@ -1,4 +1,4 @@
-"""Rows with images get the same greedy tokens as in transformers, one row at a time."""
+"""Rows with images get the same greedy tokens as in transformers, which runs one row at a time."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def run_rows(
         max_tokens=OUTPUT_TOKENS,
         temperature=0.0,
         n=setup.n,
-        # transformers would expect an image in place of this token.
+        # If the model generated this token, transformers would expect another image.
         logit_bias={IMAGE_TOKEN: -100.0},
     )
     if setup.misleading:
@@ -180,7 +180,7 @@ def test_greedy_tokens_equal_transformers(
             ids = np.concatenate([np.where(row.token_ids < 0, IMAGE_TOKEN, row.token_ids), drawn])
             logits = reference_logits(model, row, ids)[-OUTPUT_TOKENS - 1 : -1]
             places = torch.arange(OUTPUT_TOKENS), torch.tensor(drawn)
-            # Greedy tokens may be equal where log-probabilities differ.
+            # Log-probabilities may differ even if the greedy tokens are equal.
             expected = float(logits.log_softmax(dim=1)[places].sum())
             assert output.cumulative_logprob == pytest.approx(expected, abs=1e-3), number
             logits[:, IMAGE_TOKEN] = -torch.inf
@@ -195,8 +195,8 @@ def test_related_families_equal_transformers(related: str, tmp_path: Path) -> No
     test_greedy_tokens_equal_transformers(SETUPS["chunks_of_7"], related, folder, loaded)
 
 
-def test_checkpoints_see(family: str, folder: Path) -> None:
-    """A checkpoint for which all images are alike would prove nothing."""
+def test_checkpoints_tell_images_apart(family: str, folder: Path) -> None:
+    """A checkpoint that ignored its images would prove nothing."""
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
     seen = []
     for number in range(8):
@@ -248,7 +248,7 @@ def test_different_images_share_no_blocks(family: str, loaded: LoadedModel) -> N
 
 
 def test_a_step_takes_a_whole_image(tmp_path: Path) -> None:
-    """An image of Gemma 3 has more tokens than the limit of a step."""
+    """An image of Gemma 3 has more tokens than ``max_num_batched_tokens`` allows."""
     loaded = load_model(ModelConfig(str(make_vision_checkpoint("gemma3", tmp_path))), device=CPU)
     parts, _ = run_rows(loaded, Setup(max_tokens=2), "gemma3", embeddings(loaded))
     whole, _ = run_rows(loaded, Setup(), "gemma3", embeddings(loaded))
@@ -256,7 +256,7 @@ def test_a_step_takes_a_whole_image(tmp_path: Path) -> None:
 
 
 def test_spans_of_an_image_with_text_inside() -> None:
-    """Only adjacent tokens see each other, as in an image that Gemma 3 cuts into crops."""
+    """Only adjacent tokens attend to each other, as in an image that Gemma 3 cuts into crops."""
     image = Image(0, dict, 5, attends_both_ways=True)
     placed = (PromptImage(image, np.array([2, 3, 6, 7, 8], np.int32)),)
     assert [last_cut(placed, stop) for stop in range(10)] == [0, 1, 2, 2, 4, 5, 6, 6, 6, 9]

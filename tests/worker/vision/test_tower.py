@@ -1,4 +1,4 @@
-"""Towers are loaded whole or refused, and images keep the bits of rows batch-invariant."""
+"""Incomplete towers are refused, and rows with images are batch-invariant."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_towers_of_quantized_checkpoints_are_dequantized(case: str, tmp_path: Pa
 
 
 def bits_of_rows(loaded: LoadedModel, rows: list[int], max_tokens: int) -> dict[int, str]:
-    """Run rows together. Return each row's log-probability, with all its bits."""
+    """Run rows together, and return the exact log-probability of each row, in hexadecimal."""
     tower = tower_of(loaded.folder).to(getattr(torch, loaded.dtype))
     images = ImageEmbeddings(tower, 2**20, decoder_layers_of(loaded.model))
     setup = Setup(caching=False, max_tokens=max_tokens)
@@ -108,7 +108,7 @@ def bits_of_rows(loaded: LoadedModel, rows: list[int], max_tokens: int) -> dict[
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_bits_of_rows_do_not_depend_on_their_batch(dtype: str, tmp_path: Path) -> None:
-    """In a batch, rows of text run in steps whose images change the outputs of layers."""
+    """Rows of text share steps with images, for which DeepStack changes the outputs of layers."""
     folder = make_vision_checkpoint("qwen3_vl", tmp_path)
     loaded = load_model(
         ModelConfig(str(folder), dtype=dtype),
