@@ -5,7 +5,7 @@ Formula, for every pair c:
     pool[pairs[c, 1], ...] = pool[pairs[c, 0], ...]
 
 Layout: a block is a contiguous row with the keys and values of all layers, or one row per layer.
-The kernel copies bits, whatever the dtype.
+The kernel copies bits, so it works for every dtype.
 
 Source: copy-on-write of shared blocks in PagedAttention (Kwon et al. 2023, arXiv:2309.06180).
 """

@@ -1,9 +1,9 @@
 """Attention for prefill chunks: sequences that compute several tokens in this step.
 
-One program computes a tile of a sequence's query tokens over all positions that they see. Tiles of
-positions that all rows see need no masks. The list of query tiles is made on the device, once for
-all layers (see `decode_plan.py`). It has no tiles for decodes, so the size of a launch depends only
-on the step's chunks.
+One program computes the attention of a tile of query tokens to all positions that they see. Tiles
+of positions that all rows see need no masks. The list of query tiles is made on the device, once
+for all layers (see `decode_plan.py`). It has no tiles for decodes, so the size of a launch depends
+only on the step's chunks.
 """
 
 from dataclasses import dataclass

@@ -43,8 +43,8 @@ _PIECE_GROUPS = 2  # smallest number of groups per piece
 _SUMMED = 1024  # outputs per program of the kernel that adds pieces
 # Largest number of pipeline stages. With few rows, each program has 40 KiB of loads in flight.
 _STAGES = 5
-# Bytes of a multiprocessor's shared memory that operands may take: on devices with little shared
-# memory, which are listed by compute capability, and on other devices.
+# Bytes of a multiprocessor's shared memory that operands may take: first on devices with little
+# shared memory (the compute capabilities below), then on other devices.
 _SHARED_MEMORY, _MORE_SHARED_MEMORY = 96 * 2**10, 160 * 2**10
 _LITTLE_SHARED_MEMORY = (86, 89, 120)
 _TRITON_DTYPES = {

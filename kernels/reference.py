@@ -74,7 +74,7 @@ def visible(
     ends: torch.Tensor | None = None,  # [Q]
 ) -> torch.Tensor:  # [Q, K] bool
     """Return the mask of causal attention: position p sees [0, p], or (p - w, p] with a window
-    w. With ``ends``, it sees the positions before its end in place of those up to p."""
+    w. With ``ends``, it instead sees all positions before its own end."""
     distance = positions[:, None] - key_positions[None, :]
     mask = distance >= 0 if ends is None else key_positions[None, :] < ends[:, None]
     return mask & (distance < sliding_window) if sliding_window else mask

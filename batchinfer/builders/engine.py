@@ -71,7 +71,7 @@ def build_engine(
     Args:
         log: receives lines about threads, kernels and device memory.
         pinned_kernels: ``EngineContext.kernels`` of the runs that this run resumes.
-        tokenizer: tokenizer in place of the model's, which is then not read.
+        tokenizer: tokenizer to use instead of the model's own tokenizer, which is then not read.
         fit_length: True to limit sequences to the length that fits in the KV cache.
         more_adapters: True if adapters can be added to the model later.
         random_weights: True if the model's files need not contain weights.

@@ -42,7 +42,7 @@ class Progress(Protocol):
         """Count rows copied from another output. Any thread may call this."""
 
     def note(self, text: str) -> None:
-        """Show ``text`` in place of the use of the KV pool, for example about several engines."""
+        """Show ``text``, for example about several engines, instead of the use of the KV pool."""
 
     def close(self) -> None:
         """Stop showing progress, and clean up the terminal line."""

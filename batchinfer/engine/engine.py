@@ -137,7 +137,7 @@ class Engine:
             self.scheduler.add(sequence)
 
     def reset_prefix_cache(self) -> None:
-        """Drop all cached prefixes. Requires that no request is unfinished."""
+        """Drop all cached prefixes. Requires that all requests are finished."""
         assert not self._num_unfinished, "requests are unfinished"
         self.scheduler.pool.evict_all()
 

@@ -141,7 +141,7 @@ class LoadedJob:
     phases: Phases | None = None
     """Durations of the phases of loading."""
     images: JobImages | None = None
-    """Loads the images of rows; None if rows have text alone."""
+    """Loads the images of rows; None if rows have only text."""
 
     def close(self) -> None:
         """End the processes that build prompts."""

@@ -86,7 +86,7 @@ class LLM(GenerationCalls, PoolingCalls):
         guided_decoding_disable_any_whitespace: the earlier name of ``disable_any_whitespace``.
         reasoning: separates the model's reasoning from ``text`` in all outputs: ``auto``, by the
             markers of its chat template, or ``{"start": text, "end": text}``.
-        reasoning_parser: vLLM's name for the reasoning format, such as ``qwen3``, in place of
+        reasoning_parser: vLLM's name for the reasoning format, such as ``qwen3``; use it instead of
             ``reasoning``.
         tool_parser: format of tool calls: ``auto``, by the chat template, or vLLM's name, such as
             ``hermes``; ``none``: calls stay in the text.

@@ -256,7 +256,7 @@ def _sample(
     token_ids, logprobs = sample.token_ids.tolist(), None
     if sample.logprobs is not None:
         end = request.prompt_token_ids[-MAX_CHAR_TOKENS:]
-        text = end[end >= 0].tolist() + token_ids  # an image is no text
+        text = end[end >= 0].tolist() + token_ids  # images have no text
         flat = item.params.flat_logprobs
         logprobs = output_logprobs(sample.logprobs, text, decoder, flat=flat)
     is_plain = sample.logprobs is None and sample.score is None

@@ -23,8 +23,8 @@ SPIN_COUNT = "10000"
 
 libgomp's default is 300,000, which takes milliseconds. While threads spin, the thread for which
 they wait may get no core, so fewer iterations are better if other processes run. With 1,000,
-libgomp's value for more threads than cores, a run alone on its machine lost a tenth of its speed;
-values from 4,000 to 300,000 made no difference.
+libgomp's value for more threads than cores, a run without competing processes lost a tenth of its
+speed; values from 4,000 to 300,000 made no difference.
 """
 UNUSED = ("accelerate", "scipy")
 """Packages that transformers imports for every model if they are installed. batchinfer does not use

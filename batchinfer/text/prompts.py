@@ -40,7 +40,7 @@ class Prompt:
 
     @property
     def vocabulary_ids(self) -> TokenIds:
-        """Token ids in the model's vocabulary, also for the tokens of images."""
+        """Token ids, with the vocabulary's id of the image token in place of negative ids."""
         if not self.images:
             return self.token_ids
         return np.where(self.token_ids < 0, np.int32(self.images[0].token_id), self.token_ids)

@@ -52,7 +52,7 @@ class RowRenderer:
         final_message: how the prompt of a conversation ends.
         variables_column: column with a row's own ``config.chat_template_kwargs``, which override
             the job's values; ignored if it is not in the data.
-        images: how to find and process images; None if rows have text alone.
+        images: settings for images; None if rows have only text.
 
     Raises:
         UsageError: settings contradict each other or the columns.

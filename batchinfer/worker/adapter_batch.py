@@ -1,4 +1,4 @@
-"""Finds the tokens of a step that use each LoRA adapter."""
+"""Groups the tokens of a step by LoRA adapter."""
 
 from __future__ import annotations
 

@@ -118,7 +118,7 @@ def check_against_eager(
     """Compare the logits of a shallow copy of the model with transformers' logits.
 
     Args:
-        model: transformers' model, as it was loaded.
+        model: transformers' model, before its layers are fused.
         max_model_len: longest sequence, in tokens.
         free_bytes: free memory of the model's device.
         latent: True if attention caches latents.

@@ -14,7 +14,7 @@ _MESSAGES = (
     "can't allocate memory",  # torch's allocator on the CPU, on Linux
     "not enough memory",  # torch's allocator on the CPU, on other systems
     "std::bad_alloc",
-    "CUDA error: out of memory",  # an error of the CUDA driver, also for pinned memory
+    "CUDA error: out of memory",  # the CUDA driver's error, for pinned memory too
     "CUBLAS_STATUS_ALLOC_FAILED",
 )
 _LONGEST_REASON = 200  # in characters; the rest of torch's message describes its allocator

@@ -292,7 +292,7 @@ class StateSlots:
         if snapshot is None:
             return False
         host_slots = self._copy_out(snapshot.state.slots)
-        if snapshot not in self.snapshots:  # the blocks evicted from the host included its block
+        if snapshot not in self.snapshots:  # the host evicted the snapshot's block
             self._return_host_slots(host_slots)
         elif host_slots:
             state, snapshot.state = snapshot.state, RecurrentState([], host_slots)

@@ -277,7 +277,8 @@ class Scheduler:
         return rows[computes], num_new[computes]
 
     def _trim_to_whole_images(self, rows: Rows, num_new: Int) -> Int:
-        """Return ``num_new`` [S], lowered so that no chunk ends in an image that must be whole."""
+        """Return ``num_new`` [S], lowered so that no chunk splits an image that one step must
+        compute."""
         table, trimmed = self.table, num_new.copy()
         computed = table.num_computed[rows]
         ends = computed + num_new

@@ -23,7 +23,7 @@ _NO_PYTHON_TIME = (OverflowError, pa.ArrowInvalid)
 
 
 def python_rows(batch: pa.RecordBatch) -> list[dict[str, Any]]:
-    """Convert the rows of ``batch`` to dicts. Strings become bytes, also inside lists and structs.
+    """Convert the rows of ``batch`` to dicts. Strings become bytes, even inside lists and structs.
 
     Times become Python objects and lose their nanoseconds. A ``RowError`` replaces a time that
     Python cannot hold, and a text over the size limit.

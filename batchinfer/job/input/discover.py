@@ -30,7 +30,7 @@ _NAMED: Mapping[str, tuple[str, ...]] = {
 """File name suffixes, keyed by format."""
 _ALL = tuple(chain.from_iterable(_NAMED.values()))
 _SUFFIXES: Mapping[str, tuple[tuple[str, ...], ...]] = {
-    # A CSV file beside Parquet or JSON Lines files usually describes them and holds no prompts.
+    # A CSV file next to Parquet or JSON Lines files usually describes them and holds no prompts.
     "auto": ((*_NAMED["parquet"], *_NAMED["jsonl"]), _ALL),
     **{name: (suffixes,) for name, suffixes in _NAMED.items()},
     "openai-batch": (_NAMED["jsonl"],),
@@ -107,7 +107,7 @@ def folder_values(entries: Sequence[str], files: Sequence[str]) -> dict[str, Val
         files: paths of the files in these entries.
     """
     paths = map(PurePosixPath, entries)
-    # The files of a glob are below its fixed part, never below the glob as it is written.
+    # Files that match a glob are below its fixed part, not below the text of the glob.
     bases = [base for path in paths for base in (path, fixed_part(path))]
     return {file: _values(PurePosixPath(file), bases) for file in files}
 

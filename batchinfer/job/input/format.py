@@ -214,7 +214,7 @@ def check_unchanged(file: InputFile) -> None:
 def cut(batch: _Piece, row: int, wanted: deque[range]) -> Iterator[tuple[int, _Piece]]:
     """Cut the rows in ``wanted`` out of a batch; yield pieces, each with the id of its first row.
 
-    Remove ranges from ``wanted`` whose last row is in the batch.
+    Remove from ``wanted`` the ranges whose last row is in the batch.
 
     Args:
         row: id of the batch's first row.

@@ -171,8 +171,8 @@ class _Check:
             raise DataError(f"{path} has different columns from the parts before it")
 
     def _key_problems(self) -> Iterator[str]:
-        """Yield the problems of key files; a missing one is no problem, but prevents reuse by other
-        jobs."""
+        """Yield the problems of key files. A missing key file is not a problem; it only prevents
+        reuse by other jobs."""
         for part in self._plan.parts():
             path, record = self._out.row_keys(part), None
             with suppress(DataError):  # ``run`` reports a damaged record

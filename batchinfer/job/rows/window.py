@@ -1,12 +1,12 @@
 """Orders rows window by window, and finds the prefixes that they share.
 
-A window is a number of whole parts, about ``engine.order_window`` rows, so that its parts finish
-before much of the next window has run. Long prompts end a window earlier, at ``MOST_TOKENS``,
-because the token ids of a window are held in memory. In prefix order, rows with equal beginnings
-run side by side, adapter by adapter. In input order, rows keep the order of the input. In both
-orders, each row gets the length of the longest prefix that it shares with a later row of the
-window. In prefix order, if the engine cannot share prefixes for this model, the longest rows run
-first.
+A window consists of whole parts, with about ``engine.order_window`` rows in total, so that its
+parts finish before much of the next window has run. Long prompts end a window earlier, at
+``MOST_TOKENS``, because the token ids of a window are held in memory. In prefix order, rows with
+equal beginnings run side by side, adapter by adapter. In input order, rows keep the order of the
+input. In both orders, each row gets the length of the longest prefix that it shares with a later
+row of the window. In prefix order, if the engine cannot share prefixes for this model, the longest
+rows run first.
 
 A window is planned once all its rows are read. If the engine runs out of rows before that, it gets
 a head start. With input order, the head start is all rows read so far. With prefix order, it is the

@@ -159,7 +159,7 @@ class EngineLoop:
 
 
 def _drop_images(result: RowResult) -> None:
-    """Drop the pixels of a finished row, because the loader of images waits for their memory."""
+    """Drop the pixels of a finished row, because the image loader waits for their memory."""
     if result.row.images:
         result.row.images = ()
         for completion in result.completions:

@@ -160,8 +160,8 @@ class InputSpec(Section):
     """SQL condition on a row's columns, like lang = 'en' and length(text) > 10. A row runs only if
     the condition is true. Rows keep their row_id."""
     media_root: Text | None = None
-    """Folder of the images that rows name by path. Paths that lead out of it, also through links,
-    are errors. null: the folder of the first input file."""
+    """Folder of the images that rows name by path. A path that leads out of it, even through a
+    link, is an error. null: the folder of the first input file."""
     media_urls: bool = False
     """Download images that rows name by http:// or https:// addresses. false: such a row fails."""
     keep_columns: Literal["*"] | tuple[Text, ...] = "*"

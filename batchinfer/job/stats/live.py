@@ -1,6 +1,6 @@
 """Writes a run's progress every few seconds, and reads it for ``batchinfer status``.
 
-``_batchinfer/live/NAME.json`` holds the progress, also for readers on other machines. Nothing else
+``_batchinfer/live/NAME.json`` holds the progress, which other machines can read too. Nothing else
 depends on this small file, so a run replaces it as a whole without fsync and ignores failed writes.
 The run deletes the file at its end. A run that died leaves its file behind; the run's lock or the
 file's age then shows that the run has died.

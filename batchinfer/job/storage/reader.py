@@ -110,8 +110,8 @@ def store_of(path: str) -> Store:
 def expand(entry: str, suffixes: tuple[str, ...]) -> list[str]:
     """Return the files of an entry of ``input.path``, in path order.
 
-    An entry is a glob unless a file or folder has its exact name. In folders, only files count that
-    end in one of ``suffixes``.
+    An entry is a glob unless a file or folder has its exact name. In folders, only files that end
+    in one of ``suffixes`` count.
 
     Raises:
         DataError: no file matches.

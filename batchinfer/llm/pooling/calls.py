@@ -84,8 +84,8 @@ class PoolingCalls:
             An output for each prompt, in order; its ``outputs.embedding`` is a list of floats.
 
         Raises:
-            TypeError, ValueError, RuntimeError: see ``generate``; ValueError also for too many
-                ``dimensions``.
+            TypeError, ValueError, RuntimeError: see ``generate``; too many ``dimensions`` also
+                raise ValueError.
             NotYetError: an argument is not supported yet.
         """
         _check("embed", others, errors)

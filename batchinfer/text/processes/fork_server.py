@@ -1,6 +1,6 @@
 """The process that forks workers. It loads the tokenizer, has one thread, and imports no torch.
 
-Forking takes milliseconds, whatever the tokenizer's size, and workers share the tokenizer's memory.
+Forking takes milliseconds even if the tokenizer is large, and workers share the tokenizer's memory.
 The server runs no row itself, so it always notices the end of the process that started it, and then
 kills its workers.
 """

@@ -1,4 +1,4 @@
-"""Translates GBNF grammars, as llama.cpp, xgrammar and vLLM accept them, to Lark.
+"""Translates GBNF, the grammar format of llama.cpp, xgrammar and vLLM, to Lark.
 
 The syntax is defined in llama.cpp's grammars/README.md: rules ``name ::= ...``, the first of which
 is ``root``, with strings, character classes, ``.``, groups, ``|`` and ``* + ? {m,n}``; ``#`` begins

@@ -241,8 +241,8 @@ def _without(keywords: Keywords, keys: Container[str]) -> Keywords:
 
 
 def _label(most: int) -> str:
-    """Return a pattern for a label of a host name without hyphens in both positions 3 and 4, which
-    Punycode labels have (``xn--...``)."""
+    """Return a pattern for a label of a host name. It excludes labels with hyphens in positions 3
+    and 4, because these are Punycode (``xn--...``)."""
     longer = f"{_INNER}(?:{_ALNUM}{_INNER}|-{_ALNUM}){_INNER}{{0,{most - 5}}}{_ALNUM}"
     return f"{_ALNUM}(?:{_ALNUM}|{_INNER}{{1,2}}{_ALNUM}|{longer})?"
 

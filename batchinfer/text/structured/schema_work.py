@@ -1,7 +1,7 @@
 """Bounds the work to validate a value against a JSON schema; references can make it exponential.
 
 Forty schemas that each refer twice to the next schema cause 10^12 visits. A few schemas that refer
-to themselves twice for each level of a value cause as many.
+to themselves twice for each level of a value cause just as many.
 """
 
 from __future__ import annotations

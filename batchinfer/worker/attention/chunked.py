@@ -34,7 +34,7 @@ class ChunkedAttention:
     """
 
     joins_layers = False
-    """False, because layers that run entirely in C would use the step before it is cut."""
+    """False, because layers that run entirely in C would read the uncut step."""
 
     def __init__(self, cache: KVCache, unchunked: PlainAttention, chunked: PlainAttention) -> None:
         self._cache, self._unchunked, self._chunked = cache, unchunked, chunked

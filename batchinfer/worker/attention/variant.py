@@ -10,7 +10,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class AttentionVariant:
-    """Causal softmax attention as one layer of a model computes it."""
+    """The parameters of a layer's causal softmax attention."""
 
     scale: float
     """Factor by which the scores are multiplied."""

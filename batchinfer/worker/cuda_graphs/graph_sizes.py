@@ -2,9 +2,9 @@
 
 Up to about 128 tokens, padding costs nothing, because reading the weights takes longer than the
 arithmetic. Above that, each size is an eighth to a quarter larger than the one before. In a mixed
-step, a padding sequence costs only a row of logits, so the sizes' numbers of sequences are further
-apart than their numbers of tokens. In nine simulated jobs with 32 to 1,024 sequences, 0 to 10 % of
-the computed tokens were padding, and 96 to 100 % of the steps fit one of the sizes.
+step, a padding sequence costs only a row of logits, so numbers of sequences have a coarser spacing
+than numbers of tokens. In nine simulated jobs with 32 to 1,024 sequences, 0 to 10 % of the computed
+tokens were padding, and 96 to 100 % of the steps fit one of the sizes.
 """
 
 from __future__ import annotations

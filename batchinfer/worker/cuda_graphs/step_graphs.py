@@ -39,7 +39,7 @@ _SECONDS_PER_LINE = 5.0
 # Integer types, keyed by bytes per element. They replace bfloat16, which NumPy does not have.
 _INTEGERS = {2: "<i2", 4: "<i4"}
 
-# Operations whose result is on the host, or whose result's size depends on data on the device.
+# Operations that return a result on the host, or a result with a size that depends on device data.
 _WAITS = frozenset(
     [
         *("_local_scalar_dense", "allclose", "equal", "is_nonzero", "item", "nonzero"),
@@ -62,8 +62,8 @@ class StepGraphs:
     """CUDA graphs of a model's steps, one per size; none before ``capture_all``.
 
     If a model's forward pass waits for the device, as in some mixtures of experts, the model gets
-    no graphs. Any other failure costs only the graph of one size, whose steps then use the next
-    larger size, or launch kernels one by one.
+    no graphs. Any other failure costs only the graph of one size. Steps of that size then use the
+    next larger graph, or launch kernels one by one.
 
     Args:
         model: called as in ``forward``.
@@ -200,8 +200,8 @@ class StepGraphs:
         self._captured = GraphSizes(self._replays)
 
     def _forward(self, size: GraphSize) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return logits [S, vocabulary] and hidden states [1, T, hidden] of the step in the
-        inputs."""
+        """Compute the step that ``StepInputs`` holds. Return logits [S, vocabulary] and hidden
+        states [1, T, hidden]."""
         tensors = self._inputs.of(size)
         backend = make_cuda_backend(self._cache, self._kernel)
         backend.begin_captured(

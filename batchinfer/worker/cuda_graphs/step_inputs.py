@@ -131,7 +131,7 @@ class StepInputs:
         return self._bytes[self._places(size)["packed_tables"].offset :].view(torch.int32)
 
     def _places(self, size: GraphSize) -> dict[str, _Place]:
-        """Return where the arrays of a step of this size lie in the buffer. Tables have only an
+        """Return the places of the arrays of a step of this size in the buffer. Tables have only an
         offset, because their length varies."""
         tokens, sequences = (size.tokens,), (size.sequences,)
         shapes: tuple[tuple[str, tuple[int, ...], np.dtype[Any]], ...] = (
@@ -159,7 +159,8 @@ class StepInputs:
 
 
 def _num_previous(step: Step) -> int:
-    """Return how many of the previous step's samples to copy: all up to the last that is used."""
+    """Return the number of the previous step's samples to copy: all samples up to the last one
+    used."""
     return int(step.previous_sample.max(initial=-1)) + 1
 
 

@@ -1,4 +1,4 @@
-"""Attention, gated MLP, norms and decoder layers that pass over memory less often.
+"""Attention, gated MLP, norms and decoder layers that read and write memory less often.
 
 Each module replaces a module of transformers and takes the same arguments. The modules do not suit
 all families, so ``fuse`` compares each with the original.

@@ -52,7 +52,7 @@ _DTYPE_NAMES = "model.dtype: float32 or bfloat16"
 
 @dataclass(frozen=True)
 class KernelRequirements:
-    """What a job requires of its kernel."""
+    """A job's requirements for its linear kernel."""
 
     kind: str = "auto"
     """Value of ``engine.cpu_kernels``."""

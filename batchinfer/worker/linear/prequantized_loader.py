@@ -86,8 +86,8 @@ _PARTS: Mapping[str, tuple[tuple[str, ...], ...]] = {
     "up_proj": (("up_proj",), ("w3",)),
     "down_proj": (("down_proj",), ("w2",)),
 }
-"""For each of an expert's matrices, possible names of the weights that it consists of, in the order
-of their outputs."""
+"""Possible names of the weights that make up each matrix of an expert, in the order of their
+outputs."""
 
 _AsCodes = Callable[[Any], HostCodes | None]
 """Converts a saved weight to codes for a kernel; returns None for codes of an unwanted type."""

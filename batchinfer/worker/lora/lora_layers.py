@@ -1,7 +1,7 @@
 """Adds LoRA adapters to the linear layers of a loaded model, using forward hooks.
 
 Implements LoRA (Hu et al. 2021, https://arxiv.org/abs/2106.09685). A layer computes ``x @
-weight.T`` for every row of a step, whatever the weight's format. Then its hook adds ``(x @ A.T) @
+weight.T`` for every row of a step; the weight may have any format. Then its hook adds ``(x @ A.T) @
 B.T`` to the rows of each adapter in the step. Adapters also work with fused layers.
 
 On a CPU, adapters are computed one after the other, each with two small matrix multiplications for
