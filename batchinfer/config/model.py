@@ -59,7 +59,7 @@ def attends_both_ways(config: Mapping[str, Any]) -> bool:
     """Return True if attention is bidirectional: in encoders, and in some decoders (EmbeddingGemma
     with ``use_bidirectional_attention``, GTE-Qwen with ``is_causal: false``)."""
     text = config.get("text_config") or config
-    # In Gemma 4, "vision" stands for attention that is bidirectional within images only.
+    # In Gemma 4, "vision" means that attention is bidirectional only within images.
     both_ways = text.get("use_bidirectional_attention") not in (None, False, "vision")
     return both_ways or text.get("is_causal") is False or is_encoder(config)
 

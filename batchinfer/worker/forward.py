@@ -80,10 +80,11 @@ def _inputs(
     model: Any, step: Step, token_ids: torch.Tensor, images: ImageEmbeddings | None
 ) -> tuple[dict[str, torch.Tensor], AbstractContextManager[None] | None]:
     """Return the model's arguments for token ids [T]: the ids, or their embeddings if the step has
-    images. Also return a context in which images change the outputs of layers, if they do.
+    images. Also return a context in which DeepStack changes the outputs of layers, if the model
+    uses it.
 
-    Models with more embeddings for each layer (Gemma 4) take those of the padding token for an
-    image's tokens.
+    Some models (Gemma 4) also have embeddings for each layer. There, image tokens have the
+    embeddings of the padding token.
     """
     if not step.images:
         return {"input_ids": token_ids[None]}, None

@@ -1,4 +1,4 @@
-"""Makes the patches of Gemma 4 12B without torchvision."""
+"""Cuts images into patches for Gemma 4 12B, without torchvision."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from collections.abc import Mapping
 from typing import Any
 
 NAME = "Gemma4UnifiedImageProcessor"
-"""transformers' image processor, which needs torchvision."""
+"""The image processor of transformers, which needs torchvision."""
 
 
 def image_processor(settings: Mapping[str, Any]) -> Any:
     """Return an image processor that makes the same patches.
 
     ``Gemma4UnifiedImageProcessor`` merges a square of patches into one patch for each token. The
-    processor of the other Gemma 4 models cuts the same patches out of the image if its patches are
-    as large as such a square and none are merged.
+    processor of the other Gemma 4 models returns the same patches if its patch size is the size of
+    such a square and it merges none.
 
     Args:
         settings: the settings of ``Gemma4UnifiedImageProcessor``.

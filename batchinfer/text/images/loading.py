@@ -75,7 +75,7 @@ def _image_processor(folder: Path) -> Any:
 
 
 def _class_of(name: str) -> Any:
-    """Return a processor's class. Its parts for video and sound are None if they are not given."""
+    """Return a processor's class. Video and audio parts that are not given are None."""
     import transformers
 
     from batchinfer.text.images.pixtral import PixtralProcessor
@@ -86,7 +86,7 @@ def _class_of(name: str) -> Any:
 
 
 def _without_checks(processor_class: Any) -> Any:
-    """Return a subclass whose parts may be None.
+    """Return a subclass in which missing parts are None.
 
     It skips transformers' check of the classes of a processor's parts, which needs torchvision.
     """

@@ -37,8 +37,8 @@ ATTENTION_NAME = "batchinfer_paged"
 ATTENTION = "attention"
 """Key of the attention kernel in a run's table of kernels."""
 _CAUSAL_IN_FULL_ATTENTION = frozenset({"gemma4_text"})
-"""Language models whose layers with full attention are causal also within images. Their layers with
-sliding windows may attend both ways there."""
+"""Language models in which layers with full attention are causal even within images. Layers with
+sliding windows may attend in both directions there."""
 
 # Arguments that would change the result, and that paged attention does not support.
 _UNSUPPORTED = ("position_bias", "indices", "block_indices", "relative_attention_bias")

@@ -21,8 +21,8 @@ class AttentionVariant:
     sinks: torch.Tensor | None = None
     """[Hq] one more logit for each head, which has no value (gpt-oss)."""
     ignores_query_ends: bool = False
-    """True if a token sees only tokens up to itself, even if the step lets tokens of an image see
-    later ones (``Step.query_ends``)."""
+    """True if no token attends to later tokens, even where ``Step.query_ends`` lets the tokens of
+    an image do so."""
 
     @property
     def options(self) -> dict[str, Any]:

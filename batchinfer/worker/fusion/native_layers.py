@@ -292,7 +292,7 @@ def _fits(layer: Any, dtype: torch.dtype) -> bool:
     if type(attention) is not FusedAttention or attention.variant.sinks is not None:
         return False  # the C function takes float32 sinks only
     if attention.variant.ignores_query_ends:
-        return False  # layers of one group have the same query ends in C
+        return False  # in C, all layers of a group use the same query ends
     return parts_fit(layer, (attention.qkv_proj, attention.o_proj.linear), dtype)
 
 

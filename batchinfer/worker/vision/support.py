@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig
 from batchinfer.worker.vision.tower import FAMILIES, GRID_FAMILIES
 
 BOTH_WAYS_FAMILIES = frozenset({"gemma3"})
-"""Types of models in which adjacent tokens of an image see each other."""
+"""Types of models in which adjacent tokens of an image attend to each other in both directions."""
 
 
 @dataclass(frozen=True)

@@ -107,9 +107,9 @@ def vision_tower_bytes(config: PreTrainedConfig, dtype: str) -> int:
 
 
 def _without_language_model(wrapper_class: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    """Return a subclass without the language model, its head and the tower for sound. The subclass
-    has the name and module of ``wrapper_class``, because transformers uses these to look up the
-    rules for renaming tensors."""
+    """Return a subclass without the language model, its head and the audio tower. The subclass has
+    the name and module of ``wrapper_class``, because transformers uses these to look up the rules
+    for renaming tensors."""
 
     class Wrapper(wrapper_class):  # type: ignore[misc]
         def __init__(self, config: PreTrainedConfig) -> None:
