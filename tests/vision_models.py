@@ -159,7 +159,7 @@ _GEMMA4_TEXT = {
     "pad_token_id": 1,
 }
 _CONFIGS["gemma4"] = {  # like 26B-A4B
-    "vision_config": _GEMMA4_VISION,
+    "vision_config": {**_GEMMA4_VISION, "standardize": True},
     "text_config": {
         **_GEMMA4_TEXT,
         "use_bidirectional_attention": "vision",
@@ -230,7 +230,7 @@ _CONFIGS["glm4v_moe"] = {
 }
 _CONFIGS["gemma4_e4b"] = {
     "model_type": "gemma4",
-    "vision_config": _GEMMA4_VISION,
+    "vision_config": {**_GEMMA4_VISION, "use_clipped_linears": True},
     "audio_config": {
         "hidden_size": 16,
         "num_hidden_layers": 1,
@@ -299,6 +299,11 @@ def make_vision_checkpoint(
         # Gemma 4 starts with equal embeddings of all positions, and zeros for the padding token.
         if "position_embedding_table" in name or "embed_tokens_per_layer" in name:
             torch.nn.init.normal_(parameter)
+    for name, buffer in model.named_buffers():
+        if name.endswith(("std_bias", "std_scale")):
+            torch.nn.init.normal_(buffer)
+        elif name.endswith(("_min", "_max")):  # limits of linear layers
+            buffer.fill_(-2.0 if name.endswith("_min") else 2.0)
     model.save_pretrained(path)
     return path
 
