@@ -43,7 +43,7 @@ class NotYetError(UsageError):
     """A planned feature that this version does not support yet."""
 
     def __init__(self, what: str) -> None:
-        super().__init__(f"not yet: {what} is not supported by this version")
+        super().__init__(f"{what} is not yet supported by this version")
 
 
 class DataError(JobError):

@@ -73,8 +73,8 @@ def test_invalid_sampling_params_objects_are_refused(llm: LLM, params: Any, mess
     ("arguments", "error", "message"),
     [
         ({"tensor_parallel_size": 2}, NotYetError, "tensor_parallel_size"),
-        ({"quantization": "awq"}, NotYetError, "not yet: LLM.quantization"),
-        ({"preset": "cpu"}, NotYetError, "not yet: LLM.preset"),
+        ({"quantization": "awq"}, NotYetError, "LLM.quantization.* not yet"),
+        ({"preset": "cpu"}, NotYetError, "LLM.preset.* not yet"),
         ({"adapters": {"a": "/nope"}}, ModelError, "model.adapters.a: there is no folder /nope"),
         ({"adapters": ["a"]}, TypeError, "adapters is .'a'.; it must be"),
         ({"blocksize": 16}, TypeError, "LLM has no argument blocksize; did you mean block_size?"),
@@ -84,8 +84,8 @@ def test_invalid_sampling_params_objects_are_refused(llm: LLM, params: Any, mess
             ValueError,
             r"mode='mistral'\) is not supported; leave it out",
         ),
-        ({"load_format": "gguf"}, NotYetError, r"not yet: LLM\(load_format='gguf'\)"),
-        ({"task": "transcription"}, NotYetError, r"not yet: LLM\(task='transcription'\)"),
+        ({"load_format": "gguf"}, NotYetError, r"LLM\(load_format='gguf'\) is not yet"),
+        ({"task": "transcription"}, NotYetError, r"LLM\(task='transcription'\) is not yet"),
         ({"runner": "pooling", "task": "generate"}, ValueError, "leave one of them out"),
         ({"hf_overrides": {"classifier_from_token": ["a"]}}, ValueError, "it must be two tokens"),
         ({"hf_token": "x"}, TypeError, "no argument hf_token; set the environment variable HF"),
@@ -208,7 +208,7 @@ def test_missing_llm_methods_name_the_alternative(llm: LLM, name: str, instead: 
     with pytest.raises(AttributeError, match=instead):
         getattr(llm, name)
     assert not hasattr(llm, name)
-    with pytest.raises(NotYetError, match=r"not yet: LLM.reward"):
+    with pytest.raises(NotYetError, match="LLM.reward is not yet"):
         llm.reward(["a"])
 
 

@@ -115,7 +115,7 @@ def test_structural_tags_compile_to_grammars(
     [
         ("[", "structural_tag is not JSON"),
         ({"type": "x"}, "its type must be structural_tag"),
-        ({"type": "structural_tag", "format": {"type": "or"}}, 'not yet: .* format "or"'),
+        ({"type": "structural_tag", "format": {"type": "or"}}, 'format "or" is not yet supported'),
         ({"type": "structural_tag", "format": {**TRIGGERED, "triggers": ["<g"]}}, "begin must be"),
         ({"type": "structural_tag", "format": {**TRIGGERED, "tags": []}}, "must have tags"),
     ],

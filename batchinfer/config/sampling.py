@@ -185,7 +185,7 @@ class SamplingParams(Record):
             value = getattr(self, name)
             if value != self.__dataclass_fields__[name].default and (name, value) != ("top_k", -1):
                 raise ValueError(
-                    f"not yet: sampling.{name} with beam_width is not supported by this version"
+                    f"sampling.{name} with beam_width is not yet supported by this version"
                 )
         object.__setattr__(self, "temperature", 0.0)
 

@@ -130,7 +130,7 @@ def _parts(tag: Mapping[str, Any]) -> tuple[list[Mapping[str, Any]], list[str], 
         form = tag.get("format") or {}
         if form.get("type") != "triggered_tags":
             kind = format_value(form.get("type"))
-            raise ValueError(f"not yet: {_TAG} format {kind}; only triggered_tags is supported")
+            raise ValueError(f"{_TAG} format {kind} is not yet supported; only triggered_tags is")
         tags = form.get("tags") or []
     triggers = form.get("triggers") or []
     if not tags or not triggers or not all(isinstance(one, str) and one for one in triggers):
@@ -156,8 +156,8 @@ def _rules(name: str, tag: Mapping[str, Any], triggers: list[str]) -> list[str]:
     schema = content.get("json_schema")
     if not isinstance(schema, Mapping | bool):
         raise ValueError(
-            f"not yet: {_TAG} content {format_value(content.get('type'))}; only "
-            "any_text and json_schema (with a schema) are supported"
+            f"{_TAG} content {format_value(content.get('type'))} is not yet supported; only "
+            "any_text and json_schema (with a schema) are"
         )
     return [*head, f"{opened} %json {json.dumps(schema)} {_text(end)}"]
 

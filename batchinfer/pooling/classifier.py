@@ -126,7 +126,7 @@ def asks_questions(name: str, revision: str | None, config: ClassifyConfig) -> b
         return False
     if values.get("model_type") not in _RERANKERS or tokens[0] is None:
         raise ModelError(
-            f"{folder}: not yet: this version does not know how the model expects "
+            f"{folder}: this version does not yet know how the model expects "
             "a query and a document to be written",
             hint="instead of classify.query_column and document_column, write a "
             "prompt.template that uses both columns",
@@ -213,8 +213,8 @@ def _encoder_head(folder: Path, values: Mapping[str, Any]) -> tuple[list[Layer],
         is_modern and values.get("classifier_activation", "gelu") != "gelu"
     ):
         raise ModelError(
-            f"{folder}/config.json: not yet: classification heads of the family {family!r}, "
-            "whose attention is bidirectional, are not supported by this version"
+            f"{folder}/config.json: classification heads of the family {family!r}, "
+            "whose attention is bidirectional, are not yet supported by this version"
         )
     name, activation, last = _ENCODER_HEADS[family]
     layers: list[Layer] = [Dense(*_weight_and_bias(folder, name), activation)]
@@ -286,7 +286,7 @@ def _own_activation(folder: Path, values: Mapping[str, Any]) -> str | None:
     kind = _ST_ACTIVATIONS.get(str(named).rpartition(".")[2])
     if kind is None:
         raise ModelError(
-            f"{folder}: not yet: the activation {str(named)[:80]} is not supported by this version",
+            f"{folder}: the activation {str(named)[:80]} is not yet supported by this version",
             hint="set classify.activation",
         )
     return kind
@@ -302,8 +302,8 @@ def _of_tokens(
     for part in (values, _mapping(values.get("text_config"))):
         if key := next((key for key in _CHANGED_LOGITS if part.get(key)), None):
             raise ModelError(
-                f"{folder}/config.json: not yet: token labels of a model that changes "
-                f"its logits ({key}) are not supported by this version"
+                f"{folder}/config.json: token labels of a model that changes "
+                f"its logits ({key}) are not yet supported by this version"
             )
     stored = find_tensor(
         folder, "lm_head.weight", "embed_out.weight", "embed_tokens.weight", "wte.weight"
@@ -317,8 +317,8 @@ def _of_tokens(
                 ".bias"
             ):
                 raise ModelError(
-                    f"{one.path}: not yet: token labels of a model with a quantized "
-                    f"output head ({one.name}) are not supported by this version"
+                    f"{one.path}: token labels of a model with a quantized "
+                    f"output head ({one.name}) are not yet supported by this version"
                 )
     _check_width(stored, values)
     places = [_row(stored, token, token_id) for token in tokens]

@@ -132,14 +132,14 @@ def read_embedding_modules(name: str, revision: str | None) -> EmbeddingModules:
     kinds = [str(module.get("type", "")).rpartition(".")[2] for module in listed]
     if others := [kind for kind in kinds if kind not in _ORDER]:
         raise ModelError(
-            f"{folder}/modules.json: not yet: a module {others[0][:80]!r} is not supported by this "
+            f"{folder}/modules.json: a module {others[0][:80]!r} is not yet supported by this "
             "version"
         )
     for before, after in pairwise(kinds):
         if _ORDER.index(before) > _ORDER.index(after) or before == after == "Pooling":
             raise ModelError(
-                f"{folder}/modules.json: not yet: a module {after!r} after a "
-                f"module {before!r} is not supported by this version"
+                f"{folder}/modules.json: a module {after!r} after a "
+                f"module {before!r} is not yet supported by this version"
             )
     for kind, module in zip(kinds, listed, strict=True):
         path = folder / str(module.get("path", ""))
@@ -211,7 +211,7 @@ def _pooling(path: Path) -> tuple[tuple[str, ...], bool]:
     unknown += [str(mode) for mode in modes if mode not in _POOLING_MODES.values()]
     if unknown or not modes:
         methods = ", ".join(dict.fromkeys(unknown)) or "none"
-        raise ModelError(f"{path}: not yet: pooling by {methods} is not supported by this version")
+        raise ModelError(f"{path}: pooling by {methods} is not yet supported by this version")
     return tuple(map(str, modes)), config.get("include_prompt") is not False
 
 
@@ -227,14 +227,14 @@ def _dense(path: Path, width: int) -> Dense:
     if taken != "sentence_embedding" or config.get("use_residual"):
         what = "use_residual" if config.get("use_residual") else f"module_input_name: {taken}"
         raise ModelError(
-            f"{path}/config.json: not yet: a Dense layer with {str(what)[:80]} is not supported by "
+            f"{path}/config.json: a Dense layer with {str(what)[:80]} is not yet supported by "
             "this version"
         )
     name = str(config.get("activation_function", "torch.nn.modules.activation.Tanh"))
     activation = _ACTIVATIONS.get(name.rpartition(".")[2])
     if activation is None:
         raise ModelError(
-            f"{path}/config.json: not yet: activation_function {name[:80]} is not supported by "
+            f"{path}/config.json: activation_function {name[:80]} is not yet supported by "
             "this version"
         )
     from safetensors.numpy import load_file

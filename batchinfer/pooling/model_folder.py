@@ -97,8 +97,8 @@ class StoredTensor:
         """
         if self.dtype not in _DTYPES:
             raise ModelError(
-                f"{self.path}: not yet: {self.name} is stored as {self.dtype}; "
-                "heads must have a floating-point dtype"
+                f"{self.path}: {self.name} is stored as {self.dtype}, which is not yet "
+                "supported; heads must have a floating-point dtype"
             )
         kind = np.dtype(_DTYPES[self.dtype])
         try:

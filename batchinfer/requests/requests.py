@@ -198,7 +198,7 @@ class RequestMaker:
             return answer
         if params.beam_width is not None:
             raise GrammarError(
-                "not yet: a grammar with both beam_width and reasoning is not supported by "
+                "a grammar with both beam_width and reasoning is not yet supported by "
                 "this version, because the reasoning of a beam is not tracked; leave one out"
             )
         return ReasoningGrammar(

@@ -20,7 +20,7 @@ from batchinfer.job.spec.yaml import KeyPath, dotted
 from batchinfer.near_names import nearest
 
 _MOST_SHOWN = 8
-_NOT_YET = re.compile(r"not yet: (.*) is not supported by this version")
+_NOT_YET = re.compile(r"(.*) is not yet supported by this version")
 
 _EXPECTED: Mapping[str, str] = {
     "int_type": "a whole number",

@@ -52,7 +52,7 @@ def _refuse_not_yet(used: Mapping[str, bool]) -> None:
     """Raise an error for the first key that is used but not supported."""
     for key, is_asked in used.items():
         if is_asked:
-            raise ValueError(f"not yet: {key} is not supported by this version")
+            raise ValueError(f"{key} is not yet supported by this version")
 
 
 def _check_place(key: str, path: str, stores: Collection[str] = ()) -> None:

@@ -50,8 +50,8 @@ class RowTools:
         lark = tools_as.grammar(wanted, tokenizer, several=self.several and name is None)
         if lark is None:
             raise ValueError(
-                f"not yet: tool_choice {format_value(self.choice)} with this model's tool-call "
-                "format is not supported by this version; use tool_choice auto"
+                f"tool_choice {format_value(self.choice)} with this model's tool-call "
+                "format is not yet supported by this version; use tool_choice auto"
             )
         return lark
 

@@ -72,7 +72,7 @@ def describe_encoder(model: ModelConfig, *, weights_too: bool = False) -> Encode
     for key in ("adapters", "quantization"):
         if getattr(model, key):
             raise ModelError(
-                f"not yet: model.{key} with an encoder model is not supported by this version",
+                f"model.{key} with an encoder model is not yet supported by this version",
                 hint="remove the key",
             )
     if is_recurrent(text_config(values)):

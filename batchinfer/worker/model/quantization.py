@@ -46,8 +46,8 @@ def check_quantization(config: Mapping[str, Any], wanted: str | None, device_typ
     """
     if wanted in ("int8", "int4") and device_type != "cpu":
         raise ModelError(
-            f"not yet: model.quantization: {wanted} works only on CPUs; on a CUDA "
-            f"device, use {wanted}_weight_only"
+            f"model.quantization: {wanted} is not yet supported on CUDA devices; "
+            f"use {wanted}_weight_only"
         )
     saved = saved_section(config)
     if not saved:
@@ -59,9 +59,9 @@ def check_quantization(config: Mapping[str, Any], wanted: str | None, device_typ
     if method != _TORCHAO and saved_as is None:
         shown = str(method)[:_MAX_SHOWN] if method else "an unnamed method"
         raise ModelError(
-            f"not yet: the model's weights are quantized by {shown} (quant_method of "
-            "quantization_config in config.json); use the original checkpoint, or a checkpoint "
-            f"quantized with one of {', '.join((*METHODS, _TORCHAO))}"
+            f"the model's weights are quantized by {shown} (quant_method of "
+            "quantization_config in config.json), which is not yet supported; use the original "
+            f"checkpoint, or a checkpoint quantized with one of {', '.join((*METHODS, _TORCHAO))}"
         )
     if wanted is not None and (saved_as is None or wanted in TORCHAO_METHODS):
         method = "int8" if device_type == "cpu" else "fp8"
@@ -79,8 +79,8 @@ def _check_torchao(saved: Mapping[str, Any]) -> None:
     name = kind.get("_type")
     if name not in _SAVED_TYPES:
         raise ModelError(
-            f"not yet: the model's weights are quantized by torchao's {name}; the "
-            f"supported types are: {', '.join(_SAVED_TYPES)}"
+            f"the model's weights are quantized by torchao's {name}, which is not yet "
+            f"supported; the supported types are: {', '.join(_SAVED_TYPES)}"
         )
     for part in _types_in(kind.get("_data")):
         if part not in _PLAIN_TYPES and not part.endswith(_PARTS):

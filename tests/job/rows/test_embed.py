@@ -239,7 +239,7 @@ def test_a_model_is_checked(tmp_path: Path, model: Path) -> None:
     for key, value in (("use_residual", True), ("module_input_name", "token_embeddings")):
         with_modules(tmp_path / key, model)
         (tmp_path / key / "2_Dense" / "config.json").write_text(json.dumps({key: value}))
-        with pytest.raises(ModelError, match=f"not yet: a Dense layer with {key}"):
+        with pytest.raises(ModelError, match=f"a Dense layer with {key}.* is not yet supported"):
             read_embedding_modules(str(tmp_path / key), None)
 
 
@@ -257,7 +257,7 @@ def test_modules_in_another_order_are_refused(
     path = tmp_path / "model" / "modules.json"
     modules = json.loads(path.read_bytes())
     path.write_text(json.dumps([modules[at] for at in order]))
-    with pytest.raises(ModelError, match=f"not yet: {message}"):
+    with pytest.raises(ModelError, match=message):
         read_embedding_modules(str(tmp_path / "model"), None)
 
 

@@ -115,8 +115,8 @@ def test_several_poolings_are_concatenated(tmp_path: Path, model: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"pooling_mode": ["mean", "sparse"]}, "not yet: pooling by sparse"),
-        ({"pooling_mode": []}, "not yet: pooling by none"),
+        ({"pooling_mode": ["mean", "sparse"]}, "pooling by sparse is not yet supported"),
+        ({"pooling_mode": []}, "pooling by none is not yet supported"),
     ],
 )
 def test_unsupported_pooling_is_refused(

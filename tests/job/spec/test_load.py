@@ -157,7 +157,7 @@ def test_a_mistake_in_sampling(tmp_path: Path, keys: str, message: str) -> None:
         ),
         ("{path: out}", "{path: o, rename: {a: c, b: c}}", "output.rename gives two columns"),
         ("out}", "o, reasoning: {start: a}}", "line 4: output.reasoning.end is required"),
-        ("8}", "8, beam_width: 2}\naccept: {k: 1}", "not yet: accept with sampling.beam"),
+        ("8}", "8, beam_width: 2}\naccept: {k: 1}", "accept with sampling.beam"),
     ],
 )
 def test_a_mistake_in_a_required_section(

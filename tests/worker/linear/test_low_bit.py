@@ -159,7 +159,7 @@ def test_low_bit_methods_refuse_unsupported_models_and_devices(
     with pytest.raises(DeviceError, match=r"needs a C compiler \(cc, or \$CC\), and model.dtype"):
         load(checkpoint("llama"), method, "float16")
     with pytest.raises(
-        ModelError, match=rf"not yet: model\.quantization: {method} works only on CPUs"
+        ModelError, match=rf"model\.quantization: {method} is not yet supported on CUDA"
     ):
         check_quantization({}, method, "cuda")
     with pytest.raises(ModelError, match="'gpt2' have no linear layers that can be quantized"):

@@ -69,8 +69,8 @@ def checked_modules(job: JobSpec) -> EmbeddingModules:
         )
     if modules.takes_messages and prompt.token_ids_column is None:
         raise UsageError(
-            "not yet supported: the model's sentence_bert_config.json (modality_config) "
-            "asks for its chat template without the start of an answer; give token ids "
+            "the model's sentence_bert_config.json (modality_config) asks for its chat template "
+            "without the start of an answer, which is not yet supported; give token ids "
             "instead (prompt.token_ids_column)"
         )
     return modules

@@ -64,6 +64,6 @@ def refused(key: str, value: object, why: str) -> ModelError:
     shown = str(value)
     shown = shown if len(shown) <= _MAX_SHOWN else f"{shown[:_MAX_SHOWN]}..."
     return ModelError(
-        f"not yet: quantization_config.{key} in config.json is {shown}; {why}; use the original "
-        "checkpoint, or a checkpoint in a supported format"
+        f"quantization_config.{key} in config.json is {shown}; {why}; this checkpoint is not "
+        "yet supported; use the original checkpoint, or a checkpoint in a supported format"
     )
