@@ -46,7 +46,8 @@ class PromptScores:
         self._known: list[StepResult] = []
 
     def take(self, start: int, result: StepResult) -> None:
-        """Add the unknown positions of a step's result, whose first position is ``start``."""
+        """Add those positions of a step's result that are not known yet. ``start`` is the result's
+        first position."""
         new = np.arange(len(result.logprobs)) >= self.next - start
         assert start <= self.next, "logits of a position were skipped"
         self.next += int(new.sum())

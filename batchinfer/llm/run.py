@@ -80,7 +80,8 @@ class CallRunner:
         """Return the output of each prompt.
 
         Raises:
-            ValueError: a prompt cannot run, and ``on_error`` is ``raise``. No prompt has run then.
+            ValueError: a prompt cannot run, and ``on_error`` is ``raise``. In this case, no prompt
+                has run.
         """
         seed, now = self._random.getrandbits(64), time.time()
         sampling: dict[tuple[int, int | None], RowSampling] = {}

@@ -70,8 +70,8 @@ class _GenerationTag(Extension):
 
 
 class UncomputedCode(CodeGenerator):
-    """Compiles templates without computing constants, so that a worker computes them when it
-    renders the template: the job's process, which compiles the template, has no limits."""
+    """Compiles templates without computing constants. A worker computes them when it renders the
+    template, because only workers have limits; templates are compiled in the job's process."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)

@@ -39,7 +39,7 @@ _LOOK_S = 0.1
 _ANSWER_S = 120.0
 """Seconds within which a live server answers on any machine."""
 _STDERR_BYTES = 4096
-"""Number of last bytes of the server's stderr to read, which say why the server died."""
+"""Number of bytes to read from the end of the server's stderr, which says why the server died."""
 
 
 class ForkRefusedError(Exception):

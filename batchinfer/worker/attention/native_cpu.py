@@ -28,8 +28,8 @@ class NativeAttention:
 
     Args:
         like: kernel of the model's linear layers. If it is a C kernel, attention uses the same
-            instructions, so that the name of one instruction set determines a row's bits.
-            Otherwise, attention uses the fastest instructions.
+            instruction set, so a single name says which instructions produce a row's bits.
+            Otherwise, attention uses the fastest instruction set.
     """
 
     def __init__(self, cache: KVCache, like: LinearKernel | None = None) -> None:

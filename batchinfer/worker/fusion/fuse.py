@@ -1,10 +1,10 @@
 """Replaces a model's attention, MLPs and norms with fused modules that compute the same results.
 
-Candidates are found by the names of their parts and accepted by their results. The model runs once
-on four tokens between its first and its last position. Each candidate is copied to float32, so that
-rounding does not hide differences. Its fused module must give the same results for the candidate's
-recorded input: unchanged, scaled down, and scaled up far enough to show clipping. Modules whose
-results differ are not replaced, so an unknown family runs as in transformers.
+Candidates are found by the names of their submodules, and accepted if their results are right. The
+model runs once on four tokens between its first and its last position. Each candidate is copied to
+float32, so that rounding does not hide differences. Its fused module must give the same results for
+the candidate's recorded input: unchanged, scaled down, and scaled up far enough to show clipping.
+Modules whose results differ are not replaced, so an unknown family runs as in transformers.
 """
 
 from __future__ import annotations

@@ -157,8 +157,8 @@ class StepThreads:
 
 
 class ThreadedRunner:
-    """Runs the steps of another runner on ``threads``. The other runner must finish a step in
-    ``submit``."""
+    """Runs the steps of another runner on ``threads``. The other runner's ``submit`` must not
+    return before the step is finished."""
 
     def __init__(self, runner: Runner, threads: StepThreads) -> None:
         self._runner, self._threads = runner, threads

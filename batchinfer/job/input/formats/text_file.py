@@ -48,8 +48,8 @@ that begin with ASCII (RFC 4627).
 """
 _CHECKED_LINES = 100
 _GOOD_PER_BAD = 10
-"""If none of a file's non-ASCII lines is valid UTF-8, the file is refused unless it has at least
-this many lines per such line.
+"""A file is refused if none of its non-ASCII lines is valid UTF-8 and more than one in this many
+lines is such a line.
 """
 
 Record = TypeVar("Record")
