@@ -208,7 +208,7 @@ def test_missing_llm_methods_name_the_alternative(llm: LLM, name: str, instead: 
     with pytest.raises(AttributeError, match=instead):
         getattr(llm, name)
     assert not hasattr(llm, name)
-    with pytest.raises(NotYetError, match="LLM.reward is not yet"):
+    with pytest.raises(NotYetError, match=r"LLM\.reward is not yet"):
         llm.reward(["a"])
 
 

@@ -210,7 +210,7 @@ def test_grammar_of_optional_parameters(required: list[str], given: list[str]) -
 
 def test_formats_that_need_listed_parameters_refuse_other_schemas() -> None:
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"anyOf": [{}]}}}]
-    with pytest.raises(ValueError, match='tool_choice "required" with this model.* not yet'):
+    with pytest.raises(ValueError, match=r'tool_choice "required" with this model.* not yet'):
         RowTools(tools, "required").grammar(FORMATS["pythonic"], byte_tokenizer())
     assert RowTools(tools, "required").grammar(FORMATS["kimi_k2"], byte_tokenizer()) is not None
     assert RowTools(tools).grammar(FORMATS["pythonic"], byte_tokenizer()) is None
