@@ -119,7 +119,10 @@ ROOMS = [
     described(
         "worker.model", ("config", "errors", "engine", "worker.attention", "worker.transfer")
     ),
-    described("worker.vision", ("engine.images", "engine.runner", "engine.step", "worker.model")),
+    described(
+        "worker.vision",
+        ("kernels", "engine.images", "engine.runner", "engine.step", "worker.model"),
+    ),
     described("worker.cuda_graphs", ("kernels", "engine.runner", "engine.step", "worker")),
     Room("worker.forward", "one forward pass", ("engine.step", "worker")),
     Room("worker.verify", "a model tried on a few tokens", ("engine.kv", "engine.step", "worker")),

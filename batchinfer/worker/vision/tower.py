@@ -16,6 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from batchinfer.worker.model.language_model import language_model, saved_class
 from batchinfer.worker.model.quiet_transformers import quiet_transformers
 from batchinfer.worker.model.weights import check_loaded, loading_errors, read_weights
+from batchinfer.worker.vision.attention import VISION_ATTENTION, register
 
 GRID_FAMILIES = frozenset(
     {
@@ -86,8 +87,10 @@ def load_vision_tower(
     wrapper_class = saved_class(config)
     assert wrapper_class is not None
     read = _without_language_model(wrapper_class).from_pretrained
+    register()
     with loading_errors(folder), quiet_transformers():
-        wrapper, report, _ = read_weights(read, folder, config, dtype, attention="sdpa")
+        attention = VISION_ATTENTION if device.type == "cpu" else "sdpa"
+        wrapper, report, _ = read_weights(read, folder, config, dtype, attention=attention)
         # The language model's tensors are not used here.
         check_loaded(folder, wrapper, {**report, "unexpected_keys": set()})
         return VisionTower(wrapper.model).to(device).eval()
