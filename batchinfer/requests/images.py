@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -33,6 +33,8 @@ from batchinfer.text.tokenizer import TokenIds
 PIXEL_BYTES = 1 << 30
 """Limit on the size of decoded images that wait for the vision tower. Above it, no further rows
 start."""
+REMEMBERED = 1 << 15
+"""Number of distinct images whose numbers are kept after their rows are finished."""
 ROWS_AHEAD = 32
 """Number of rows whose images are decoded at the same time."""
 _POLL_S = 0.1
@@ -42,10 +44,18 @@ FinishLoading = Callable[[], tuple[PromptImage, ...]]
 
 
 class ImageNumbers:
-    """Numbers images. Equal images get the same number, different images different numbers."""
+    """Numbers images. Different images get different numbers, and equal images the same number.
 
-    def __init__(self) -> None:
+    A later window of rows thus finds the KV blocks and embeddings of an image that an earlier
+    window used. An image that was not among the last ``remembered`` distinct images, and that no
+    row holds, gets a new number.
+    """
+
+    def __init__(self, remembered: int = REMEMBERED) -> None:
         self._by_key: weakref.WeakValueDictionary[bytes, RowImage] = weakref.WeakValueDictionary()
+        self._number_of: OrderedDict[bytes, int] = OrderedDict()
+        """Numbers by key, in the order of their last use."""
+        self._remembered = remembered
         self._numbers = itertools.count()
 
     def numbered(self, prompt: Prompt) -> Prompt:
@@ -63,8 +73,13 @@ class ImageNumbers:
         """Return the same object for all equal images, so that memory holds their bytes once."""
         known = self._by_key.get(image.key)
         if known is None:
-            known = replace(image, number=next(self._numbers))
+            number = self._number_of.get(image.key)
+            known = replace(image, number=next(self._numbers) if number is None else number)
             self._by_key[image.key] = known
+        self._number_of[known.key] = known.number
+        self._number_of.move_to_end(known.key)
+        if len(self._number_of) > self._remembered:
+            self._number_of.popitem(last=False)
         return known
 
 

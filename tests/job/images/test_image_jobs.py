@@ -242,10 +242,12 @@ def test_json_lines_may_mix_texts_and_parts(tmp_path: Path, llava: Path) -> None
 
 
 def test_equal_images_are_encoded_once(tmp_path: Path, llava: Path) -> None:
-    rows = hub_rows([[at % 4] for at in range(24)])
-    assert run_job(job(tmp_path, llava, rows), quiet=True) is ExitCode.OK
+    """Also if they are in different windows, and no row holds them in between."""
+    rows = hub_rows([[at % 4] for at in range(24)] + [[4]] * 24 + [[at % 5] for at in range(24)])
+    spec = job(tmp_path, llava, rows, engine={"max_num_seqs": 2, "order_window": 8})
+    assert run_job(spec, quiet=True) is ExitCode.OK
     steps = pq.read_table(tmp_path / "out" / "stats" / "steps.parquet")
-    assert sum(steps["images_encoded"].to_pylist()) == 4
+    assert sum(steps["images_encoded"].to_pylist()) == 5
 
 
 @pytest.mark.parametrize("refused", [False, True])
