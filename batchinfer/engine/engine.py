@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
+from batchinfer.engine.images import LostImageError
 from batchinfer.engine.oom_recovery import Recovered, recover
 from batchinfer.engine.output_tracker import OutputObserver
 from batchinfer.engine.request import Completion, Request, beyond_vocabulary
@@ -18,6 +19,7 @@ from batchinfer.engine.scheduler.scheduler import Scheduler
 from batchinfer.engine.sequence import RequestState
 from batchinfer.engine.stats import StepStats
 from batchinfer.engine.step_io.build_step import build_step
+from batchinfer.engine.step_io.failed_step import fail_requests_with
 from batchinfer.engine.step_io.in_flight import InFlight
 from batchinfer.engine.step_io.process_result import complete, process_result
 from batchinfer.engine.step_io.shared_prefix import PrefixTree
@@ -152,7 +154,8 @@ class Engine:
     def step(self) -> StepOutcome:
         """Submit a step, then process this step or, when running ahead, the previous step.
 
-        If a step runs out of memory, smaller steps compute its tokens.
+        If a step runs out of memory, smaller steps compute its tokens. If a step needs an image
+        that can no longer be loaded, the requests that need it fail with ``invalid_image``.
 
         Raises:
             DeviceError: the device does not have enough memory for the smallest step.
@@ -167,6 +170,10 @@ class Engine:
         except OutOfMemory as error:
             outcome.recovered = recover(self.scheduler, self._in_flight, error)
             self._in_flight.clear()
+        except LostImageError as error:
+            outcome.completions += fail_requests_with(
+                self.scheduler, self._states.values(), error, self._clock()
+            )
         self._num_unfinished -= len(outcome.completions)
         for completion in outcome.completions:
             self._states.pop(completion.request, None)
@@ -183,7 +190,7 @@ class Engine:
         if schedule is not None:
             try:
                 self._in_flight.append(self._submit(schedule, began))
-            except OutOfMemory:
+            except (OutOfMemory, LostImageError):
                 if self._in_flight:  # the previous step succeeded
                     outcome.stats = self._process(completions)
                 raise

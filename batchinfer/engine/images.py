@@ -17,6 +17,20 @@ import numpy.typing as npt
 Int32 = npt.NDArray[np.int32]
 
 
+class LostImageError(Exception):
+    """The pixels of an image can no longer be loaded, although its prompt has been made.
+
+    Args:
+        token_id: ``Image.token_id`` of the image.
+        reason: message for the rows that need the image.
+    """
+
+    def __init__(self, token_id: int, reason: str) -> None:
+        super().__init__(reason)
+        self.token_id = token_id
+        self.reason = reason
+
+
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Image:
     """An image that the model's processor has prepared."""
@@ -25,7 +39,8 @@ class Image:
     """Equal images have the same number, and different images have different numbers."""
     load_inputs: Callable[[], Mapping[str, npt.NDArray[Any]]]
     """Returns the arguments of the vision tower for this image, such as ``pixel_values``. The
-    arrays are large; keep no reference to them after the image is embedded."""
+    arrays are large; keep no reference to them after the image is embedded. Raises
+    ``LostImageError``."""
     num_tokens: int
     """Number of embeddings that the vision tower returns."""
     grid: tuple[int, int] | None = None

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from batchinfer.engine.runner import OutOfMemory
 from batchinfer.engine.scheduler.scheduler import Scheduler
-from batchinfer.engine.sequence import Sequence
+from batchinfer.engine.step_io.failed_step import requeue_all
 from batchinfer.engine.step_io.in_flight import InFlight
 from batchinfer.errors import DeviceError
 
@@ -30,12 +30,11 @@ class Recovered:
 
 
 def recover(scheduler: Scheduler, lost: Iterable[InFlight], error: OutOfMemory) -> Recovered:
-    """Discard unconfirmed results, requeue all sequences, and halve the token limit of a step.
+    """Requeue all sequences (``requeue_all``), and halve the token limit of a step.
 
-    Prefix lookups still find confirmed prompt blocks. Sequences keep their known tokens, and later
-    steps draw the lost tokens again with the same result. The smaller limit is permanent: the
-    weights and the pool keep their size, so a larger step would fail again and cost another
-    recomputation. With half as many tokens, steps are only slightly less efficient.
+    The smaller limit is permanent: the weights and the pool keep their size, so a larger step would
+    fail again and cost another recomputation. With half as many tokens, steps are only slightly
+    less efficient.
 
     Args:
         scheduler: has either scheduled a step that was not submitted, or submitted the steps in
@@ -46,15 +45,7 @@ def recover(scheduler: Scheduler, lost: Iterable[InFlight], error: OutOfMemory) 
     Raises:
         DeviceError: the token limit cannot be lowered further.
     """
-    for state in {sequence.state for sequence in scheduler.table.running()}:
-        state.note_peak_blocks()
-    running = scheduler.withdraw()
-    for sequence in running:
-        sequence.state.stats.preemptions += 1
-    leaders = dict.fromkeys(sequence.group[0] for sequence in (*running, *_retired(lost)))
-    newest_first = sorted(leaders, key=lambda s: (s.state.arrival, s.index), reverse=True)
-    for sequence in newest_first:
-        scheduler.requeue(sequence)
+    running = requeue_all(scheduler, lost)
     most = scheduler.max_num_batched_tokens
     least = max((sequence.request.least_step_tokens for sequence in scheduler.waiting), default=0)
     if most <= least:
@@ -66,12 +57,3 @@ def recover(scheduler: Scheduler, lost: Iterable[InFlight], error: OutOfMemory) 
         )
     scheduler.max_num_batched_tokens = max(most // 2, least)
     return Recovered(str(error), len(running), scheduler.max_num_batched_tokens)
-
-
-def _retired(lost: Iterable[InFlight]) -> list[Sequence]:
-    """Return unfinished sequences whose table rows were freed when their step was submitted."""
-    sampled = [sequence for step in lost for sequence in step.sampled.sequences]
-    retired = [sequence for sequence in sampled if sequence in sequence.state.samples]
-    for sequence in retired:
-        sequence.released_blocks = []
-    return retired

@@ -50,5 +50,6 @@ class Runner(Protocol):
 
         Raises:
             OutOfMemory: there is not enough memory for this step. Earlier steps are not affected.
+            LostImageError: an image of this step cannot be loaded. Earlier steps are not affected.
         """
         ...

@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from batchinfer.engine.images import Image, PromptImage
-from batchinfer.errors import DataError, RowError
+from batchinfer.engine.images import Image, LostImageError, PromptImage
+from batchinfer.errors import RowError
 from batchinfer.requests.requests import PromptRow
 from batchinfer.text.images.files import INVALID_IMAGE
 from batchinfer.text.images.pixels import PixelBuilder
@@ -188,10 +188,8 @@ class ImageLoader:
     def _again(self, image: RowImage) -> SharedArrays:
         (result,) = self._decode([{"image": image}])()
         if isinstance(result, RowError):
-            raise DataError(
-                f"an image can no longer be read: {result.message}",
-                hint="restore it and run the job again; finished rows are kept",
-            )
+            reason = f"an image can no longer be read: {_about_image(result).message}"
+            raise LostImageError(-1 - image.number, reason)
         assert isinstance(result, SharedArrays)
         return result
 

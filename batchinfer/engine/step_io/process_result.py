@@ -124,7 +124,7 @@ def process_result(
         errors[sequences[at].state] = _failure(result, at, stop_result.broken.get(at))
     states |= dict.fromkeys(errors)
     for state, failure in errors.items():
-        _fail_request(scheduler, state, is_nan=failure is _NAN)
+        fail_request(scheduler, state, is_nan=failure is _NAN)
     return [complete(state, errors.get(state), now) for state in states if not state.samples]
 
 
@@ -259,7 +259,7 @@ def _finish(scheduler: Scheduler, sequence: Sequence, stop: int | StopMatch | No
     state.finished[sequence.index] = sequence.output(reason, stop)
 
 
-def _fail_request(scheduler: Scheduler, state: RequestState, *, is_nan: bool) -> None:
+def fail_request(scheduler: Scheduler, state: RequestState, *, is_nan: bool) -> None:
     """Fail a request, or restart it if the blocks of another row may have caused the failure.
 
     The request's blocks are removed from the index. If it used cached blocks, a NaN in these may

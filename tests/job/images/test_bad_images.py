@@ -10,6 +10,7 @@ import threading
 import zlib
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -20,6 +21,7 @@ from batchinfer.errors import ExitCode, RowError
 from batchinfer.job.run.run_job import run_job
 from batchinfer.text.images.decode import OpenImage
 from batchinfer.text.images.files import ImageFile, ImageFiles
+from batchinfer.worker.vision.tower import VisionTower
 from tests.job.images.pictures import encoded, picture, png
 from tests.job.images.test_image_jobs import job, results
 from tests.vision_folders import make_vision_folder
@@ -149,6 +151,29 @@ def test_each_bad_image_is_an_error_of_its_row(root: Path, llava: Path) -> None:
     assert {error["code"] for error in failed.values()} == {"invalid_image"}
     assert all(error["message"] for error in failed.values())
     assert [row["error"] for row in done[len(bad) :]] == [None] * len(good)
+
+
+def test_an_image_that_vanishes_is_an_error_of_its_row(
+    root: Path, llava: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The image of two rows is decoded twice, because its embeddings are not kept."""
+    monkeypatch.setattr("batchinfer.builders.engine.EMBEDDING_BYTES", 0)
+    forward = VisionTower.forward
+
+    def forward_and_remove(tower: VisionTower, inputs: Any) -> Any:
+        (root / "good.png").unlink(missing_ok=True)
+        return forward(tower, inputs)
+
+    monkeypatch.setattr(VisionTower, "forward", forward_and_remove)
+    (root / "other.png").write_bytes(png(2))
+    names = ["good.png", "good.png", "other.png", None]
+    rows = pa.table({"text": [*"abcd"], "image": names})
+    engine = {"max_num_seqs": 1, "order": "input", "enable_prefix_caching": False}
+    assert run_job(job(root, llava, rows, engine=engine), quiet=True) is ExitCode.OK
+    errors = [row["error"] for row in results(root)]
+    assert [error and error["code"] for error in errors] == [None, "invalid_image", None, None]
+    assert "can no longer be read" in errors[1]["message"]
+    assert "good.png: No such file" in errors[1]["message"]
 
 
 def test_too_many_bad_images_fail_the_job(root: Path, llava: Path) -> None:
