@@ -160,11 +160,7 @@ ROOMS = [
         "job.rows",
         (*("config", "errors", "console", "engine", "text", "pooling"), *("requests", "job")),
     ),
-    Room(
-        "job.images",
-        "images of a job's rows",
-        ("config", "errors", "text", "requests", "builders", "job"),
-    ),
+    described("job.images", ("config", "errors", "text", "requests", "builders", "job")),
     described("job.output", ("errors", "console", "engine", "text", "job")),
     described("job.reuse", ("errors", "console", "requests", "job")),
     described("job.claims", ("errors", "console", "job")),

@@ -59,11 +59,13 @@ def test_chat_takes_images_of_several_forms(llm: LLM) -> None:
         {"type": "image_url", "image_url": {"url": url}},
         {"type": "image", "image": picture(1)},
         {"type": "image_pil", "image_pil": picture(1)},
+        {"type": "image", "image": png(1)},
+        {"type": "image", "image": {"bytes": png(1), "path": "a.png"}},
     ]
     talks = [[{"role": "user", "content": [part, text]}] for part in parts]
     outputs = llm.chat(talks, GREEDY, use_tqdm=False)
     expected = tokens(llm, prompt(picture(1)))[0]
-    assert [output.outputs[0].token_ids for output in outputs] == [expected] * 3
+    assert [output.outputs[0].token_ids for output in outputs] == [expected] * 5
 
 
 def test_pixels_beyond_the_limit_are_decoded_again(

@@ -14,7 +14,8 @@ from batchinfer.config import PromptConfig, SamplingParams, field_names
 from batchinfer.console.phases import Phases, active_phases, phase
 from batchinfer.errors import RowError
 from batchinfer.job.fingerprint import digest, fingerprint_facts
-from batchinfer.job.images import JobImages, image_settings, may_have_images
+from batchinfer.job.images.cells import with_marked_images
+from batchinfer.job.images.job_images import JobImages, image_settings, may_have_images
 from batchinfer.job.input.arrow_text import is_conversation
 from batchinfer.job.input.dataset import Source, open_source
 from batchinfer.job.input.format import SAMPLING_COLUMN
@@ -321,7 +322,8 @@ def _prompts(
         now=datetime.fromisoformat(job.manifest.planned_at),
     )
     if images is not None:
-        return images.numbered(processes.prompts(partial(factory, images=images.settings)))
+        prompts = images.numbered(processes.prompts(partial(factory, images=images.settings)))
+        return with_marked_images(prompts, job.source.schema)
     if config.token_ids_column is not None and job.spec.task_spec.draws:
         return PromptBuilder(config, context.tokenizer, **factory.keywords)
-    return processes.prompts(factory)
+    return with_marked_images(processes.prompts(factory), job.source.schema)

@@ -51,6 +51,8 @@ Conversation = Sequence[Mapping[str, Any]]
 _KEYS = ("prompt", "prompt_token_ids")
 _FORMS = "a string, a list of token ids, {'prompt': ...} or {'prompt_token_ids': ...}"
 _MESSAGES = "a list of messages such as [{'role': 'user', 'content': '...'}]"
+_FILE_KEYS = ("image", "image_pil", "bytes")
+"""Keys of a message whose bytes are the file of an image."""
 
 
 def read_prompts(
@@ -97,9 +99,15 @@ def read_conversations(
 
 
 def _plain(value: Any) -> Any:
-    """Return ``value`` with every mapping, list and string in it as a dict, list or str."""
+    """Return ``value`` with every mapping, list and string in it as a dict, list or str, and every
+    image as an ``ImageFile``."""
     if isinstance(value, Mapping):
-        return {_plain(key): _plain(item) for key, item in value.items()}
+        return {
+            _plain(key): image_file(item)
+            if key in _FILE_KEYS and isinstance(item, bytes)
+            else _plain(item)
+            for key, item in value.items()
+        }
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     if is_picture(value):

@@ -18,7 +18,7 @@ MAX_ROW_BYTES = 4 * _MAX_BYTES_PER_CHAR * MAX_TEXT_CHARS
 SYSTEM_ROLES = ("system", "developer")
 _IMAGE_TYPES = ("image", "image_url", "input_image", "image_pil")
 """Types of parts that are images, in the forms of OpenAI, transformers and vLLM."""
-_IMAGE_KEYS = ("image_url", "image", "image_pil", "url", "path")
+IMAGE_KEYS = ("image_url", "image", "image_pil", "url", "path")
 """Fields of a part that hold an image, in the same forms."""
 
 
@@ -158,12 +158,18 @@ def _as_message(item: object, where: str) -> Message:
 
 def _part(part: object, where: str) -> dict[str, Any]:
     if isinstance(part, Mapping) and part.get("type") in _IMAGE_TYPES:
-        given = [part[key] for key in _IMAGE_KEYS if part.get(key) is not None]
+        given = [part[key] for key in IMAGE_KEYS if not _is_null(part.get(key))]
         image = given[0] if given else None
         if isinstance(image, Mapping) and image.get("url") is not None:
             image = image["url"]
         return {"type": "image", "image": image}
     return {"type": "text", "text": _part_text(part, where)}
+
+
+def _is_null(value: object) -> bool:
+    """Return True for null, and for a struct of nulls."""
+    values = value.values() if isinstance(value, Mapping) else [value]
+    return all(item is None for item in values)
 
 
 def _part_text(part: object, where: str) -> str:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from batchinfer.console.format import did_you_mean
 from batchinfer.engine.simulate.roofline import DEVICES, Device
 from batchinfer.errors import UsageError
-from batchinfer.job.images import may_have_images
+from batchinfer.job.images.job_images import may_have_images
 from batchinfer.job.input.format import BATCH_ROWS
 from batchinfer.job.input.unique_ids import HASHES_AT_ONCE, find_bad_ids
 from batchinfer.job.job import Job, LoadedJob, load, open_input, open_job, row_keys

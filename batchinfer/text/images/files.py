@@ -8,7 +8,7 @@ import os
 import stat
 import urllib.request
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ _DOWNLOAD_S = 30.0
 class ImageFile:
     """The bytes of an image, or the path of its file."""
 
-    data: bytes | None
+    data: bytes | None = field(repr=False)
     path: str | None = None
     """Absolute path, if ``data`` is None."""
 
@@ -96,9 +96,7 @@ class ImageFiles:
         if isinstance(value, ImageFile):
             return value
         if isinstance(value, Mapping):
-            return (
-                ImageFile(value["bytes"]) if value.get("bytes") else self._one(value["path"], where)
-            )
+            return self._in_struct(value, where)
         if isinstance(value, str) and value:
             return self.named(value, where)
         if not isinstance(value, bytes | str):
@@ -111,6 +109,14 @@ class ImageFiles:
             return self.named(_text(value, where), where)
         name = _path_in(value)
         return ImageFile(value) if name is None else self.named(name, where)
+
+    def _in_struct(self, value: Mapping[str, Any], where: str) -> ImageFile:
+        data, path = value.get("bytes"), value.get("path")
+        if data:
+            return ImageFile(data) if isinstance(data, bytes) else self._one(data, where)
+        if path is None:
+            raise RowError(INVALID_IMAGE, f"{where} has neither bytes nor a path")
+        return self._one(path, where)
 
     def named(self, name: str, where: str) -> ImageFile:
         """Return the image that a path, a data URL or a web address names.

@@ -223,6 +223,43 @@ def test_conversations_hold_images_in_parts(tmp_path: Path, llava: Path) -> None
     assert third["num_prompt_tokens"] == first["num_prompt_tokens"] + 16
 
 
+def talks_with_hub_images(*images: Any) -> pa.Table:
+    """Return conversations whose parts hold images as the Hub stores them."""
+    part = pa.struct([("type", pa.string()), ("text", pa.string()), ("image", HUB_IMAGE)])
+    message = pa.struct([("role", pa.string()), ("content", pa.list_(part))])
+    text = {"type": "text", "text": "Which?", "image": None}
+    talks = [
+        [{"role": "user", "content": [{"type": "image", "text": None, "image": image}, text]}]
+        for image in images
+    ]
+    return pa.table({"text": pa.array(talks, pa.list_(message))})
+
+
+def test_parts_hold_images_as_the_hub_stores_them(tmp_path: Path, llava: Path) -> None:
+    """A struct of nulls stands for the image of the column."""
+    (tmp_path / "a.png").write_bytes(png(1))
+    rows = talks_with_hub_images(
+        {"bytes": png(1), "path": "no.png"},
+        {"bytes": None, "path": "a.png"},
+        {"bytes": None, "path": None},
+    )
+    rows = rows.append_column("image", pa.array([None, None, png(1)], pa.binary()))
+    assert run_job(job(tmp_path, llava, rows), quiet=True) is ExitCode.OK
+    first, *others = results(tmp_path)
+    assert first["error"] is None
+    assert [row["outputs"] for row in others] == [first["outputs"]] * 2
+
+
+def test_a_text_model_refuses_rows_with_images(tmp_path: Path) -> None:
+    model = make_text_model(tmp_path / "model")
+    rows = talks_with_hub_images({"bytes": png(1), "path": None})
+    prompt = {"images": None, "chat_template": str(tmp_path / "chat.jinja")}
+    (tmp_path / "chat.jinja").write_text("{{ messages[0].content[0].text }}")
+    assert run_job(job(tmp_path, model, rows, prompt=prompt), quiet=True) is ExitCode.OK
+    (row,) = results(tmp_path)
+    assert row["error"]["code"] == "unsupported_content"
+
+
 def test_json_lines_may_mix_texts_and_parts(tmp_path: Path, llava: Path) -> None:
     """No Arrow type fits such a column, so its rows are kept as JSON text."""
     (tmp_path / "a.png").write_bytes(png(0))

@@ -1,0 +1,91 @@
+"""Marks the images in rows, by the types of the columns.
+
+A row holds texts and binary values alike as bytes. Only the type of the column tells which bytes
+are a text, such as a path, and which are the file of an image.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import pyarrow as pa
+
+from batchinfer.errors import RowError
+from batchinfer.job.input.arrow_text import is_conversation
+from batchinfer.job.rows.reader import Prompts
+from batchinfer.text.images.files import ImageFile
+from batchinfer.text.prompts import Prompt
+from batchinfer.text.row_values import IMAGE_KEYS
+
+_Mark = Callable[[Any], Any]
+"""Returns a value in which an ``ImageFile`` replaces each file of an image."""
+_BINARY = (pa.binary(), pa.large_binary(), pa.binary_view())
+_LISTS = (pa.ListType, pa.LargeListType, pa.FixedSizeListType)
+
+
+def with_marked_images(prompts: Prompts, schema: pa.Schema) -> Prompts:
+    """Return an object that makes the same prompts, from rows with marked images.
+
+    Args:
+        schema: columns of the rows.
+    """
+    marks = {field.name: _mark_of_conversations(field.type) for field in schema}
+    found = {name: mark for name, mark in marks.items() if mark is not None}
+    return _MarkedPrompts(prompts, found) if found else prompts
+
+
+class _MarkedPrompts:
+    def __init__(self, prompts: Prompts, marks: Mapping[str, _Mark]) -> None:
+        self.columns = prompts.columns
+        self._prompts = prompts
+        self._mark = partial(_in_struct, marks)
+
+    def start(self, rows: Sequence[Mapping[str, object]]) -> Callable[[], list[Prompt | RowError]]:
+        """See ``Prompts.start``."""
+        return self._prompts.start(list(map(self._mark, rows)))
+
+
+def _mark_of_conversations(kind: pa.DataType) -> _Mark | None:
+    """Return how to mark the images in the parts of conversations; None if there are none."""
+    if not is_conversation(kind):
+        return None
+    parts = kind.value_type.field("content").type
+    if not isinstance(parts, _LISTS) or not pa.types.is_struct(parts.value_type):
+        return None
+    marks = {field.name: _mark_of(field.type) for field in parts.value_type}
+    found = {name: mark for name in IMAGE_KEYS if (mark := marks.get(name)) is not None}
+    if not found:
+        return None
+    part = partial(_in_struct, found)
+    return partial(_in_list, partial(_in_struct, {"content": partial(_in_list, part)}))
+
+
+def _mark_of(kind: pa.DataType) -> _Mark | None:
+    """Return how to mark the images in cells of a type; None if its cells only name images."""
+    if pa.types.is_dictionary(kind):
+        return _mark_of(kind.value_type)
+    if kind in _BINARY:
+        return _as_file
+    if isinstance(kind, _LISTS):
+        item = _mark_of(kind.value_type)
+        return None if item is None else partial(_in_list, item)
+    if pa.types.is_struct(kind) and "bytes" in [field.name for field in kind]:
+        mark = _mark_of(kind.field("bytes").type)
+        return None if mark is None else partial(_in_struct, {"bytes": mark})
+    return None
+
+
+def _as_file(value: Any) -> Any:
+    return ImageFile(value) if isinstance(value, bytes) and value else value
+
+
+def _in_list(mark: _Mark, value: Any) -> Any:
+    return [mark(item) for item in value] if isinstance(value, list) else value
+
+
+def _in_struct(marks: Mapping[str, _Mark], value: Any) -> Any:
+    if not isinstance(value, Mapping):
+        return value
+    return {name: marks[name](item) if name in marks else item for name, item in value.items()}
