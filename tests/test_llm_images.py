@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText
 
-from batchinfer import LLM, SamplingParams
+from batchinfer import LLM, BeamSearchParams, SamplingParams
 from batchinfer.errors import NotYetError
 from batchinfer.text.images.loading import load_image_processor
 from tests.job.images.pictures import encoded, picture, png
@@ -130,6 +130,20 @@ def test_samples_share_an_image(llm: LLM) -> None:
 def test_bad_images_are_refused(llm: LLM, bad: Any, message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
         tokens(llm, prompt(png(1)), bad)
+
+
+def test_a_place_for_an_image_needs_an_image(llm: LLM) -> None:
+    """Jobs refuse such rows, too."""
+    for text in (TEXT, {"prompt": TEXT}, prompt([]), {"prompt": TEXT, "multi_modal_data": None}):
+        with pytest.raises(ValueError, match=r"prompt 1: .*1 image placeholders \(<image>\)"):
+            tokens(llm, "no place", text)
+    with pytest.raises(ValueError, match="give them in multi_modal_data, or remove"):
+        llm.beam_search(TEXT, BeamSearchParams(beam_width=2, max_tokens=2), use_tqdm=False)
+    outputs = llm.generate([TEXT, "no place"], GREEDY, use_tqdm=False, errors="return")
+    assert [output.error and output.error.code for output in outputs] == [
+        "unsupported_content",
+        None,
+    ]
 
 
 def test_a_bad_image_is_the_error_of_its_prompt(llm: LLM) -> None:

@@ -289,7 +289,8 @@ class GenerationCalls:
 
     @cached_property
     def _raw_texts(self) -> WorkerPrompts:
-        return self._processes.prompts(RawTexts)
+        images = None if self._images is None else self._images.settings
+        return self._processes.prompts(partial(RawTexts, images=images))
 
     def _items(
         self,

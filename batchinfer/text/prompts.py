@@ -11,7 +11,7 @@ import numpy as np
 from batchinfer.config import PromptConfig
 from batchinfer.errors import RowError
 from batchinfer.text.encode import RenderedText, TextEncoder, each_apart_if_needed
-from batchinfer.text.images.row_images import RowImage
+from batchinfer.text.images.row_images import ImageSettings, RowImage
 from batchinfer.text.render import RowRenderer
 from batchinfer.text.tokenizer import TokenIds, Tokenizer
 
@@ -157,24 +157,37 @@ class RawTexts:
     """Makes prompts from plain texts of any length: no template, special tokens parsed.
 
     Used instead of a ``PromptBuilder`` for rows whose column ``text`` is valid Unicode.
+
+    Args:
+        images: how to process images, if the model takes them. A text with an image placeholder is
+            then an error, because these prompts have no images.
     """
 
     columns: tuple[str, ...] = ("text",)
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, images: ImageSettings | None = None) -> None:
         self._tokenizer = tokenizer
+        self._placeholder = None if images is None else images.placeholder()
 
     def render(self, rows: Sequence[Mapping[str, str]]) -> list[str]:
         """Return the texts."""
         return [row["text"] for row in rows]
 
     def tokenize(self, texts: Sequence[str]) -> list[Prompt | RowError]:
-        """Return a prompt for each text, or ``unsupported_content`` if the tokenizer refuses it."""
+        """Return a prompt for each text, or ``unsupported_content`` if it has an image placeholder
+        or the tokenizer refuses it."""
         encoded = each_apart_if_needed(self._encode, texts)
-        return [
-            ids if isinstance(ids, RowError) else Prompt(ids, text, False, False)
-            for ids, text in zip(encoded, texts, strict=True)
-        ]
+        return list(map(self._prompt, texts, encoded))
+
+    def _prompt(self, text: str, ids: TokenIds | RowError) -> Prompt | RowError:
+        if self._placeholder is not None and self._placeholder in text:
+            return RowError(
+                "unsupported_content",
+                f"the text has {text.count(self._placeholder)} image placeholders "
+                f"({self._placeholder}), but the prompt has no images; give them in "
+                "multi_modal_data, or remove the placeholders from the text",
+            )
+        return ids if isinstance(ids, RowError) else Prompt(ids, text, False, False)
 
     def _encode(self, texts: Sequence[str]) -> list[TokenIds]:
         return self._tokenizer.encode_batch(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from batchinfer.config import PromptConfig
-from batchinfer.errors import RowError
+from batchinfer.errors import ModelError, RowError
 from batchinfer.text.chat import Message
 from batchinfer.text.images.files import ImageFile, ImageFiles
 from batchinfer.text.prompt_sources import require_column
@@ -60,6 +60,14 @@ class ImageSettings:
         from batchinfer.text.images.loading import load_image_processor
 
         return load_image_processor(self.model_folder, self.token_id, self.processor_kwargs)
+
+    def placeholder(self) -> str | None:
+        """Return the text that stands for an image; None if the image processor cannot be loaded,
+        so that prompts cannot have images."""
+        try:
+            return self.processor().placeholder
+        except ModelError:
+            return None
 
     def prepare(self) -> None:
         """Load the image processor without torch, before this process forks.
