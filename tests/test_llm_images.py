@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import re
 from pathlib import Path
 from typing import Any
 
@@ -128,8 +129,27 @@ def test_samples_share_an_image(llm: LLM) -> None:
     ],
 )
 def test_bad_images_are_refused(llm: LLM, bad: Any, message: str) -> None:
-    with pytest.raises((ValueError, TypeError), match=message):
+    with pytest.raises((ValueError, TypeError), match=message) as told:
         tokens(llm, prompt(png(1)), bad)
+    assert str(told.value).startswith("prompt 1: ")
+    assert not re.search(r"\brow\b", str(told.value))
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        ({"type": "image"}, "has no image; put one into its field image"),
+        ({"type": "image", "image": b"nothing"}, "an image has an unknown image format"),
+        ({"type": "image_url", "image_url": "a.png"}, "a.png is a path .* give the bytes"),
+        ({"type": "image_url", "image_url": "http://a/b.png"}, "b.png is a path or a web address"),
+    ],
+)
+def test_bad_images_of_chats_are_refused(llm: LLM, part: Any, message: str) -> None:
+    talk = [{"role": "user", "content": [part, {"type": "text", "text": "Which?"}]}]
+    with pytest.raises(ValueError, match=message) as told:
+        llm.chat(talk, GREEDY, use_tqdm=False)
+    assert str(told.value).startswith("prompt 0: ")
+    assert not re.search(r"\brow\b|\binput\.|\bprompt\.", str(told.value))
 
 
 def test_a_place_for_an_image_needs_an_image(llm: LLM) -> None:
@@ -179,5 +199,5 @@ def test_logprobs_after_an_image_have_texts(llm: LLM) -> None:
 
 def test_a_text_model_takes_no_images(tmp_path: Path) -> None:
     llm = LLM(str(make_text_model(tmp_path / "model")), num_kv_blocks=64)
-    with pytest.raises(ValueError, match="takes only text"):
+    with pytest.raises(ValueError, match=r"prompt 0 has .* takes only text"):
         tokens(llm, prompt(png(1)))

@@ -258,6 +258,11 @@ class GenerationCalls:
     def _read_prompts(self, prompts: PromptLike | Sequence[PromptLike]) -> list[Prompt | RowError]:
         read = read_prompts(prompts, self._context.vocab_size, has_tokenizer=self._has_tokenizer)
         with_images = [item for item in read if isinstance(item, TextWithImages)]
+        if with_images and self._images is None:
+            raise ValueError(
+                f"prompt {read.index(with_images[0])} has multi_modal_data, but this model takes "
+                "only text, or its images are not supported yet"
+            )
         built = iter(self._with_images(with_images) if with_images else [])
         others = [item for item in read if not isinstance(item, TextWithImages)]
         tokenized = iter(self._tokenized(others))
@@ -269,11 +274,7 @@ class GenerationCalls:
         return [next(built) if isinstance(item, str) else item for item in items]
 
     def _with_images(self, items: Sequence[TextWithImages]) -> list[Prompt | RowError]:
-        if self._images is None:
-            raise ValueError(
-                "a prompt has multi_modal_data, but this model takes only text, or its images are "
-                "not supported yet"
-            )
+        assert self._images is not None
         rows = [{"text": item.text, "image": item.images} for item in items]
         recipe = partial(
             PromptBuilder,

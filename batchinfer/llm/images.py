@@ -13,7 +13,7 @@ import numpy as np
 from batchinfer.config import PromptConfig
 from batchinfer.errors import RowError
 from batchinfer.requests.images import ROWS_AHEAD, FinishLoading, ImageLoader, ImageNumbers
-from batchinfer.text.images.files import ImageFile
+from batchinfer.text.images.files import ImageFile, ImageFiles
 from batchinfer.text.images.row_images import ImageSettings
 from batchinfer.text.processes.pool import TextProcesses
 
@@ -37,7 +37,7 @@ class CallImages:
         self.settings = ImageSettings(
             support.folder,
             support.token_id,
-            None,
+            ImageFiles(),
             PromptConfig().max_image_pixels,
             {},
             merge_size=support.merge_size,

@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from batchinfer.config import PromptConfig
 from batchinfer.errors import RowError
-from batchinfer.text.images.files import ImageFiles
+from batchinfer.job.images.media_files import MediaFiles
 
 MOST_PICTURES = 4
 """Maximum number of pictures per row."""
@@ -38,7 +38,7 @@ class Pictures:
         self.columns: Sequence[str] = [columns] if isinstance(columns, str) else columns
         self._max_pixels = prompt.get("max_image_pixels") or PromptConfig().max_image_pixels
         root = None if "://" in first_input else Path(first_input).absolute().parent
-        self._files = ImageFiles(Path(media_root) if media_root else root)
+        self._files = MediaFiles(Path(media_root) if media_root else root)
         if find_spec("PIL") is None:
             self.columns = ()
 
@@ -58,7 +58,7 @@ class Pictures:
 def _data_url(data: bytes, max_pixels: int) -> str:
     from batchinfer.text.images.decode import OpenImage
 
-    picture = OpenImage(data, max_pixels, "the image").pixels()
+    picture = OpenImage(data, max_pixels, "an image").pixels()
     picture.thumbnail((LONGEST_SIDE, LONGEST_SIDE))
     file = io.BytesIO()
     picture.save(file, "JPEG", quality=80)

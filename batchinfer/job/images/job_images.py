@@ -13,6 +13,7 @@ import pyarrow as pa
 
 from batchinfer.config import PromptConfig
 from batchinfer.errors import ModelError, RowError
+from batchinfer.job.images.media_files import MediaFiles
 from batchinfer.job.input.arrow_text import is_conversation, is_text
 from batchinfer.job.input.dataset import Source
 from batchinfer.job.input.json_columns import is_json_text
@@ -107,12 +108,11 @@ def image_settings(spec: JobSpec, source: Source, context: EngineContext) -> Ima
     return ImageSettings(
         support.folder,
         support.token_id,
-        media_root(spec, source),
+        MediaFiles(media_root(spec, source), downloads=spec.input.media_urls),
         config.max_image_pixels,
         config.mm_processor_kwargs,
         _salt(support.folder, config),
         support.merge_size,
-        spec.input.media_urls,
         support.attends_both_ways,
     )
 

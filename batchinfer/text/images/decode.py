@@ -30,28 +30,31 @@ _TRANSPOSE = {
 class OpenImage:
     """An image whose header has been read.
 
+    Args:
+        name: name of the image in error messages.
+
     Raises:
         RowError: ``invalid_image``: the data is not an image, or it has too many pixels.
     """
 
-    def __init__(self, data: bytes, max_pixels: int, where: str) -> None:
-        self._where = where
+    def __init__(self, data: bytes, max_pixels: int, name: str) -> None:
+        self._name = name
         try:
             with _NoWarnings():
                 self._image = Image.open(io.BytesIO(data), formats=_FORMATS)
                 self._turn = _TRANSPOSE.get(self._orientation())
         except UnidentifiedImageError:
-            raise RowError(INVALID_IMAGE, f"{where}: unknown image format") from None
+            raise RowError(INVALID_IMAGE, f"{name} has an unknown image format") from None
         except Exception as error:  # Pillow raises many types for damaged files
-            raise self._error("the header of an image cannot be read", error) from None
+            raise _error(f"the header of {name} cannot be read", error) from None
         width, height = self._image.size
         if not width or not height:
-            raise RowError(INVALID_IMAGE, f"{where}: an image has {width} x {height} pixels")
+            raise RowError(INVALID_IMAGE, f"{name} has {width} x {height} pixels")
         if width * height > max_pixels:
             raise RowError(
                 INVALID_IMAGE,
-                f"{where}: an image has {width} x {height} pixels, but "
-                f"prompt.max_image_pixels is {max_pixels}",
+                f"{name} has {width} x {height} pixels, but max_image_pixels is {max_pixels}; "
+                "make the picture smaller",
             )
 
     @property
@@ -79,7 +82,7 @@ class OpenImage:
         except MemoryError:
             raise
         except Exception as error:
-            raise self._error("an image cannot be decoded", error) from None
+            raise _error(f"{self._name} cannot be decoded", error) from None
         return picture if self._turn is None else picture.transpose(self._turn)
 
     def _orientation(self) -> int:
@@ -90,9 +93,9 @@ class OpenImage:
         )
         return int(self._image.getexif().get(_ORIENTATION, 1)) if is_known else 1
 
-    def _error(self, what: str, error: Exception) -> RowError:
-        reason = one_line(error) or type(error).__name__
-        return RowError(INVALID_IMAGE, f"{self._where}: {what}: {reason}")
+
+def _error(what: str, error: Exception) -> RowError:
+    return RowError(INVALID_IMAGE, f"{what}: {one_line(error)}")
 
 
 class _NoWarnings(warnings.catch_warnings):

@@ -1,4 +1,4 @@
-"""Reads the images of cells: bytes, paths below a folder, data URLs, and web addresses."""
+"""Reads the files of images, and finds the images that a value holds."""
 
 from __future__ import annotations
 
@@ -6,23 +6,17 @@ import base64
 import binascii
 import os
 import stat
-import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from http.client import HTTPException
-from pathlib import Path
 from typing import Any
 from urllib.parse import unquote_to_bytes
 
-from batchinfer.errors import RowError, one_line
+from batchinfer.errors import RowError
 from batchinfer.text.row_values import MAX_ROW_BYTES
 
 INVALID_IMAGE = "invalid_image"
 _DATA = "data:"
-_WEB = ("http://", "https://")
 _MAX_PATH_BYTES = 4096
-_DOWNLOAD_S = 30.0
-"""Timeout of each read from a server, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +26,11 @@ class ImageFile:
     data: bytes | None = field(repr=False)
     path: str | None = None
     """Absolute path, if ``data`` is None."""
+
+    @property
+    def name(self) -> str:
+        """Name of the image in error messages."""
+        return self.path or "an image"
 
     def read(self) -> bytes:
         """Return the bytes.
@@ -60,17 +59,10 @@ class ImageFile:
 
 
 class ImageFiles:
-    """Finds the images of a cell.
+    """Finds the images that a value holds: files and data URLs. Picklable.
 
-    Args:
-        root: folder of relative paths. A path that leads out of it is an error. None: every path is
-            an error.
-        downloads: True to download images from web addresses.
+    A subclass may find the images that a path or a web address names (``elsewhere``).
     """
-
-    def __init__(self, root: Path | None, *, downloads: bool = False) -> None:
-        self._root = None if root is None else root.resolve()
-        self._downloads = downloads
 
     def in_cell(self, value: Any, where: str) -> list[ImageFile]:
         """Return the images of a cell, in order; an empty list for null.
@@ -126,41 +118,19 @@ class ImageFiles:
         """
         if name.startswith(_DATA):
             return ImageFile(_data_of(name, where))
-        if name.startswith(_WEB):
-            if self._downloads:
-                return ImageFile(_downloaded(name, where))
-            raise RowError(
-                INVALID_IMAGE,
-                f"{where}: {name[:80]} is a web address; set input.media_urls to download images",
-            )
-        if self._root is None:
-            raise RowError(
-                INVALID_IMAGE,
-                f"{where}: {name[:80]} is a path, but there is no folder for images; "
-                "set input.media_root",
-            )
-        path = self._root / name.removeprefix("file://")
-        try:
-            resolved = path.resolve()
-        except (OSError, ValueError, RuntimeError) as error:  # too long, a zero byte, a loop
-            raise RowError(INVALID_IMAGE, f"{where}: {name[:80]!r}: {error}") from None
-        if not resolved.is_relative_to(self._root):
-            raise RowError(
-                INVALID_IMAGE, f"{where}: {name[:80]} is outside input.media_root, {self._root}"
-            )
-        return ImageFile(None, str(resolved))
+        return self.elsewhere(name, where)
 
+    def elsewhere(self, name: str, where: str) -> ImageFile:
+        """Return the image that a path or a web address names.
 
-def _downloaded(url: str, where: str) -> bytes:
-    """Download a file. ``urlopen`` follows redirects only to HTTP, HTTPS and FTP."""
-    try:
-        with urllib.request.urlopen(url, timeout=_DOWNLOAD_S) as answer:
-            data: bytes = answer.read(MAX_ROW_BYTES + 1)
-    except (OSError, ValueError, HTTPException) as error:
-        raise RowError(INVALID_IMAGE, f"{where}: {url[:80]}: {one_line(error)}") from None
-    if len(data) > MAX_ROW_BYTES:
-        raise RowError(INVALID_IMAGE, f"{where}: {url[:80]} has more than {MAX_ROW_BYTES} bytes")
-    return data
+        Raises:
+            RowError: ``invalid_image``.
+        """
+        raise RowError(
+            INVALID_IMAGE,
+            f"{where}: {name[:80]} is a path or a web address, which is not read here; give the "
+            "bytes of the file, or a PIL image",
+        )
 
 
 def _path_in(value: bytes) -> str | None:

@@ -35,11 +35,12 @@ class PixelBuilder:
         return [self._made(image) for image in images]
 
     def _made(self, image: RowImage) -> SharedArrays | RowError:
+        name = image.file.name
         try:
             data = image.file.read()
             if self._settings.key_of(data) != image.key:
-                raise RowError(INVALID_IMAGE, f"{image.file.path} changed while the job ran")
-            picture = OpenImage(data, self._settings.max_pixels, "the row").pixels()
+                raise RowError(INVALID_IMAGE, f"{name} has changed since its prompt was made")
+            picture = OpenImage(data, self._settings.max_pixels, name).pixels()
             return SharedArrays(self._processor.inputs(picture, image.num_tokens))
         except RowError as error:
             return error

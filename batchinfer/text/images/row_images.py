@@ -31,24 +31,22 @@ class ImageSettings:
     Args:
         model_folder: folder of the model and its image processor.
         token_id: id of the token that the embeddings of an image replace.
-        root: folder of image paths; None: a path in a row is an error.
+        files: finds the images that rows name.
         max_pixels: largest allowed number of pixels of an image.
         processor_kwargs: ``prompt.mm_processor_kwargs``.
         salt: hash of everything else that affects an image's pixels.
         merge_size: for models with multimodal rotary positions: a token covers ``merge_size`` rows
             and columns of patches.
-        downloads: True if rows may name web addresses.
         attends_both_ways: ``engine.images.Image.attends_both_ways`` of the model's images.
     """
 
     model_folder: Path
     token_id: int
-    root: Path | None
+    files: ImageFiles
     max_pixels: int
     processor_kwargs: Mapping[str, Any]
     salt: bytes = b""
     merge_size: int | None = None
-    downloads: bool = False
     attends_both_ways: bool = False
 
     def processor(self) -> ImageProcessor:
@@ -153,7 +151,6 @@ class RowImages:
             require_column(name, "prompt.images", columns)
         self.columns = config.image_columns
         self._settings = settings
-        self._files = ImageFiles(settings.root, downloads=settings.downloads)
         if self.columns:
             settings.processor()  # so that a bad processor fails before the first row
 
@@ -166,7 +163,7 @@ class RowImages:
         return [
             image
             for name in self.columns
-            for image in self._files.in_cell(row.get(name), f"column {name}")
+            for image in self._settings.files.in_cell(row.get(name), f"column {name}")
         ]
 
     def placed(
@@ -190,13 +187,18 @@ class RowImages:
         files = []
         for part in parts:
             if part["image"] is not None:
-                files += self._files.in_cell(part["image"], "an image of the conversation")
+                files += self._settings.files.in_cell(part["image"], "an image of the conversation")
             elif waiting:
                 files.append(waiting.pop(0))
-            else:
+            elif self.columns:
                 raise RowError(
                     "unsupported_content",
                     "the conversation has more image parts than the row has images",
+                )
+            else:
+                raise RowError(
+                    "unsupported_content",
+                    "an image part of the conversation has no image; put one into its field image",
                 )
         if waiting:
             raise RowError(
@@ -221,7 +223,7 @@ class RowImages:
             raise RowError(
                 "unsupported_content",
                 f"the rendered prompt has {count} image placeholders ({placeholder}), "
-                f"but the row has {len(files)} images",
+                f"but there are {len(files)} images",
             )
         if not files:
             return None
@@ -233,7 +235,7 @@ class RowImages:
         from batchinfer.text.images.decode import OpenImage
 
         data = file.read()
-        image = OpenImage(data, self._settings.max_pixels, "the row")
+        image = OpenImage(data, self._settings.max_pixels, file.name)
         num_tokens = self._settings.processor().num_tokens(image.size)
         settings = self._settings
         return RowImage(settings.key_of(data), file, image.size, num_tokens, settings.token_id)

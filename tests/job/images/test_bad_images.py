@@ -18,6 +18,7 @@ import pytest
 from PIL import Image
 
 from batchinfer.errors import ExitCode, RowError
+from batchinfer.job.images.media_files import MediaFiles
 from batchinfer.job.run.run_job import run_job
 from batchinfer.text.images.decode import OpenImage
 from batchinfer.text.images.files import ImageFile, ImageFiles
@@ -201,8 +202,8 @@ def test_pictures_are_turned_upright(orientation: int) -> None:
 
 def test_data_urls_hold_images() -> None:
     url = "data:image/png;base64," + base64.b64encode(png(0)).decode()
-    assert ImageFiles(None).in_cell(url, "x") == [ImageFile(png(0))]
-    assert ImageFiles(None).in_cell(url.encode(), "x") == [ImageFile(png(0))]
+    assert ImageFiles().in_cell(url, "x") == [ImageFile(png(0))]
+    assert ImageFiles().in_cell(url.encode(), "x") == [ImageFile(png(0))]
 
 
 class Pictures(BaseHTTPRequestHandler):
@@ -224,12 +225,12 @@ def test_images_are_downloaded_only_if_the_job_says_so() -> None:
     thread.start()
     try:
         url = f"http://127.0.0.1:{server.server_port}/a.png"
-        files = ImageFiles(None, downloads=True)
+        files = MediaFiles(None, downloads=True)
         assert files.in_cell(url, "x") == [ImageFile(png(0))]
         with pytest.raises(RowError, match="404"):
             files.in_cell(url.replace("a.png", "b.png"), "x")
         with pytest.raises(RowError, match=r"set input\.media_urls"):
-            ImageFiles(None).in_cell(url, "x")
+            MediaFiles(None).in_cell(url, "x")
     finally:
         server.shutdown()
         server.server_close()
@@ -241,14 +242,14 @@ def test_images_are_downloaded_only_if_the_job_says_so() -> None:
 def test_bad_paths_leave_no_descriptors_open(root: Path) -> None:
     before = len(os.listdir("/proc/self/fd"))
     for name in ("folder", "nothing.png", "fifo.png"):
-        (file,) = ImageFiles(root).in_cell(name, "x")
+        (file,) = MediaFiles(root).in_cell(name, "x")
         with pytest.raises(RowError):
             file.read()
     assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_a_struct_of_nulls_is_no_image() -> None:
-    files = ImageFiles(None)
+    files = ImageFiles()
     assert files.in_cell([{"bytes": None, "path": None}, None], "x") == []
     with pytest.raises(RowError, match="is empty"):
         files.in_cell("", "x")
@@ -256,9 +257,9 @@ def test_a_struct_of_nulls_is_no_image() -> None:
 
 def test_a_text_file_is_not_an_image() -> None:
     with pytest.raises(RowError, match="unknown image format"):
-        OpenImage(b"some text", MAX_PIXELS, "the row")
+        OpenImage(b"some text", MAX_PIXELS, "an image")
 
 
 def test_paths_need_a_folder() -> None:
     with pytest.raises(RowError, match=r"set input\.media_root"):
-        ImageFiles(None).in_cell("a.png", "x")
+        MediaFiles(None).in_cell("a.png", "x")
