@@ -28,9 +28,10 @@ class PromptConfig(Record):
     """A column of token ids: list<int>."""
     images: str | tuple[str, ...] | None = None
     """A column of images, or a list of such columns, for vision-language models. A cell holds the
-    bytes of an image, a path below input.media_root, a data: URL, a struct<bytes, path>, a list of
-    these, or null. The images go to the image parts of the conversation, in order. If it has no
-    image parts, the images go before the text of the first user message."""
+    bytes of an image (binary), a path below input.media_root or a data: URL (text), a
+    struct<bytes, path>, a list of these, or null. The images go to the image parts of the
+    conversation, in order. If it has no image parts, the images go before the text of the first
+    user message."""
     max_image_pixels: int = 89_478_485
     """Largest number of pixels of an image. A row with a larger image fails with invalid_image."""
     mm_processor_kwargs: Mapping[str, Any] = field(default_factory=dict)

@@ -323,7 +323,7 @@ def _prompts(
     )
     if images is not None:
         prompts = images.numbered(processes.prompts(partial(factory, images=images.settings)))
-        return with_marked_images(prompts, job.source.schema)
+        return with_marked_images(prompts, job.source.schema, config.image_columns)
     if config.token_ids_column is not None and job.spec.task_spec.draws:
         return PromptBuilder(config, context.tokenizer, **factory.keywords)
-    return with_marked_images(processes.prompts(factory), job.source.schema)
+    return with_marked_images(processes.prompts(factory), job.source.schema, config.image_columns)

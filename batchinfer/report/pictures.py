@@ -14,6 +14,7 @@ import pyarrow as pa
 
 from batchinfer.config import PromptConfig
 from batchinfer.errors import RowError
+from batchinfer.job.images.cells import marked
 from batchinfer.job.images.media_files import MediaFiles
 
 MOST_PICTURES = 4
@@ -49,7 +50,8 @@ class Pictures:
             if name not in row.schema.names or row.column(name).nbytes > _MOST_BYTES:
                 continue
             with suppress(RowError):
-                for file in self._files.in_cell(row.column(name)[0].as_py(), name):
+                cell = marked(row.column(name)[0].as_py(), row.schema.field(name).type)
+                for file in self._files.in_cell(cell, name):
                     if len(pictures) < MOST_PICTURES:
                         pictures.append(_data_url(file.read(), self._max_pixels))
         return pictures

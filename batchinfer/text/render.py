@@ -102,6 +102,8 @@ class RowRenderer:
             self._system = checked_template(config.system, "prompt.system", available)
             self._text_columns |= self._system.columns(available)
             needed |= self._system.columns(available)
+        self._text_images = set(config.image_columns) & self._text_columns
+        """Columns of images that a template reads, too."""
         self.columns = tuple(name for name in columns if name in needed)
         self._chat = _chat_template(
             config, tokenizer, chat_template_source, now or datetime.now(), final_message
@@ -124,6 +126,10 @@ class RowRenderer:
         if self._ids_column is not None:
             where = f"column {self._ids_column}"
             return row_token_ids(row.get(self._ids_column), where, self.vocab_size)
+        for name in self._text_images:
+            if isinstance(row.get(name), ImageFile):
+                reason = f"column {name} holds an image, which a template cannot print"
+                raise RowError("unsupported_content", reason)
         values = {
             name: decoded(row[name], name)
             for name in self.columns

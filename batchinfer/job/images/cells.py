@@ -6,7 +6,7 @@ are a text, such as a path, and which are the file of an image.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -25,15 +25,33 @@ _BINARY = (pa.binary(), pa.large_binary(), pa.binary_view())
 _LISTS = (pa.ListType, pa.LargeListType, pa.FixedSizeListType)
 
 
-def with_marked_images(prompts: Prompts, schema: pa.Schema) -> Prompts:
+def with_marked_images(
+    prompts: Prompts, schema: pa.Schema, image_columns: Collection[str]
+) -> Prompts:
     """Return an object that makes the same prompts, from rows with marked images.
 
     Args:
         schema: columns of the rows.
+        image_columns: columns of images.
     """
-    marks = {field.name: _mark_of_conversations(field.type) for field in schema}
+    marks = {
+        field.name: _mark_of(field.type)
+        if field.name in image_columns
+        else _mark_of_conversations(field.type)
+        for field in schema
+    }
     found = {name: mark for name, mark in marks.items() if mark is not None}
     return _MarkedPrompts(prompts, found) if found else prompts
+
+
+def marked(cell: Any, kind: pa.DataType) -> Any:
+    """Return a cell of images with marked images.
+
+    Args:
+        kind: type of the cell.
+    """
+    mark = _mark_of(kind)
+    return cell if mark is None else mark(cell)
 
 
 class _MarkedPrompts:

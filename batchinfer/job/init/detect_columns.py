@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from batchinfer.console.format import did_you_mean, listed, printable
 from batchinfer.errors import DataError, UsageError
-from batchinfer.job.input.arrow_text import is_conversation, is_text, python_rows
+from batchinfer.job.input.arrow_text import BYTES_TYPE, is_conversation, is_text, python_rows
 from batchinfer.job.input.dataset import Source
 from batchinfer.job.input.unique_ids import check_unique_ids
 
@@ -110,6 +110,8 @@ class _Data:
         self.texts = [name for name in self.texts if name not in paths]
 
     def _holds_image_paths(self, name: str) -> bool:
+        if self.types[name] not in BYTES_TYPE:  # a column of bytes holds no paths of images
+            return False
         values = [row[name] for row in self.rows if isinstance(row[name], bytes) and row[name]]
         return bool(values) and all(_IMAGE_PATH.fullmatch(value) for value in values)
 

@@ -44,7 +44,8 @@ class OpenImage:
                 self._image = Image.open(io.BytesIO(data), formats=_FORMATS)
                 self._turn = _TRANSPOSE.get(self._orientation())
         except UnidentifiedImageError:
-            raise RowError(INVALID_IMAGE, f"{name} has an unknown image format") from None
+            reason = f"{name} has an unknown image format; it begins with {data[:20]!r}"
+            raise RowError(INVALID_IMAGE, reason) from None
         except Exception as error:  # Pillow raises many types for damaged files
             raise _error(f"the header of {name} cannot be read", error) from None
         width, height = self._image.size

@@ -16,7 +16,6 @@ from batchinfer.text.row_values import MAX_ROW_BYTES
 
 INVALID_IMAGE = "invalid_image"
 _DATA = "data:"
-_MAX_PATH_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +67,9 @@ class ImageFiles:
         """Return the images of a cell, in order; an empty list for null.
 
         Args:
-            value: an ``ImageFile``, image bytes, a path, a data URL, a struct with the fields
-                ``bytes`` and ``path`` (as in datasets of the Hugging Face Hub), or a list of these.
-                Paths and URLs may also be UTF-8 bytes.
+            value: an ``ImageFile``, a path or a data URL (``str`` or UTF-8 bytes), a struct with
+                the fields ``bytes`` and ``path`` (as in datasets of the Hugging Face Hub), or a
+                list of these.
             where: name of the cell in error messages.
 
         Raises:
@@ -89,23 +88,17 @@ class ImageFiles:
             return value
         if isinstance(value, Mapping):
             return self._in_struct(value, where)
-        if isinstance(value, str) and value:
-            return self.named(value, where)
         if not isinstance(value, bytes | str):
             kind = type(value).__name__
             raise RowError(INVALID_IMAGE, f"{where}: {kind} is neither an image nor a path")
         if not value:
             raise RowError(INVALID_IMAGE, f"{where} is empty")
-        assert isinstance(value, bytes)
-        if value.startswith(_DATA.encode()):
-            return self.named(_text(value, where), where)
-        name = _path_in(value)
-        return ImageFile(value) if name is None else self.named(name, where)
+        return self.named(_text(value, where), where)
 
     def _in_struct(self, value: Mapping[str, Any], where: str) -> ImageFile:
         data, path = value.get("bytes"), value.get("path")
         if data:
-            return ImageFile(data) if isinstance(data, bytes) else self._one(data, where)
+            return self._one(data, where)
         if path is None:
             raise RowError(INVALID_IMAGE, f"{where} has neither bytes nor a path")
         return self._one(path, where)
@@ -131,20 +124,6 @@ class ImageFiles:
             f"{where}: {name[:80]} is a path or a web address, which is not read here; give the "
             "bytes of the file, or a PIL image",
         )
-
-
-def _path_in(value: bytes) -> str | None:
-    """Return the path that ``value`` holds; None if it holds an image.
-
-    A path is printable UTF-8. Image files always contain other bytes too.
-    """
-    if len(value) > _MAX_PATH_BYTES:
-        return None
-    try:
-        text = value.decode()
-    except UnicodeDecodeError:
-        return None
-    return text if text.isprintable() else None
 
 
 def _text(value: str | bytes, where: str) -> str:

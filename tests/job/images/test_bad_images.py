@@ -139,11 +139,15 @@ def root(tmp_path: Path) -> Path:
 
 def test_each_bad_image_is_an_error_of_its_row(root: Path, llava: Path) -> None:
     names = [name.format(outside=root.parent / "secret.png") for name in NAMES.values()]
-    bad = [*BROKEN.values(), *(name.encode() for name in names)]
-    good = [png(3), b"good.png", str(root / "good.png").encode(), b"inner.png", *GOOD.values()]
-    cells = [*bad, *good]
-    rows = pa.table({"text": ["Look"] * len(cells), "image": pa.array(cells, pa.binary())})
-    spec = job(root, llava, rows, prompt={"max_image_pixels": MAX_PIXELS})
+    bad_cells = [*((data, None) for data in BROKEN.values()), *((None, name) for name in names)]
+    good_names = ["good.png", str(root / "good.png"), "inner.png"]
+    good_cells = [*((None, name) for name in good_names), *((data, None) for data in GOOD.values())]
+    files, paths = zip(*bad_cells, *good_cells, strict=True)
+    rows = pa.table(
+        {"text": ["Look"] * len(files), "file": pa.array(files, pa.binary()), "path": list(paths)}
+    )
+    prompt = {"images": ["file", "path"], "max_image_pixels": MAX_PIXELS}
+    spec = job(root, llava, rows, prompt=prompt)
     assert run_job(spec, quiet=True) is ExitCode.OK
     done = results(root)
     kinds = dict(zip([*BROKEN, *NAMES], done, strict=False))
@@ -151,7 +155,33 @@ def test_each_bad_image_is_an_error_of_its_row(root: Path, llava: Path) -> None:
     assert {kind for kind, error in failed.items() if error is None} == set()
     assert {error["code"] for error in failed.values()} == {"invalid_image"}
     assert all(error["message"] for error in failed.values())
-    assert [row["error"] for row in done[len(bad) :]] == [None] * len(good)
+    assert [row["error"] for row in done[len(bad_cells) :]] == [None] * len(good_cells)
+
+
+def test_the_type_of_a_column_tells_images_from_paths(root: Path, llava: Path) -> None:
+    """A picture in text form has only printable bytes, and so may a path of type binary."""
+    picture_in_text = b"P1 2 2 0 1 1 0 "
+    (root / "P1 2 2 0 1 1 0 ").write_bytes(png(1))
+    rows = pa.table(
+        {
+            "text": [*"abc"],
+            "file": pa.array([picture_in_text, b"good.png", None], pa.binary()),
+            "path": pa.array([None, None, picture_in_text.decode()], pa.large_string()),
+        }
+    )
+    spec = job(root, llava, rows, prompt={"images": ["file", "path"]})
+    assert run_job(spec, quiet=True) is ExitCode.OK
+    errors = [row["error"] for row in results(root)]
+    assert [error and error["code"] for error in errors] == [None, "invalid_image", None]
+    assert "it begins with b'good.png'" in errors[1]["message"]
+
+
+def test_a_template_cannot_print_images(root: Path, llava: Path) -> None:
+    rows = pa.table({"text": ["a"], "image": pa.array([png(1)], pa.binary())})
+    prompt = {"column": None, "template": "{{ text }} {{ image }}"}
+    assert run_job(job(root, llava, rows, prompt=prompt), quiet=True) is ExitCode.OK
+    (row,) = results(root)
+    assert row["error"]["code"] == "unsupported_content"
 
 
 def test_an_image_that_vanishes_is_an_error_of_its_row(
@@ -178,7 +208,7 @@ def test_an_image_that_vanishes_is_an_error_of_its_row(
 
 
 def test_too_many_bad_images_fail_the_job(root: Path, llava: Path) -> None:
-    cells = [png(0), b"nothing.png", png(1)]
+    cells = [png(0), b"nothing", png(1)]
     rows = pa.table({"text": ["Look"] * 3, "image": pa.array(cells, pa.binary())})
     spec = job(root, llava, rows, errors={"max_error_rate": 0.1})
     assert run_job(spec, quiet=True) is ExitCode.TOO_MANY_ROW_ERRORS

@@ -71,6 +71,7 @@ HUB = {"bytes": b"\x89PNG", "path": None}
         ({"pages": [[HUB, HUB]], "question": ["a"]}, "pages"),
         ({"image": [b"\x89PNG"], "question": ["a"]}, "image"),
         ({"file": ["a/b.JPG", "c.png"], "question": ["a", "b"]}, "file"),
+        ({"file": [b"a/b.JPG", b"c.png"], "question": ["a", "b"]}, None),
         ({"left": [HUB], "right": [HUB], "question": ["a"]}, ("left", "right")),
         ({"notes": [b"\x89PNG"], "question": ["a"]}, None),
     ],
