@@ -74,12 +74,16 @@ _SAME = {"fp8_e4m3": "fp8"}
 """Maps each synonym of an ``engine.kv_cache_dtype`` value to that value."""
 
 
-def fingerprint_facts(spec: JobSpec, model_facts: Mapping[str, Any]) -> dict[str, Any]:
+def fingerprint_facts(
+    spec: JobSpec, model_facts: Mapping[str, Any], media_root: str | None = None
+) -> dict[str, Any]:
     """Return everything that changes the output, as JSON data.
 
     Args:
         model_facts: JSON data that identifies the model by content: the hub commit, or names, sizes
             and hashes of the weight files; the tokenizer's hash; the adapters' hashes.
+        media_root: folder of the images that rows may name, if the job file names it
+            (``media_root_fact``).
 
     Raises:
         UsageError: the file of ``prompt.chat_template`` cannot be read.
@@ -97,6 +101,8 @@ def fingerprint_facts(spec: JobSpec, model_facts: Mapping[str, Any]) -> dict[str
     for (section, key), neutral in _LATER.items():
         if facts[section][key] == neutral:
             del facts[section][key]
+    if media_root is not None:
+        facts["input"]["media_root"] = media_root
     held = dict(model_facts)
     engine = facts["engine"]
     engine["kv_cache_dtype"] = _SAME.get(engine["kv_cache_dtype"], engine["kv_cache_dtype"])

@@ -15,7 +15,12 @@ from batchinfer.console.phases import Phases, active_phases, phase
 from batchinfer.errors import RowError
 from batchinfer.job.fingerprint import digest, fingerprint_facts
 from batchinfer.job.images.cells import with_marked_images
-from batchinfer.job.images.job_images import JobImages, image_settings, may_have_images
+from batchinfer.job.images.job_images import (
+    JobImages,
+    image_settings,
+    may_have_images,
+    media_root_fact,
+)
 from batchinfer.job.input.arrow_text import is_conversation
 from batchinfer.job.input.dataset import Source, open_source
 from batchinfer.job.input.format import SAMPLING_COLUMN
@@ -112,7 +117,10 @@ def open_job(
     check_prompt_columns(task.prompt_config(spec), source)
     table = output_table(source, spec)
     check_partition_columns(spec.output.partition_by, table)
-    facts = {} if facts_of is None else fingerprint_facts(spec, facts_of(spec.model))
+    facts = {}
+    if facts_of is not None:
+        media_root = media_root_fact(spec, source)
+        facts = fingerprint_facts(spec, facts_of(spec.model), media_root)
     manifest = Manifest(
         fingerprint=digest(facts) if facts else "",
         job=facts,

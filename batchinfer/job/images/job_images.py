@@ -126,6 +126,20 @@ def media_root(spec: JobSpec, source: Source) -> Path | None:
     return None if "://" in first else Path(first).absolute().parent
 
 
+def media_root_fact(spec: JobSpec, source: Source) -> str | None:
+    """Return ``input.media_root`` for the fingerprint; None if it is not set or rows have no
+    images.
+
+    Below another folder, the paths of rows name other files. The result has no links, because a
+    link may lead to another folder in the next run. A moved folder therefore counts as another
+    folder, even if its images are the same: only reading all images could show that, and
+    ``--update`` does it. The default folder is no fact, because it moves with the input files.
+    """
+    if spec.input.media_root is None or not may_have_images(spec, source):
+        return None
+    return str(Path(spec.input.media_root).resolve())
+
+
 def _salt(folder: Path, config: PromptConfig) -> bytes:
     """Return a hash of all settings that affect the pixels of an image."""
     digest = sha256(json.dumps(dict(config.mm_processor_kwargs), sort_keys=True).encode())
