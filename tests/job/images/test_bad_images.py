@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import os
+import socket
 import struct
 import threading
 import zlib
@@ -18,10 +19,12 @@ import pytest
 from PIL import Image
 
 from batchinfer.errors import ExitCode, RowError
+from batchinfer.job.images import download
 from batchinfer.job.images.media_files import MediaFiles
 from batchinfer.job.run.run_job import run_job
 from batchinfer.text.images.decode import OpenImage
 from batchinfer.text.images.files import ImageFile, ImageFiles
+from batchinfer.text.processes.limits import Limits
 from batchinfer.worker.vision.tower import VisionTower
 from tests.job.images.pictures import encoded, picture, png
 from tests.job.images.test_image_jobs import job, results
@@ -267,6 +270,16 @@ def test_images_are_downloaded_only_if_the_job_says_so() -> None:
         thread.join()
     with pytest.raises(RowError, match="refused"):
         files.in_cell(url, "x")
+
+
+def test_a_server_that_hangs_costs_little_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Limits().seconds > 3 * download.TOTAL_S
+    monkeypatch.setattr(download, "TOTAL_S", 0.05)
+    with socket.create_server(("127.0.0.1", 0)) as server:  # takes connections and never answers
+        url = f"http://127.0.0.1:{server.getsockname()[1]}/a.png"
+        with pytest.raises(RowError, match=r"x: 127\.0\.0\.1 did not send the image") as told:
+            MediaFiles(None, downloads=True).in_cell(url, "x")
+    assert told.value.code == "invalid_image"
 
 
 def test_bad_paths_leave_no_descriptors_open(root: Path) -> None:
