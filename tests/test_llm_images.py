@@ -10,11 +10,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModelForImageTextToText
 
 from batchinfer import LLM, BeamSearchParams, SamplingParams
+from batchinfer.builders.tokenizer import make_tokenizer
+from batchinfer.config import ModelConfig, PromptConfig
 from batchinfer.errors import NotYetError
+from batchinfer.text.images.files import ImageFile, ImageFiles
 from batchinfer.text.images.loading import load_image_processor
+from batchinfer.text.images.row_images import ImageSettings
+from batchinfer.text.images.token_prompts import TokenPrompts
+from batchinfer.text.prompts import PromptBuilder
+from batchinfer.worker.vision.support import image_support
 from tests.job.images.pictures import encoded, picture, png
 from tests.models import make_text_model
 from tests.vision_folders import make_vision_folder
@@ -123,6 +130,8 @@ def test_samples_share_an_image(llm: LLM) -> None:
         (prompt([]), "1 image placeholders"),
         (prompt(png(1), "no place"), "0 image placeholders"),
         (prompt("picture.png"), "an image has the type str"),
+        ({"prompt_token_ids": [5], "multi_modal_data": {"image": png(1)}}, "0 image placeholders"),
+        ({"prompt_token_ids": 5, "multi_modal_data": {"image": png(1)}}, "a list of token ids"),
         ({"prompt": TEXT, "multi_modal_data": [png(1)]}, "give {'image'"),
         ({"prompt": TEXT, "multi_modal_data": {"images": png(1)}}, "unknown key 'images'"),
         (prompt(np.zeros((3, 4, 40), np.uint8)), "prompt 1: "),
@@ -178,11 +187,48 @@ def test_a_bad_image_is_the_error_of_its_prompt(llm: LLM) -> None:
     assert outputs[1].error.code == "invalid_image"
 
 
-def test_sound_and_token_ids_with_images_are_not_supported_yet(llm: LLM) -> None:
+def test_sound_is_not_supported_yet(llm: LLM) -> None:
     with pytest.raises(NotYetError, match="multi_modal_data with audio"):
         tokens(llm, {"prompt": "a", "multi_modal_data": {"audio": b""}})
-    with pytest.raises(NotYetError, match="with prompt_token_ids"):
-        tokens(llm, {"prompt_token_ids": [5], "multi_modal_data": {"image": png(1)}})
+
+
+def test_token_ids_have_a_place_for_each_image(llm: LLM) -> None:
+    text = "<image>Compare<image> them"
+    images = [png(1), picture(2)]
+    ids = llm.get_tokenizer()(text)["input_ids"]
+    of_ids = {"prompt_token_ids": ids, "prompt": text, "multi_modal_data": {"image": images}}
+    first, second = llm.generate([prompt(images, text), of_ids], GREEDY, use_tqdm=False)
+    assert second.prompt_token_ids == first.prompt_token_ids
+    assert second.outputs[0].token_ids == first.outputs[0].token_ids
+    assert second.prompt == text
+    assert tokens(llm, {**of_ids, "multi_modal_data": {"image": images[::-1]}}) != [
+        first.outputs[0].token_ids
+    ]
+
+
+@pytest.mark.parametrize("family", ["gemma3", "mistral3", "qwen2_5_vl"])
+def test_token_ids_get_the_tokens_of_a_text(tmp_path: Path, family: str) -> None:
+    folder = make_vision_folder(family, tmp_path)
+    support = image_support(folder, AutoConfig.from_pretrained(folder))
+    settings = ImageSettings(folder, support.token_id, ImageFiles(), 10**6, {})
+    tokenizer = make_tokenizer(ModelConfig(name=str(folder)))
+    text, images = f"a{settings.placeholder()}b", [ImageFile(png(1))]
+    builder = PromptBuilder(
+        PromptConfig(
+            column="text", images="image", chat_template="none", parse_special_tokens=True
+        ),
+        tokenizer,
+        max_model_len=10**6,
+        columns=["text", "image"],
+        images=settings,
+    )
+    (expected,) = builder.build([{"text": text, "image": images}])
+    (ids,) = tokenizer.encode_batch([text], add_special_tokens=True, parse_special_tokens=True)
+    (made,) = TokenPrompts(settings, tokenizer).tokenize(
+        [{"token_ids": ids, "text": None, "images": images}]
+    )
+    assert made.token_ids.tolist() == expected.token_ids.tolist()
+    assert min(made.token_ids) == -1
 
 
 def test_prompt_logprobs_cannot_cover_images(llm: LLM) -> None:

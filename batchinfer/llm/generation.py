@@ -15,7 +15,7 @@ from batchinfer.errors import RowError
 from batchinfer.llm.arguments import CallDefaults, SchemaDefaults
 from batchinfer.llm.calls import Calls, OnError, ProgressBar
 from batchinfer.llm.compatibility import settle
-from batchinfer.llm.images import CallImages, TextWithImages
+from batchinfer.llm.images import CallImages, TextWithImages, TokensWithImages
 from batchinfer.llm.lora import AdapterNames, Adapters, LoRARequests, requests_of_each
 from batchinfer.llm.outputs import (
     BeamSearchOutput,
@@ -36,12 +36,8 @@ from batchinfer.llm.prompts import (
 )
 from batchinfer.llm.run import CallRunner
 from batchinfer.text.processes.pool import TextProcesses, WorkerPrompts
-from batchinfer.text.prompts import Prompt, PromptBuilder, RawTexts
+from batchinfer.text.prompts import ANY_LENGTH, Prompt, PromptBuilder, RawTexts
 
-ANY_LENGTH = 2**31
-"""Value of ``max_model_len`` for prompt builders, which leave it to the engine to refuse long
-prompts.
-"""
 _KNOWN = ("sampling_params", "adapter", "lora_request", "use_tqdm", "errors")
 _FROM_GENERATION_CONFIG: Mapping[str, str] = {
     "repetition_penalty": "repetition_penalty",
@@ -87,10 +83,10 @@ class GenerationCalls:
 
         Args:
             prompts: one or several texts, token id lists, ``{"prompt": ...}`` or
-                ``{"prompt_token_ids": ...}``. Images of a text are in ``multi_modal_data``, as in
-                vLLM: ``{"prompt": ..., "multi_modal_data": {"image": picture}}``, where the picture
-                is a PIL image, an array [height, width, 3] of uint8, the bytes of a file, or a list
-                of these.
+                ``{"prompt_token_ids": ...}``. Images are in ``multi_modal_data``, as in vLLM:
+                ``{"prompt": ..., "multi_modal_data": {"image": picture}}``, where the picture is a
+                PIL image, an array [height, width, 3] of uint8, the bytes of a file, or a list of
+                these.
             sampling_params: one object for all prompts, or a list with one per prompt; default
                 ``get_default_sampling_params()``.
             adapter: name of the adapter for all prompts, or a list; None means the base model.
@@ -257,36 +253,21 @@ class GenerationCalls:
 
     def _read_prompts(self, prompts: PromptLike | Sequence[PromptLike]) -> list[Prompt | RowError]:
         read = read_prompts(prompts, self._context.vocab_size, has_tokenizer=self._has_tokenizer)
-        with_images = [item for item in read if isinstance(item, TextWithImages)]
+        with_images = [item for item in read if isinstance(item, TextWithImages | TokensWithImages)]
         if with_images and self._images is None:
             raise ValueError(
                 f"prompt {read.index(with_images[0])} has multi_modal_data, but this model takes "
                 "only text, or its images are not supported yet"
             )
-        built = iter(self._with_images(with_images) if with_images else [])
-        others = [item for item in read if not isinstance(item, TextWithImages)]
+        built = iter([] if self._images is None else self._images.prompts(with_images))
+        others = [item for item in read if isinstance(item, str | Prompt)]
         tokenized = iter(self._tokenized(others))
-        return [next(built if isinstance(item, TextWithImages) else tokenized) for item in read]
+        return [next(tokenized if isinstance(item, str | Prompt) else built) for item in read]
 
     def _tokenized(self, items: Sequence[str | Prompt]) -> list[Prompt | RowError]:
         texts = [{"text": item} for item in items if isinstance(item, str)]
         built = iter(self._raw_texts.build(texts) if texts else [])
         return [next(built) if isinstance(item, str) else item for item in items]
-
-    def _with_images(self, items: Sequence[TextWithImages]) -> list[Prompt | RowError]:
-        assert self._images is not None
-        rows = [{"text": item.text, "image": item.images} for item in items]
-        recipe = partial(
-            PromptBuilder,
-            PromptConfig(
-                column="text", images="image", chat_template="none", parse_special_tokens=True
-            ),
-            max_model_len=ANY_LENGTH,
-            columns=["text", "image"],
-            vocab_size=self._context.vocab_size,
-            images=self._images.settings,
-        )
-        return self._processes.prompts(recipe).build(rows)
 
     @cached_property
     def _raw_texts(self) -> WorkerPrompts:

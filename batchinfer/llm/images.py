@@ -6,6 +6,7 @@ import io
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,7 +16,10 @@ from batchinfer.errors import RowError
 from batchinfer.requests.images import ROWS_AHEAD, FinishLoading, ImageLoader, ImageNumbers
 from batchinfer.text.images.files import ImageFile, ImageFiles
 from batchinfer.text.images.row_images import ImageSettings
+from batchinfer.text.images.token_prompts import TokenPrompts
 from batchinfer.text.processes.pool import TextProcesses
+from batchinfer.text.prompts import ANY_LENGTH, Prompt, PromptBuilder
+from batchinfer.text.tokenizer import TokenIds
 
 if TYPE_CHECKING:
     from batchinfer.llm.outputs import PromptRequest
@@ -30,8 +34,18 @@ class TextWithImages:
     images: list[ImageFile]
 
 
+@dataclass(frozen=True, eq=False)
+class TokensWithImages:
+    """Token ids with a placeholder for each image."""
+
+    token_ids: TokenIds
+    text: str | None
+    """The text to show for the token ids."""
+    images: list[ImageFile]
+
+
 class CallImages:
-    """Loads the images in prompts of ``LLM`` calls."""
+    """Makes the prompts of ``LLM`` calls that have images, and loads the images."""
 
     def __init__(self, support: ImageSupport, processes: TextProcesses) -> None:
         self.settings = ImageSettings(
@@ -45,6 +59,39 @@ class CallImages:
         )
         self._processes = processes
         self._numbers = ImageNumbers()
+
+    def prompts(
+        self, items: Sequence[TextWithImages | TokensWithImages]
+    ) -> list[Prompt | RowError]:
+        """Make prompts, in order; a prompt that cannot be made is its error."""
+        texts = [item for item in items if isinstance(item, TextWithImages)]
+        tokens = [item for item in items if isinstance(item, TokensWithImages)]
+        of_texts, of_tokens = iter(self._of_texts(texts)), iter(self._of_tokens(tokens))
+        return [next(of_texts if isinstance(item, TextWithImages) else of_tokens) for item in items]
+
+    def _of_texts(self, items: Sequence[TextWithImages]) -> list[Prompt | RowError]:
+        if not items:
+            return []
+        recipe = partial(
+            PromptBuilder,
+            PromptConfig(
+                column="text", images="image", chat_template="none", parse_special_tokens=True
+            ),
+            max_model_len=ANY_LENGTH,
+            columns=["text", "image"],
+            images=self.settings,
+        )
+        rows = [{"text": item.text, "image": item.images} for item in items]
+        return self._processes.prompts(recipe).build(rows)
+
+    def _of_tokens(self, items: Sequence[TokensWithImages]) -> list[Prompt | RowError]:
+        if not items:
+            return []
+        rows = [
+            {"token_ids": item.token_ids, "text": item.text, "images": item.images}
+            for item in items
+        ]
+        return self._processes.prompts(partial(TokenPrompts, self.settings)).build(rows)
 
     def load(self, items: Sequence[PromptRequest]) -> None:
         """Number and load the images of prompts.

@@ -10,7 +10,7 @@ import numpy as np
 from batchinfer.engine.request import TokenIds
 from batchinfer.errors import NotYetError
 from batchinfer.llm.compatibility import settle
-from batchinfer.llm.images import TextWithImages, image_file, is_picture
+from batchinfer.llm.images import TextWithImages, TokensWithImages, image_file, is_picture
 from batchinfer.text.chat import FinalMessage
 from batchinfer.text.prompts import Prompt
 from batchinfer.text.tools.row_tools import RowTools, checked_choice, checked_tools
@@ -30,9 +30,10 @@ class ImageData(TypedDict):
 
 
 class ImagesPrompt(TypedDict):
-    """vLLM's type for a text with images, whose placeholders are in the text."""
+    """vLLM's type for a text, or token ids, with images and a placeholder for each image."""
 
-    prompt: str
+    prompt: NotRequired[str]
+    prompt_token_ids: NotRequired[list[int]]
     multi_modal_data: ImageData
 
 
@@ -57,8 +58,9 @@ _FILE_KEYS = ("image", "image_pil", "bytes")
 
 def read_prompts(
     prompts: PromptLike | Sequence[PromptLike], vocab_size: int, *, has_tokenizer: bool
-) -> list[str | TextWithImages | Prompt]:
-    """Return each prompt as its text, or as a ``Prompt`` of its token ids.
+) -> list[str | TextWithImages | TokensWithImages | Prompt]:
+    """Return each prompt as its text, or as a ``Prompt`` of its token ids; with its images, if it
+    has any.
 
     Raises:
         TypeError, ValueError: an item is not a prompt; the message names its index and the
@@ -71,6 +73,11 @@ def read_prompts(
             raise ValueError(
                 f"prompt {at} is a string, but you cannot pass text prompts when "
                 "skip_tokenizer_init is True; give token ids, or leave out "
+                "`skip_tokenizer_init=True`"
+            )
+        if isinstance(prompt, TokensWithImages) and not has_tokenizer:
+            raise ValueError(
+                f"prompt {at} has images, which need a tokenizer; leave out "
                 "`skip_tokenizer_init=True`"
             )
     return read
@@ -167,22 +174,24 @@ def _is_one(prompts: Any) -> bool:
     return is_list and len(prompts) > 0 and isinstance(prompts[0], int | np.integer)
 
 
-def _read(item: Any, name: str, vocab_size: int) -> str | TextWithImages | Prompt:
+def _read(
+    item: Any, name: str, vocab_size: int
+) -> str | TextWithImages | TokensWithImages | Prompt:
     shown: str | None = None
     if isinstance(item, Mapping) and "multi_modal_data" in item:
         if item["multi_modal_data"]:
-            return _with_images(item, name)
+            return _with_images(item, name, vocab_size)
         item = {key: value for key, value in item.items() if key != "multi_modal_data"}
     if isinstance(item, Mapping):
         item, shown, name = _value_of(item, name)
     if isinstance(item, str):
         return checked_text(item, name)
-    if isinstance(item, list | tuple | np.ndarray):
-        return Prompt(_checked_ids(item, name, vocab_size), shown, False, False)
-    raise TypeError(f"{name} is {kind_of(item)}; give {_FORMS}")
+    return Prompt(_checked_ids(item, name, vocab_size), shown, False, False)
 
 
-def _with_images(item: Mapping[Any, Any], name: str) -> TextWithImages:
+def _with_images(
+    item: Mapping[Any, Any], name: str, vocab_size: int
+) -> TextWithImages | TokensWithImages:
     data, rest = item["multi_modal_data"], {**item}
     del rest["multi_modal_data"]
     if not isinstance(data, Mapping):
@@ -191,15 +200,15 @@ def _with_images(item: Mapping[Any, Any], name: str) -> TextWithImages:
         if key in ("video", "audio"):
             raise NotYetError(f"{name}: multi_modal_data with {key}")
         raise ValueError(f"{name}: multi_modal_data has the unknown key {key!r}; give 'image'")
-    text, _, where = _value_of(rest, name)
-    if not isinstance(text, str):
-        raise NotYetError(f"{name}: multi_modal_data with prompt_token_ids")
+    value, shown, where = _value_of(rest, name)
     pictures = data["image"] if isinstance(data["image"], list | tuple) else [data["image"]]
     try:
         files = [image_file(each) for each in pictures]
     except (TypeError, ValueError, OSError) as error:
         raise type(error)(f"{name}: {error}") from None
-    return TextWithImages(checked_text(text, where), files)
+    if isinstance(value, str):
+        return TextWithImages(checked_text(value, where), files)
+    return TokensWithImages(_checked_ids(value, where, vocab_size), shown, files)
 
 
 def _value_of(item: Mapping[Any, Any], name: str) -> tuple[Any, str | None, str]:
@@ -238,7 +247,9 @@ def checked_text(text: str, name: str) -> str:
     return str(text)
 
 
-def _checked_ids(ids: Sequence[Any] | np.ndarray[Any, Any], name: str, vocab_size: int) -> TokenIds:
+def _checked_ids(ids: Any, name: str, vocab_size: int) -> TokenIds:
+    if not isinstance(ids, list | tuple | np.ndarray):
+        raise TypeError(f"{name} is {kind_of(ids)}; give {_FORMS}")
     values = ids.tolist() if isinstance(ids, np.ndarray) else ids
     for kind in set(map(type, values)):
         if kind is bool or not issubclass(kind, int | np.integer):

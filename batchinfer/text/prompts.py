@@ -15,6 +15,9 @@ from batchinfer.text.images.row_images import ImageSettings, RowImage
 from batchinfer.text.render import RowRenderer
 from batchinfer.text.tokenizer import TokenIds, Tokenizer
 
+ANY_LENGTH = 2**31
+"""Value of ``max_model_len`` for prompt builders, which leave it to the engine to refuse long
+prompts."""
 RowValues = Mapping[str, object]
 _Argument = TypeVar("_Argument")
 _Result = TypeVar("_Result")

@@ -14,7 +14,7 @@ from batchinfer.config import PromptConfig
 from batchinfer.errors import NotYetError, RowError
 from batchinfer.llm.calls import Calls, OnError, ProgressBar
 from batchinfer.llm.compatibility import settle
-from batchinfer.llm.generation import ANY_LENGTH, check_errors
+from batchinfer.llm.generation import check_errors
 from batchinfer.llm.lora import AdapterNames, Adapters, LoRARequests
 from batchinfer.llm.pooling.params import (
     ClassificationOutput,
@@ -31,7 +31,7 @@ from batchinfer.llm.pooling.runner import Float32, Head, Output, PoolingRequest,
 from batchinfer.llm.prompts import PromptLike, checked_text, kind_of, listed, one_for_each
 from batchinfer.text.pairs import PairBuilder
 from batchinfer.text.processes.pool import TextProcesses
-from batchinfer.text.prompts import Prompt
+from batchinfer.text.prompts import ANY_LENGTH, Prompt
 
 ParamsOfEach = PoolingParams | Sequence[PoolingParams] | None
 

@@ -227,18 +227,23 @@ class RowImages:
             )
         if not files:
             return None
-        images = tuple(map(self._opened, files))
+        images = tuple(opened_image(file, self._settings) for file in files)
         replacements = tuple(processor.replacement(image.size) for image in images)
         return ImagesInText(images, placeholder, replacements, self._settings.token_id)
 
-    def _opened(self, file: ImageFile) -> RowImage:
-        from batchinfer.text.images.decode import OpenImage
 
-        data = file.read()
-        image = OpenImage(data, self._settings.max_pixels, file.name)
-        num_tokens = self._settings.processor().num_tokens(image.size)
-        settings = self._settings
-        return RowImage(settings.key_of(data), file, image.size, num_tokens, settings.token_id)
+def opened_image(file: ImageFile, settings: ImageSettings) -> RowImage:
+    """Read the header of an image.
+
+    Raises:
+        RowError: ``invalid_image``.
+    """
+    from batchinfer.text.images.decode import OpenImage
+
+    data = file.read()
+    image = OpenImage(data, settings.max_pixels, file.name)
+    num_tokens = settings.processor().num_tokens(image.size)
+    return RowImage(settings.key_of(data), file, image.size, num_tokens, settings.token_id)
 
 
 def image_parts(message: Message) -> Iterator[Mapping[str, Any]]:
