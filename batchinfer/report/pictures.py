@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import base64
 import io
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -16,6 +16,8 @@ from batchinfer.config import PromptConfig
 from batchinfer.errors import RowError
 from batchinfer.job.images.cells import marked
 from batchinfer.job.images.media_files import MediaFiles
+from batchinfer.job.storage.urls import is_url
+from batchinfer.text.images.files import ImageFiles
 
 MOST_PICTURES = 4
 """Maximum number of pictures per row."""
@@ -38,8 +40,10 @@ class Pictures:
         columns = prompt.get("images") or ()
         self.columns: Sequence[str] = [columns] if isinstance(columns, str) else columns
         self._max_pixels = prompt.get("max_image_pixels") or PromptConfig().max_image_pixels
-        root = None if "://" in first_input else Path(first_input).absolute().parent
-        self._files = MediaFiles(Path(media_root) if media_root else root)
+        root = media_root or os.path.dirname(os.path.abspath(first_input))
+        # A page does not wait for stores.
+        in_store = is_url(media_root or first_input)
+        self._files = ImageFiles() if in_store else MediaFiles(root)
         if find_spec("PIL") is None:
             self.columns = ()
 

@@ -19,6 +19,7 @@ from batchinfer.job.input.dataset import Source
 from batchinfer.job.input.json_columns import is_json_text
 from batchinfer.job.rows.reader import Prompts
 from batchinfer.job.spec.spec import JobSpec
+from batchinfer.job.storage.urls import StorePath, is_url
 from batchinfer.requests.images import ImageLoader, ImageNumbers
 from batchinfer.requests.requests import PromptRow
 from batchinfer.text.images.row_images import ImageSettings
@@ -117,13 +118,13 @@ def image_settings(spec: JobSpec, source: Source, context: EngineContext) -> Ima
     )
 
 
-def media_root(spec: JobSpec, source: Source) -> Path | None:
-    """Return the folder of image paths: ``input.media_root``, or else the folder of the first input
-    file; None if the input is in an object store."""
+def media_root(spec: JobSpec, source: Source) -> str:
+    """Return the folder of image paths, as a path or URL: ``input.media_root``, or else the folder
+    of the first input file."""
     if spec.input.media_root is not None:
-        return Path(spec.input.media_root).absolute()
+        return spec.input.media_root
     first = source.files[0].path
-    return None if "://" in first else Path(first).absolute().parent
+    return str(StorePath(first).parent if is_url(first) else Path(first).absolute().parent)
 
 
 def media_root_fact(spec: JobSpec, source: Source) -> str | None:
@@ -137,7 +138,8 @@ def media_root_fact(spec: JobSpec, source: Source) -> str | None:
     """
     if spec.input.media_root is None or not may_have_images(spec, source):
         return None
-    return str(Path(spec.input.media_root).resolve())
+    root = spec.input.media_root
+    return str(StorePath(root) if is_url(root) else Path(root).resolve())
 
 
 def _salt(folder: Path, config: PromptConfig) -> bytes:

@@ -1,27 +1,36 @@
-"""Finds the images that rows name by paths and web addresses."""
+"""Finds the images that rows name by paths and addresses."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from batchinfer.errors import RowError
+from batchinfer.errors import JobError, RowError, one_line
 from batchinfer.job.images.download import downloaded
+from batchinfer.job.storage.urls import StorePath, is_url
+from batchinfer.job.storage.whole_files import read_whole, require_store
 from batchinfer.text.images.files import INVALID_IMAGE, ImageFile, ImageFiles
+from batchinfer.text.row_values import MAX_ROW_BYTES
 
 _WEB = ("http://", "https://")
+_FILE = "file://"
 
 
 class MediaFiles(ImageFiles):
     """Finds images below a folder, and images on the web.
 
     Args:
-        root: folder of relative paths. A path that leads out of it is an error. None: every path is
-            an error.
+        root: folder of relative paths: a path, or a URL if the folder is in a store. A name that
+            leads out of it is an error.
         downloads: True to download images from web addresses.
+
+    Raises:
+        UsageError: the package that reads from the store is not installed.
     """
 
-    def __init__(self, root: Path | None, *, downloads: bool = False) -> None:
-        self._root = None if root is None else root.resolve()
+    def __init__(self, root: str, *, downloads: bool = False) -> None:
+        if is_url(root):
+            require_store(root)
+        self._root = StorePath(root) if is_url(root) else Path(root).resolve()
         self._downloads = downloads
 
     def elsewhere(self, name: str, where: str) -> ImageFile:
@@ -32,19 +41,45 @@ class MediaFiles(ImageFiles):
                 INVALID_IMAGE,
                 f"{where}: {name[:80]} is a web address; set input.media_urls to download images",
             )
-        if self._root is None:
+        if isinstance(self._root, StorePath):
+            return self._in_store(self._root, name, where)
+        if is_url(name) and not name.startswith(_FILE):
             raise RowError(
                 INVALID_IMAGE,
-                f"{where}: {name[:80]} is a path, but there is no folder for images; "
-                "set input.media_root",
+                f"{where}: {name[:80]} is in a store; set input.media_root to a folder there",
             )
-        path = self._root / name.removeprefix("file://")
+        path = self._root / name.removeprefix(_FILE)
         try:
             resolved = path.resolve()
         except (OSError, ValueError, RuntimeError) as error:  # too long, a zero byte, a loop
             raise RowError(INVALID_IMAGE, f"{where}: {name[:80]!r}: {error}") from None
         if not resolved.is_relative_to(self._root):
-            raise RowError(
-                INVALID_IMAGE, f"{where}: {name[:80]} is outside input.media_root, {self._root}"
-            )
+            raise self._outside(name, where)
         return ImageFile(None, str(resolved))
+
+    def _in_store(self, root: StorePath, name: str, where: str) -> ImageFile:
+        parts: list[str] = []
+        for part in (StorePath(name) if is_url(name) else root / name).parts:
+            parts = parts[:-1] if part == ".." else [*parts, part]
+        path = StorePath(*parts)
+        if path == root or not path.is_relative_to(root):
+            raise self._outside(name, where)
+        return StoreImage(None, str(path))
+
+    def _outside(self, name: str, where: str) -> RowError:
+        return RowError(
+            INVALID_IMAGE, f"{where}: {name[:80]} is outside input.media_root, {self._root}"
+        )
+
+
+class StoreImage(ImageFile):
+    """An image in an object store or on the Hub; ``path`` is its URL."""
+
+    __slots__ = ()
+
+    def read(self) -> bytes:
+        assert self.path is not None
+        try:
+            return read_whole(self.path, MAX_ROW_BYTES)
+        except (OSError, ValueError, JobError) as error:
+            raise RowError(INVALID_IMAGE, f"{self.path}: {one_line(error)}") from None

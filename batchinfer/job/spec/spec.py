@@ -160,8 +160,9 @@ class InputSpec(Section):
     """SQL condition on a row's columns, like lang = 'en' and length(text) > 10. A row runs only if
     the condition is true. Rows keep their row_id."""
     media_root: Text | None = None
-    """Folder of the images that rows name by path. A path that leads out of it, even through a
-    link, is an error. null: the folder of the first input file."""
+    """Folder of the images that rows name by path: local, s3://, gs:// or hf://datasets/. A path
+    that leads out of it, even through a link, is an error. null: the folder of the first input
+    file."""
     media_urls: bool = False
     """Download images that rows name by http:// or https:// addresses. false: such a row fails."""
     keep_columns: Literal["*"] | tuple[Text, ...] = "*"
@@ -175,6 +176,8 @@ class InputSpec(Section):
             raise ValueError("path is an empty list; name at least one file")
         for path in self.paths:
             _check_place("input.path", path, (*STORES, "hf"))
+        if self.media_root is not None:
+            _check_place("input.media_root", self.media_root, (*STORES, "hf"))
         return self
 
     @property

@@ -10,13 +10,14 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http import HTTPStatus
-from typing import Any, Literal
-
-import pyarrow as pa
+from typing import TYPE_CHECKING, Any, Literal
 
 from batchinfer.console.format import printable
 from batchinfer.errors import StorageError
 from batchinfer.job.storage.filesystem import FileStat
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 _SCHEME = "hf://"
 
@@ -59,8 +60,19 @@ class HubStore:
         return FileStat(entry["size"], 0, large.sha256 if large else entry["blob_id"])
 
     def open(self, path: str) -> pa.NativeFile:
+        import pyarrow as pa  # imported only if needed, because processes that read images do not
+
         with _errors(path):
             return pa.PythonFile(_hub().open(_path(path), "rb"), mode="r")
+
+
+def read_from_hub(url: str, most: int) -> bytes:
+    """See ``whole_files.read_whole``."""
+    with _errors(url), _hub().open(_path(url), "rb") as file:
+        data: bytes = file.read(most + 1)
+    if len(data) > most:
+        raise OSError(f"it has more than {most} bytes")
+    return data
 
 
 def _hub() -> Any:

@@ -29,6 +29,7 @@ _BOOT = (
 _ENVIRONMENT = {  # a process that forks must have only one thread; workers use all cores
     "TOKENIZERS_PARALLELISM": "false",
     "RAYON_NUM_THREADS": "1",
+    "TOKIO_WORKER_THREADS": "1",
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",

@@ -17,6 +17,7 @@ from batchinfer.job.input.dataset import open_source
 from batchinfer.job.input.discover import find_files
 from batchinfer.job.run.run_job import run_job
 from batchinfer.job.spec.load import load_job
+from batchinfer.job.storage.whole_files import read_whole
 from tests.job.datasets import write_parquet
 from tests.job.fakes import FakeBuild, job
 from tests.job.job_files import MINIMAL, write_job
@@ -131,6 +132,14 @@ def test_hub_dataset_is_read_in_path_order(hub: type[Hub]) -> None:
 )
 def test_files_folders_and_globs(hub: type[Hub], entry: str, names: list[str]) -> None:
     assert find_files(URL + entry) == [f"{URL}/{name}" for name in names]
+
+
+def test_small_files_are_read_whole(hub: type[Hub]) -> None:
+    assert read_whole(f"{URL}/README.md", 5) == b"words"
+    with pytest.raises(OSError, match="more than 4 bytes"):
+        read_whole(f"{URL}/README.md", 4)
+    with pytest.raises(OSError, match="does not exist"):
+        read_whole(f"{URL}/gone.png", 5)
 
 
 @pytest.mark.parametrize("entry", ["/gone.parquet", "/gone/", "/*.csv"])

@@ -1,0 +1,43 @@
+"""Reads small files of object stores and of the Hub whole, without pyarrow.
+
+Processes with little memory read images, and pyarrow reserves much address space.
+"""
+
+from __future__ import annotations
+
+from batchinfer.job.storage.connection import connect, errors
+from batchinfer.job.storage.urls import StorePath, scheme_of
+
+
+def require_store(url: str) -> None:
+    """Check that files below a URL can be read.
+
+    Raises:
+        UsageError: the package that reads from the store is not installed.
+    """
+    if scheme_of(url) != "hf":
+        connect(StorePath(url).bucket, impatient=True)
+
+
+def read_whole(url: str, most: int) -> bytes:
+    """Return the bytes of a file.
+
+    Args:
+        most: maximum number of bytes.
+
+    Raises:
+        OSError: the file is missing, larger, or may not be read.
+        StorageError: the store does not answer within half a minute.
+    """
+    if scheme_of(url) == "hf":
+        from batchinfer.job.storage.hub_reader import read_from_hub
+
+        return read_from_hub(url, most)
+    import obstore
+
+    place = StorePath(url)
+    with errors(url, "read"):
+        found = obstore.get(connect(place.bucket, impatient=True), place.key)
+        if found.meta["size"] > most:
+            raise OSError(f"it has more than {most} bytes")
+        return bytes(found.bytes())
