@@ -203,6 +203,7 @@ def attend(
     # False: the range consists of whole tiles, and every row sees all positions in it.
     MASKED: tl.constexpr,
     ends=None,  # [ROWS] int32: one past the last position that each row sees; None: its own
+    prompt_len=None,  # leading positions that the window does not hide; None: 0
 ):  # the new row_max, row_sum and acc
     key_ptr = cache.key_ptr + kv_head * cache.key_head_stride
     value_ptr = cache.value_ptr + kv_head * cache.value_head_stride
@@ -245,7 +246,10 @@ def attend(
             else:
                 visible = tokens[None, :] < ends[:, None]
             if window is not None:
-                visible = visible & (tokens[None, :] > positions[:, None] - window)
+                in_window = tokens[None, :] > positions[:, None] - window
+                if prompt_len is not None:
+                    in_window = in_window | (tokens[None, :] < prompt_len)
+                visible = visible & in_window
             scores = tl.where(visible, scores, float("-inf"))
 
         # Scales are positive, so scaling the maximum gives the maximum of the scaled scores.

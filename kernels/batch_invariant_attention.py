@@ -46,7 +46,7 @@ from batchinfer.kernels.decode_plan import (
     shared_rows,
 )
 from batchinfer.kernels.launch import OPTIONS, check_launchable, num_persistent
-from batchinfer.kernels.paged_attention import shared_arguments
+from batchinfer.kernels.paged_attention import check_window, shared_arguments
 from batchinfer.kernels.split_kv import (
     MAX_WORKSPACE_BYTES,
     Partials,
@@ -180,6 +180,7 @@ def batch_invariant_attention(
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,  # [Hq]
     query_ends: torch.Tensor | None = None,  # [T] int32
+    prompt_lens: torch.Tensor | None = None,  # [S] int32
 ) -> None:
     """Compute attention into `out`. The cache must already hold this step's keys and values.
 
@@ -188,18 +189,18 @@ def batch_invariant_attention(
     Args:
         work: from `plan_batch_invariant` for the same lengths and window.
         launch: index of this launch among those that use `work`.
-        query_ends: as in `paged_attention`.
+        query_ends, prompt_lens: as in `paged_attention`.
     """
     check_launchable(
         "batch_invariant_attention", query, key_cache, value_cache, block_tables, query_starts,
-        context_lens, out, sinks, query_ends,
+        context_lens, out, sinks, query_ends, prompt_lens,
     )  # fmt: skip
     if len(context_lens) == 0 or len(query) == 0:
         return
-    assert work.window == sliding_window, "the work list was made for another window"
+    check_window(work.window, sliding_window, prompt_lens)
     shared = shared_arguments(
         query, key_cache, value_cache, block_tables, query_starts, context_lens, out, sinks,
-        scale, sliding_window, softcap,
+        scale, sliding_window, softcap, prompt_lens,
     )  # fmt: skip
     num_kv_heads = key_cache.shape[1]
     config = batch_invariant_config(Heads.of(query, key_cache, value_cache))
@@ -230,7 +231,7 @@ def batch_invariant_attention(
             context_lens=context_lens,
             out=out,
             sinks=sinks,
-            window=shared["window"],
+            window=shared["window"] if prompt_lens is None else None,
             max_pieces=work.max_pieces,
             piece=work.piece,
             head_groups=num_kv_heads,
@@ -250,6 +251,7 @@ def _batch_invariant_kernel(
     out_ptr,  # [T, Hq, Dv]
     out_strides,
     sinks_ptr,  # [Hq] or None
+    prompt_lens_ptr,  # [S] int32 or None
     query_ends_ptr,  # [T] int32 or None
     items_ptr,  # [N, 2] int32: sequence; tile of query tokens, or piece of a decode
     counters_ptr,  # [1 + launches] int32: N, then the items that each launch has taken
@@ -296,7 +298,12 @@ def _batch_invariant_kernel(
             score_scale,
             cache.key_ptr.dtype.element_ty,
         )
-        begin = first * 0 if window is None else tl.maximum(computed + first + 1 - window, 0)
+        begin = first * 0
+        prompt_len = None
+        if prompt_lens_ptr is not None:
+            prompt_len = tl.load(prompt_lens_ptr + sequence)
+        elif window is not None:
+            begin = tl.maximum(computed + first + 1 - window, 0)
         end = computed + tl.minimum(first + TOKENS, query_len)
         ends = None
         if query_ends_ptr is not None:
@@ -320,7 +327,7 @@ def _batch_invariant_kernel(
                 tl.zeros([ROWS], tl.float32),
                 tl.zeros([ROWS, cache.VALUE_BLOCK], tl.float32),
                 cache, kv_head, table_ptr + sequence * table_stride,
-                scales, cap, window, TILE, True, ends,
+                scales, cap, window, TILE, True, ends, prompt_len,
             )  # fmt: skip
             if is_part:
                 part = (sequence * (NUM_KV_HEADS * GROUP) + heads) * max_pieces + number

@@ -157,6 +157,7 @@ def _chunk_kernel(
     out_ptr,  # [T, Hq, Dv]
     out_strides,
     sinks_ptr,  # [Hq] or None
+    prompt_lens_ptr,  # [S] int32 or None
     query_ends_ptr,  # [T] int32 or None
     items_ptr,  # [N, 2] int32: sequence, and index of the tile's first query token in it
     num_items_ptr,  # [1] int32
@@ -204,16 +205,21 @@ def _chunk_kernel(
             query, positions, 0, begin, row_max, row_sum, acc,
             cache, kv_head, table_ptr, scales, cap, window, TILE, False,
         )  # fmt: skip
-    else:
+    elif prompt_lens_ptr is None:
         begin = tl.maximum(computed + first - window + 1, 0)
+    else:
+        begin = computed * 0
     end = computed + tl.minimum(first + TOKENS, query_len)
     ends = None
     if query_ends_ptr is not None:
         ends = tl.load(query_ends_ptr + query_rows, mask=row_live, other=0)
         end = tl.max(ends, 0)
+    prompt_len = None
+    if prompt_lens_ptr is not None:
+        prompt_len = tl.load(prompt_lens_ptr + sequence)
     row_max, row_sum, acc = attend(
         query, positions, begin, end, row_max, row_sum, acc,
-        cache, kv_head, table_ptr, scales, cap, window, TILE, True, ends,
+        cache, kv_head, table_ptr, scales, cap, window, TILE, True, ends, prompt_len,
     )  # fmt: skip
 
     columns = tl.arange(0, cache.VALUE_BLOCK)

@@ -65,7 +65,9 @@ def attend_decodes(
         transposed: true if blocks store values transposed (`is_transposed`).
     """
     num_kv_heads = shared["NUM_KV_HEADS"]
+    hides_middle = shared["prompt_lens_ptr"] is not None  # only masks can hide it
     split = multiplies_float8(shared["query_ptr"].dtype, heads, transposed=transposed)
+    split = split and not hides_middle
     config = decode_config(heads, split=split)
     if work.order is not None:
         attend_shared(shared, heads, work, launch)
@@ -96,7 +98,7 @@ def attend_decodes(
             context_lens=shared["context_lens_ptr"],
             out=shared["out_ptr"],
             sinks=shared["sinks_ptr"],
-            window=shared["window"],
+            window=None if hides_middle else shared["window"],
             max_pieces=work.max_pieces,
             piece=work.piece,
             head_groups=num_kv_heads,
@@ -115,6 +117,7 @@ def _decode_kernel(
     out_ptr,  # [T, Hq, Dv]
     out_strides,
     sinks_ptr,  # [Hq] or None
+    prompt_lens_ptr,  # [S] int32 or None
     items_ptr,  # [N, 2] int32: sequence, piece
     counters_ptr,  # [1 + launches] int32: N, then the items that each launch has taken
     partials,  # Partials
@@ -143,7 +146,12 @@ def _decode_kernel(
         piece = tl.load(items_ptr + 2 * item + 1)
         query_row = tl.load(query_starts_ptr + sequence).to(tl.int64)
         context_len = tl.load(context_lens_ptr + sequence)
-        begin, first, length, count = pieces(context_len, window, max_pieces, PIECE)
+        prompt_len = None
+        if prompt_lens_ptr is None:
+            begin, first, length, count = pieces(context_len, window, max_pieces, PIECE)
+        else:
+            begin, first, length, count = pieces(context_len, None, max_pieces, PIECE)
+            prompt_len = tl.load(prompt_lens_ptr + sequence)
         begin = tl.maximum(begin, first + piece * length)
         end = tl.minimum(context_len, first + (piece + 1) * length)
         heads = kv_head * GROUP + rows
@@ -170,7 +178,7 @@ def _decode_kernel(
                 tl.zeros([ROWS], tl.int32) + context_len - 1,
                 begin, end, row_max, row_sum,
                 tl.zeros([ROWS, cache.VALUE_BLOCK], tl.float32),
-                cache, kv_head, table, scales, cap, window, TILE, True,
+                cache, kv_head, table, scales, cap, window, TILE, True, None, prompt_len,
             )  # fmt: skip
         if count == 1:
             columns = tl.arange(0, cache.VALUE_BLOCK)[None, :]

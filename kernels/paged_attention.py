@@ -50,6 +50,7 @@ def paged_attention(
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,  # [Hq]
     query_ends: torch.Tensor | None = None,  # [T] int32
+    prompt_lens: torch.Tensor | None = None,  # [S] int32
     work: DecodeWork | None,
     launch: int = 0,
     chunks: ChunkWork | None,
@@ -62,26 +63,35 @@ def paged_attention(
     Args:
         query_ends: see `reference.paged_attention`. A sequence with one query token must see its
             whole context.
-        work: from `plan_decode` for the same lengths and window; None if the step has no decodes.
+        prompt_lens: see `reference.paged_attention`.
+        work: from `plan_decode` for the same lengths and window, or without a window if
+            `prompt_lens` are given; None if the step has no decodes.
         launch: index of this launch among those that use `work`.
         chunks: from `plan_chunks` for the same lengths; None if the step has no chunks.
     """
     check_launchable(
         "paged_attention", query, key_cache, value_cache, block_tables, query_starts, context_lens,
-        out, sinks, query_ends,
+        out, sinks, query_ends, prompt_lens,
     )  # fmt: skip
     if len(context_lens) == 0 or len(query) == 0:
         return
     shared = shared_arguments(
         query, key_cache, value_cache, block_tables, query_starts, context_lens, out, sinks,
-        scale, sliding_window, softcap,
+        scale, sliding_window, softcap, prompt_lens,
     )  # fmt: skip
     heads = Heads.of(query, key_cache, value_cache)
     if work is not None:
-        assert work.window == sliding_window, "the work list was made for another window"
+        check_window(work.window, sliding_window, prompt_lens)
         attend_decodes(shared, heads, work, launch, transposed=is_transposed(value_cache))
     if chunks is not None:
         attend_chunks(shared, heads, chunks, query_ends)
+
+
+def check_window(planned: int, sliding_window: int, prompt_lens: torch.Tensor | None) -> None:
+    """Check that a work list was made for this window. With `prompt_lens`, it lists whole
+    contexts, in which masks hide what is outside the window."""
+    wanted = sliding_window if prompt_lens is None else 0
+    assert planned == wanted, "the work list was made for another window"
 
 
 def shared_arguments(
@@ -96,6 +106,7 @@ def shared_arguments(
     scale: float,
     sliding_window: int,
     softcap: float,
+    prompt_lens: torch.Tensor | None,
 ) -> dict[str, Any]:
     """Check the tensors, and return the arguments that all attention kernels share, keyed by
     name."""
@@ -121,6 +132,7 @@ def shared_arguments(
         "out_ptr": out,
         "out_strides": out.stride(),
         "sinks_ptr": sinks,
+        "prompt_lens_ptr": prompt_lens,
         # tanh(x) = 1 - 2 / (exp(2x) + 1), so kernels compute exp2(score_scale * <q, k>) with or
         # without a softcap.
         "score_scale": scale * LOG2E * (2.0 / softcap if softcap else 1.0),

@@ -25,6 +25,7 @@ def paged_attention(
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,  # [Hq]
     query_ends: torch.Tensor | None = None,  # [T] int32
+    prompt_lens: torch.Tensor | None = None,  # [S] int32
 ) -> None:
     """Compute causal attention over a paged KV cache, one sequence after the other.
 
@@ -32,19 +33,22 @@ def paged_attention(
         query_ends: one past the last position that each query token sees: more than its own
             position, at most its sequence's context, and never less than for the token before.
             None: each token sees up to itself.
+        prompt_lens: number of leading positions of each sequence that the window does not hide.
     """
     starts = query_starts.tolist()
     for sequence, context_len in enumerate(context_lens.tolist()):
+        prompt_len = 0 if prompt_lens is None else int(prompt_lens[sequence])
         rows = slice(starts[sequence], starts[sequence + 1])
         query_len = rows.stop - rows.start
         if query_len == 0:
             continue
         positions = torch.arange(context_len - query_len, context_len, device=query.device)
         begin = max(0, context_len - query_len + 1 - sliding_window) if sliding_window else 0
+        begin = 0 if prompt_len else begin
         key_positions = torch.arange(begin, context_len, device=query.device)
         table = block_tables[sequence]
         ends = None if query_ends is None else query_ends[rows]
-        mask = visible(positions, key_positions, sliding_window, ends)
+        mask = visible(positions, key_positions, sliding_window, ends, prompt_len)
         out[rows] = attention(
             query[rows],
             gather(key_cache, table, key_positions),
@@ -72,12 +76,16 @@ def visible(
     key_positions: torch.Tensor,  # [K]
     sliding_window: int,
     ends: torch.Tensor | None = None,  # [Q]
+    prompt_len: int = 0,
 ) -> torch.Tensor:  # [Q, K] bool
     """Return the mask of causal attention: position p sees [0, p], or (p - w, p] with a window
-    w. With ``ends``, it instead sees all positions before its own end."""
+    w. With ``ends``, it instead sees all positions before its own end. The window does not hide the
+    first ``prompt_len`` positions."""
     distance = positions[:, None] - key_positions[None, :]
     mask = distance >= 0 if ends is None else key_positions[None, :] < ends[:, None]
-    return mask & (distance < sliding_window) if sliding_window else mask
+    if sliding_window:
+        mask &= (distance < sliding_window) | (key_positions < prompt_len)
+    return mask
 
 
 def attention(

@@ -44,7 +44,7 @@ def shared_config(heads: Heads) -> LaunchConfig:
     return LaunchConfig(rows, tile=64, num_warps=4, num_stages=5)
 
 
-_UNUSED = {"context_lens_ptr", "out_ptr", "out_strides", "sinks_ptr", "window"}
+_UNUSED = {"context_lens_ptr", "out_ptr", "out_strides", "sinks_ptr", "prompt_lens_ptr", "window"}
 
 
 def attend_shared(shared: dict[str, Any], heads: Heads, work: DecodeWork, launch: int) -> None:

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from batchinfer.protocols import GrammarState, StopChecker
 
 
+_OUTPUT = np.int32(1 << 30)  # larger than any token id
+
+
 class RequestState:
     """State of one request: unfinished and finished samples, statistics, and times."""
 
@@ -208,8 +211,15 @@ class Sequence:
         return output if start >= len(prompt) else np.concatenate([prompt[start:], output])
 
     def key(self, start: int, stop: int) -> bytes:
-        """Return the prefix-index key of ``tokens(start, stop)``."""
-        return token_key(self.tokens(start, stop))
+        """Return the prefix-index key of ``tokens(start, stop)``.
+
+        Output tokens have other ids than prompt tokens, because their KV may differ: see
+        ``KVLayout.prompt_windows``.
+        """
+        token_ids, prompt = self.tokens(start, stop), self.request.num_prompt_tokens
+        if stop > prompt:
+            token_ids[max(prompt - start, 0) :] |= _OUTPUT  # not the request's own array
+        return token_key(token_ids)
 
     def output(self, finish_reason: str, stop: int | str | StopMatch | None) -> SampleOutput:
         """Return the finished sample."""

@@ -201,6 +201,7 @@ class Step:
     grid_positions: Int32 | None = None  # [3, T] in place of positions, for images with grids
     query_ends: Int32 | None = None  # [T] one past the last position that each token sees; None:
     # each token sees up to itself
+    prompt_lens: Int32 | None = None  # [S] prompt tokens of each sequence; None: all are prompt
     adapters: Int32 | None = None  # [S] number of each sequence's adapter, 0 = none; None: all 0
 
     def image_token_ids(self) -> Int32:

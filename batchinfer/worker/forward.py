@@ -118,6 +118,7 @@ def device_arrays(step: Step) -> dict[str, npt.NDArray[np.generic]]:
     return {
         **({} if grids is None else {"grid_positions": grids.astype(np.int64)}),
         **({} if step.query_ends is None else {"query_ends": step.query_ends}),
+        **({} if step.prompt_lens is None else {"prompt_lens": step.prompt_lens}),
         **({"order": shared.order, "shared_lens": shared.shared_lens} if shared else {}),
         "token_ids": step.token_ids.astype(np.int64),
         "previous_sample": step.previous_sample.astype(np.int64),

@@ -20,6 +20,7 @@ typedef struct {
     const int32_t *order;        /* [S] the sequences; those with a common prefix are adjacent */
     const int32_t *shared_lens;  /* [S] leading tokens that order[i - 1] and order[i] share */
     const int32_t *query_ends;   /* [T] one past the last position that each token sees; or NULL */
+    const int32_t *prompt_lens;  /* [S] leading positions that the window does not hide; or NULL */
     int64_t query_token_stride, query_head_stride; /* in elements, like all strides */
     int64_t out_token_stride;
     int64_t key_slot_stride, key_head_stride, value_slot_stride, value_head_stride;

@@ -3,6 +3,7 @@
 typedef struct {
     int32_t sequence, first, count; /* tokens [first, first + count) of a sequence's new tokens */
     int32_t position;               /* position of the first token */
+    int32_t prompt; /* leading positions that the tokens see even outside their windows */
     int32_t end;                    /* one past the last position that any of the tokens sees */
     int32_t shared; /* number of leading positions whose blocks the previous tile reads too */
     int32_t row;    /* index of the tile's first row among the rows of all tiles */
@@ -16,13 +17,14 @@ struct attention_plan {
 };
 
 typedef struct {
-    int32_t low, high, piece; /* tiles [low, high) of a task attend to `piece` next */
+    int32_t low, high, from; /* tiles [low, high) of a task attend to positions at `from` next */
 } part;
 
-/* The piece of a tile that is read after the current piece; `tile` is NULL if there is none. */
+/* The positions of a tile that are read after the current piece: those at `from`, up to
+   `piece_end`. `tile` is NULL if there are none. */
 typedef struct {
     const tile *tile;
-    int32_t piece, kv_head;
+    int32_t from, kv_head;
 } next_tile;
 
 /* Keys or values of one KV head at positions [from, to), which are prefetched line by line while
@@ -79,9 +81,8 @@ typedef struct {
    (latents); else 0. */
 static inline int values_in_keys(const attention_args *a) { return a->values == a->keys; }
 
-/* Returns the first position that a token sees. */
-static inline int32_t seen_from(const attention_args *a, int32_t position) {
-    const int32_t window = a->sliding_window;
+/* Returns the first position in a token's window; 0 without a window. */
+static inline int32_t window_from(int32_t window, int32_t position) {
     return window && position >= window ? position + 1 - window : 0;
 }
 
@@ -90,6 +91,23 @@ static inline int32_t seen_to(const attention_args *a, const tile *e, int32_t to
     if (!a->query_ends) return e->position + token + 1;
     return a->query_ends[a->query_starts[e->sequence] + e->first + token];
 }
+
+/* Returns the first position at or after `from` that a tile reads: a position of its prompt, or of
+   its first token's window. */
+static inline int32_t read_from(const attention_args *a, const tile *e, int32_t from) {
+    const int32_t begin = from < e->prompt ? 0 : window_from(a->sliding_window, e->position);
+    return from > begin ? from : begin;
+}
+
+/* Returns one past the last position that a tile reads together with `from`. A piece with the end
+   of the prompt is read in two parts, because a token may see only some of its later positions. */
+static inline int32_t piece_end(const tile *e, int32_t from) {
+    const int32_t end = from / PIECE * PIECE + PIECE;
+    const int32_t most = from < e->prompt && e->prompt < e->end ? e->prompt : e->end;
+    return end < most ? end : most;
+}
+
+static inline int32_t least(int32_t a, int32_t b) { return a < b ? a : b; }
 
 /* Puts adjacent tiles that share their first piece into one task, as long as this leaves enough
    tasks for all threads. Returns NULL if out of memory. */
@@ -110,10 +128,10 @@ attention_plan *attention_plan_of(const attention_args *a) {
     if (!p->tiles || !p->starts) return free_attention_plan(p), NULL;
     p->num_tasks = 0;
     p->max_tiles = p->max_rows = 1;
-    /* Tiles of one task must see the same part of a piece. With a window, this is certain only if
-       no context is longer than the window. */
+    /* Tiles of one task must see the same part of a piece. With a window, this is certain only in
+       the prompts, or if no context is longer than the window. */
     int shares = a->order != NULL;
-    for (int32_t i = 0; a->sliding_window && i < num_sequences; i++)
+    for (int32_t i = 0; a->sliding_window && !a->prompt_lens && i < num_sequences; i++)
         shares &= a->context_lens[i] <= a->sliding_window;
     int64_t at = 0;
     int32_t row = 0, task_row = 0;
@@ -122,11 +140,16 @@ attention_plan *attention_plan_of(const attention_args *a) {
         const int32_t length = a->query_starts[sequence + 1] - a->query_starts[sequence];
         for (int32_t first = 0; first < length; first += per_tile) {
             const int32_t count = length - first < per_tile ? length - first : per_tile;
-            const int32_t shared = shares && !first ? a->shared_lens[i] : 0;
+            int32_t shared = shares && !first ? a->shared_lens[i] : 0;
+            if (shared && a->prompt_lens) {
+                shared = least(shared, a->prompt_lens[sequence]);
+                shared = least(shared, a->prompt_lens[a->order[i - 1]]);
+            }
             tile *e = p->tiles + at;
             *e = (tile){.sequence = sequence, .first = first, .count = count, .shared = shared};
             e->position = a->context_lens[sequence] - length + first;
             e->end = seen_to(a, e, count - 1);
+            e->prompt = a->prompt_lens ? a->prompt_lens[sequence] : 0;
             e->row = row;
             if (at == 0 || shared < PIECE || row + count * group - task_row > most) {
                 p->starts[p->num_tasks++] = at;

@@ -31,7 +31,7 @@ class AttentionArgs(ctypes.Structure):
     _fields_ = (
         *((name, POINTER) for name in ("query", "out", "keys", "values")),
         *((name, POINTER) for name in ("block_tables", "query_starts", "context_lens", "sinks")),
-        *((name, POINTER) for name in ("order", "shared_lens", "query_ends")),
+        *((name, POINTER) for name in ("order", "shared_lens", "query_ends", "prompt_lens")),
         *((name, INT64) for name in ("query_token_stride", "query_head_stride")),
         ("out_token_stride", INT64),
         *((name, INT64) for name in ("key_slot_stride", "key_head_stride")),
@@ -99,6 +99,7 @@ def paged_attention(
     order: torch.Tensor | None = None,  # [S] int32
     shared_lens: torch.Tensor | None = None,  # [S] int32
     query_ends: torch.Tensor | None = None,  # [T] int32
+    prompt_lens: torch.Tensor | None = None,  # [S] int32
     kernel: int | None = None,
 ) -> None:
     """Compute causal attention over a paged KV cache on the CPU, like
@@ -112,7 +113,7 @@ def paged_attention(
         shared_lens: number of leading tokens that each sequence of ``order`` shares with the
             previous one. These tokens are in the same blocks and come before the query tokens of
             both sequences. They are read once for many rows, which does not change the result.
-        query_ends: see ``reference.paged_attention``.
+        query_ends, prompt_lens: see ``reference.paged_attention``.
         kernel: a kernel's number, from ``kernel_of``; None: the fastest kernel.
 
     Raises:
@@ -132,6 +133,7 @@ def paged_attention(
         order=order,
         shared_lens=shared_lens,
         query_ends=query_ends,
+        prompt_lens=prompt_lens,
         kernel=kernel_of(key_cache.dtype) if kernel is None else kernel,
     )
     name = _ATTEND[query.dtype]
@@ -157,13 +159,15 @@ def attention_args(
     order: torch.Tensor | None,
     shared_lens: torch.Tensor | None,
     query_ends: torch.Tensor | None,
+    prompt_lens: torch.Tensor | None,
     kernel: int,
 ) -> AttentionArgs:
     """Convert the arguments of ``paged_attention`` to those of the C function."""
     return AttentionArgs(
         *(t.data_ptr() for t in (query, out, key_cache, value_cache)),
         *(t.data_ptr() for t in (block_tables, query_starts, context_lens)),
-        *(None if t is None else t.data_ptr() for t in (sinks, order, shared_lens, query_ends)),
+        *(None if t is None else t.data_ptr() for t in (sinks, order, shared_lens)),
+        *(None if t is None else t.data_ptr() for t in (query_ends, prompt_lens)),
         *query.stride()[:2],
         out.stride(0),
         *key_cache.stride()[:2],

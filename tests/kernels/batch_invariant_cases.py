@@ -11,6 +11,7 @@ from batchinfer.kernels.batch_invariant_attention import (
     batch_invariant_query_tile,
     plan_batch_invariant,
 )
+from tests.kernels.cases import planned_window
 
 
 def batch_invariant_arguments(
@@ -34,7 +35,7 @@ def batch_invariant_arguments(
         num_heads=query.shape[1],
         value_width=kept["value_cache"].shape[3],
         max_context_len=max_context_len or arguments["max_context_len"],
-        sliding_window=kept.get("sliding_window", 0),
+        sliding_window=planned_window(kept),
         piece=piece,
         splits=splits,
     )
@@ -43,5 +44,5 @@ def batch_invariant_arguments(
 
 _TAKEN = (
     "query", "key_cache", "value_cache", "block_tables", "query_starts", "context_lens", "scale",
-    "out", "sliding_window", "softcap", "sinks", "query_ends",
+    "out", "sliding_window", "softcap", "sinks", "query_ends", "prompt_lens",
 )  # fmt: skip

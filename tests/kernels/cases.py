@@ -47,6 +47,7 @@ class AttentionCase(Case):
     num_splits: int | None = None
     seed: int = 0
     image: int = 0  # texts and images of this many tokens alternate; an image's tokens see it all
+    prompts: tuple[int, ...] = ()  # prompt of each sequence, which the window does not hide
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,13 @@ INTERPRETED_ATTENTION_CASES = (
     AttentionCase("images", ((64, 100), (1, 33), (7, 40), (70, 70)), num_heads=6, image=9),
     AttentionCase("long_images", ((190, 200), (5, 131)), num_heads=2, image=65),
     AttentionCase("images_and_window", ((64, 100), (1, 33), (70, 140)), image=9, sliding_window=20),
+    AttentionCase(
+        "prompts",
+        ((64, 100), (1, 257), (7, 40), (1, 90), (70, 70), (1, 33)),
+        sliding_window=20,
+        prompts=(70, 130, 300, 3, 0, 64),
+        num_splits=2,
+    ),
 )
 
 _GROUPS = ((1, 1), (8, 8), (3, 1), (12, 4), (8, 2), (8, 1), (16, 2), (71, 1), (128, 1))
@@ -167,7 +175,8 @@ def build_attention(
     )
     for row, (query_len, context_len) in enumerate(case.lens):
         # Blocks before the window of the first query token have been freed.
-        begin = context_len - query_len + 1 - case.sliding_window if case.sliding_window else 0
+        hides = case.sliding_window and not case.prompts
+        begin = context_len - query_len + 1 - case.sliding_window if hides else 0
         positions = torch.arange(min(max(0, begin), context_len), context_len)
         for block in sorted(set((positions // case.block_size).tolist())):
             tables[row, block] = free.pop()
@@ -186,6 +195,8 @@ def build_attention(
     query = torch.randn(num_tokens, case.num_heads, case.key_width, generator=generator)
     sinks = torch.randn(case.num_heads, generator=generator) if case.sinks else None
     ends = {"query_ends": query_ends(case).to(device)} if case.image else {}
+    if case.prompts:
+        ends["prompt_lens"] = torch.tensor(case.prompts, dtype=torch.int32).to(device)
     starts = torch.tensor([0, *query_lens]).cumsum(0)
     return AttentionInputs(
         pool,
@@ -241,7 +252,7 @@ def attend_paged(**arguments: Any) -> None:
             num_heads=query.shape[1],
             num_kv_heads=values.shape[1],
             value_width=values.shape[3],
-            sliding_window=arguments.get("sliding_window", 0),
+            sliding_window=planned_window(arguments),
             **{name: arguments[name] for name in _PLAN_OPTIONS if name in arguments},
         )
     if chunks is None and arguments["max_query_len"] > 1:
@@ -249,6 +260,11 @@ def attend_paged(**arguments: Any) -> None:
         chunks = plan_chunks(starts, tokens=tokens, num_tokens=len(query))
     launch = arguments.get("launch", 0)
     paged_attention(**without_launch_options(arguments), work=work, launch=launch, chunks=chunks)
+
+
+def planned_window(arguments: dict[str, Any]) -> int:
+    """Return the window for a work list."""
+    return 0 if "prompt_lens" in arguments else arguments.get("sliding_window", 0)
 
 
 def reference_attention(**arguments: Any) -> None:

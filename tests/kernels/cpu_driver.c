@@ -206,7 +206,7 @@ enum { HEADS = 6, KV_HEADS = 2, TOKENS = 150, TABLE = TOKENS };
    of `out`. */
 static void attend_to(
     array query, array keys, array values, const int32_t *table, int size, int width, int end,
-    int count, int window, array out) {
+    int count, int window, int32_t prompt, array out) {
     const int32_t starts[] = {0, count}, context = end;
     const attention_args a = {
         .query = place(query, (size_t)(end - count) * HEADS * width), .out = out.at,
@@ -216,19 +216,20 @@ static void attend_to(
         .key_head_stride = size * width, .value_slot_stride = KV_HEADS * size * width,
         .value_head_stride = size * width, .table_width = TABLE, .num_sequences = 1,
         .num_heads = HEADS, .num_kv_heads = KV_HEADS, .key_width = width, .value_width = width,
-        .block_size = size, .sliding_window = window, .num_threads = 2, .kernel = attend_by,
-        .scale = 0.3f};
+        .block_size = size, .sliding_window = window, .prompt_lens = prompt ? &prompt : NULL,
+        .num_threads = 2, .kernel = attend_by, .scale = 0.3f};
     expect(!(query.is_bf16 ? attend_bf16 : attend_f32)(&a), "memory", query.is_bf16, count);
 }
 
 static int attention_is_close(
-    array query, array key, array value, array out, int width, int window) {
+    array query, array key, array value, array out, int width, int window, int prompt) {
     int close = 1;
     for (int t = 0; t < TOKENS; t++)
         for (int h = 0; h < HEADS; h++) {
             const size_t row = ((size_t)t * HEADS + h) * width, kv = h / (HEADS / KV_HEADS);
             double weights[TOKENS], sum = 0.0, result[256] = {0};
-            for (int p = window && t >= window ? t + 1 - window : 0; p <= t; p++) {
+            for (int p = 0; p <= t; p++) {
+                if (window && p >= prompt && p + window <= t) continue;
                 double score = 0.0;
                 for (int d = 0; d < width; d++)
                     score += (double)get(query, row + d) * get(key, (p * KV_HEADS + kv) * width + d);
@@ -242,7 +243,7 @@ static int attention_is_close(
     return close;
 }
 
-static void check_attention(int is_bf16, int size, int width, int window) {
+static void check_attention(int is_bf16, int size, int width, int window, int prompt) {
     const size_t kv = (size_t)KV_HEADS * width, row = (size_t)HEADS * width;
     const int blocks = (TOKENS + size - 1) / size;
     array query = make(is_bf16, TOKENS * row, 1), key = make(is_bf16, TOKENS * kv, 1);
@@ -261,14 +262,16 @@ static void check_attention(int is_bf16, int size, int width, int window) {
         .values_head_stride = width * size, .num_tokens = TOKENS, .num_kv_heads = KV_HEADS,
         .key_width = width, .value_width = width, .block_size = size};
     (is_bf16 ? write_kv_bf16 : write_kv_f32)(&w);
-    attend_to(query, keys, values, table, size, width, TOKENS, TOKENS, window, out);
-    expect(attention_is_close(query, key, value, out, width, window), "attention", is_bf16, TOKENS);
+    attend_to(query, keys, values, table, size, width, TOKENS, TOKENS, window, prompt, out);
+    expect(attention_is_close(query, key, value, out, width, window, prompt), "attention", is_bf16,
+           TOKENS);
     add_to_hash(out.at, out.count * (is_bf16 ? 2 : 4));
     const int chunks[] = {1, 7, 32};
     for (int c = 0; c < 3; c++)
         for (int first = 0; first < TOKENS; first += chunks[c]) {
             const int end = first + chunks[c] < TOKENS ? first + chunks[c] : TOKENS;
-            attend_to(query, keys, values, table, size, width, end, end - first, window, some);
+            attend_to(query, keys, values, table, size, width, end, end - first, window, prompt,
+                      some);
             expect(same(some, 0, out, first * row, (end - first) * row),
                    "a token's attention depends on others", is_bf16, chunks[c]);
         }
@@ -311,8 +314,10 @@ int main(void) {
             attend_by = kernel;
             state = 1, hash = HASH_START;
             for (size_t i = 0; i < sizeof(blocks) / sizeof(*blocks); i++)
-                check_attention(is_bf16, blocks[i][0], blocks[i][1], blocks[i][2]);
+                check_attention(is_bf16, blocks[i][0], blocks[i][1], blocks[i][2], 0);
             printf("attention %s %016llx %s\n", type, (unsigned long long)hash, name);
+            check_attention(is_bf16, 16, 64, 9, 70);
+            check_attention(is_bf16, 3, 13, 5, 64);
         }
         check_encoder(is_bf16);
     }

@@ -25,7 +25,7 @@ from tests.kernels.interpreted_dot import sum_rows_alike
 SHORT = 64  # positions per piece, so that a piece has few tiles
 FEW = (
     *("no_query_and_padding", "window_within_chunk", "sinks", "everything"),
-    *("key_wider_than_value", "images_and_window"),
+    *("key_wider_than_value", "images_and_window", "prompts"),
 )
 FEW_CASES = [case for case in INTERPRETED_ATTENTION_CASES if case.name in FEW]
 # Fewer cases than for `paged_attention`, because each is compiled

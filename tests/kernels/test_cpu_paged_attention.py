@@ -81,9 +81,11 @@ def test_cpu_kv_write_equals_reference(case: WriteCase, dtype: torch.dtype) -> N
 @pytest.mark.parametrize("fp8", [False, True])
 @dtypes
 @pytest.mark.parametrize("block_size", [1, 2, 16])
-@pytest.mark.parametrize(("window", "width"), [(0, 64), (0, 24), (37, 64)])
+@pytest.mark.parametrize(
+    ("window", "prompt", "width"), [(0, 0, 64), (0, 0, 24), (37, 0, 64), (37, 150, 64)]
+)
 def test_token_bits_do_not_depend_on_chunks(
-    dtype: torch.dtype, block_size: int, window: int, width: int, fp8: bool
+    dtype: torch.dtype, block_size: int, window: int, prompt: int, width: int, fp8: bool
 ) -> None:
     """Compute a prompt at once, in chunks, token by token, and with each token as a sequence."""
     torch.manual_seed(0)
@@ -108,6 +110,7 @@ def test_token_bits_do_not_depend_on_chunks(
                 scale=0.2,
                 out=out[start:stop],
                 sliding_window=window,
+                prompt_lens=torch.tensor([prompt], dtype=torch.int32) if prompt else None,
             )
         return out
 
@@ -123,6 +126,7 @@ def test_token_bits_do_not_depend_on_chunks(
             scale=0.2,
             out=out,
             sliding_window=window,
+            prompt_lens=torch.full((length,), prompt, dtype=torch.int32) if prompt else None,
         )
         return out
 
@@ -141,6 +145,7 @@ class Branches:
     softcap: float = 0.0
     window: int = 0
     sinks: bool = False
+    prompts: tuple[int, ...] | None = None  # of each sequence
 
 
 _TREE = Branches(
@@ -152,6 +157,7 @@ BRANCHES = {
     "softcap_and_sinks": replace(_TREE, softcap=2.0, sinks=True),
     "window_over_all": replace(_TREE, window=600),
     "window_inside": replace(_TREE, window=100),
+    "prompts": replace(_TREE, window=30, prompts=(390, 320, 330, 400, 100, 144, 40, 0)),
     "many": Branches(tuple((1, 300 + i % 7) for i in range(90)), (0, *[256, 256, 288] * 29, 64, 0)),
 }
 
@@ -172,6 +178,7 @@ def test_shared_prefixes_change_no_bits(
     pool = torch.randn(int(tables.max()) + 1, 2, num_kv_heads, block_size, width)
     pool = pool.to(torch.float8_e4m3fn if fp8 else dtype)
     queries = [torch.randn(n, num_heads, width).to(dtype) for n in query_lens]
+    prompts = None if branches.prompts is None else torch.tensor(branches.prompts).int()
 
     def attend(order: list[int], *, shares: bool) -> list[torch.Tensor]:
         """Return the output of each sequence; ``order`` is their order in the step."""
@@ -193,6 +200,7 @@ def test_shared_prefixes_change_no_bits(
             sinks=torch.linspace(-1, 1, num_heads) if branches.sinks else None,
             order=place if shares else None,
             shared_lens=torch.tensor(branches.shared).int() if shares else None,
+            prompt_lens=prompts if prompts is None else prompts[order].contiguous(),
         )
         by_place = out.split(lens)
         return [by_place[at] for at in place.tolist()]

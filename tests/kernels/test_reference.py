@@ -53,10 +53,14 @@ def test_reference_attention_equals_torch(case: AttentionCase) -> None:
             continue
         first = context_len - query_len
         window = case.sliding_window or context_len
-        begin = max(0, first - window + 1)
+        prompt = case.prompts[sequence] if case.prompts else 0
+        begin = 0 if prompt else max(0, first - window + 1)
         mask = torch.tensor(
             [
-                [p - window < j < end_of(p, case, context_len) for j in range(begin, context_len)]
+                [
+                    (j < prompt or p - window < j) and j < end_of(p, case, context_len)
+                    for j in range(begin, context_len)
+                ]
                 for p in range(first, context_len)
             ]
         )

@@ -23,6 +23,9 @@ layers form one full-attention group."""
 _ALL_SLIDE = frozenset({"mistral", "mixtral", "phi3", "starcoder2"})
 """Families without ``layer_types`` in which every layer has the config's window."""
 
+_PROMPT_LAYERS = "reference_sliding_attention"
+"""Type of layers with a window that does not hide the prompt."""
+
 Int = npt.NDArray[np.integer]
 
 
@@ -118,6 +121,18 @@ def layer_windows(config: Mapping[str, Any], num_layers: int) -> list[int]:
     if kinds and len(kinds) == num_layers:
         return [window if kind == "sliding_attention" else 0 for kind in kinds]
     return [window if config.get("model_type") in _ALL_SLIDE else 0] * num_layers
+
+
+def prompt_windows(config: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
+    """Return the windows of layers whose tokens also see the whole prompt (Unlimited-OCR); 0: other
+    layers. Empty if there are no such layers.
+
+    The pool keeps all KV of these layers.
+    """
+    window, kinds = config.get("sliding_window"), config.get("layer_types") or ()
+    if _PROMPT_LAYERS not in kinds or len(kinds) != num_layers or not isinstance(window, int):
+        return ()
+    return tuple(window if kind == _PROMPT_LAYERS else 0 for kind in kinds)
 
 
 def _slot_size(kinds: list[list[int]], stored: Sequence[int]) -> int | None:

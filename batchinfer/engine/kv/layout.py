@@ -11,6 +11,7 @@ from batchinfer.engine.kv.layer_groups import (
     layer_chunks,
     layer_groups,
     most_slots,
+    prompt_windows,
 )
 from batchinfer.engine.kv.model_config import Config, text_config
 from batchinfer.engine.kv.recurrent_families import layers_without_kv
@@ -71,6 +72,9 @@ class KVLayout:
     """Layout of a sequence's recurrent state; None without recurrent layers."""
     chunks: tuple[int, ...] = ()
     """Size of the chunks within which each layer attends (0: no chunks); empty: all 0."""
+    prompt_windows: tuple[int, ...] = ()
+    """Number of tokens that a token of each layer sees in addition to the prompt (0: all tokens);
+    empty: all 0."""
 
     @classmethod
     def from_config(
@@ -118,6 +122,7 @@ class KVLayout:
             min_slot_bytes=min_slot_bytes(text) if attends else layer_state_bytes(text),
             without_kv=without_kv,
             chunks=_chunks(text, num_layers, block_size, max_model_len),
+            prompt_windows=prompt_windows(text, num_layers),
         )
         if max_model_len is not None:
             groups = layer_groups(text, layout.stored_elements, max_model_len)
@@ -155,6 +160,10 @@ class KVLayout:
         if self.is_uniform:
             return KVShape(self.num_kv_heads, self.key_width, self.value_width, self.latent)
         return self.shapes[self.owner(layer)]
+
+    def prompt_window(self, layer: int) -> int:
+        """Return a layer's entry in ``prompt_windows``."""
+        return self.prompt_windows[layer] if self.prompt_windows else 0
 
     def owner(self, layer: int) -> int:
         """Return the layer that stores a layer's KV."""

@@ -30,7 +30,10 @@ _RECURRENT_LAYERS = frozenset(
     ]
 )
 _OTHER_LAYERS = frozenset(
-    {"full_attention", "sliding_attention", "chunked_attention", "attention", "mlp", "moe"}
+    {
+        *("full_attention", "sliding_attention", "chunked_attention", "attention", "mlp", "moe"),
+        "reference_sliding_attention",
+    }
 )
 # Keys of configs that give layers different KV shapes.
 _PER_LAYER_KEYS = (

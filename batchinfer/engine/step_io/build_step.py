@@ -99,6 +99,7 @@ def _step(
         images=tuple(_images(table, schedule, starts)),
         grid_positions=grid_positions,
         query_ends=_query_ends(table, schedule, starts, positions),
+        prompt_lens=table.num_prompt[rows],
         **other_groups,
     )
 

@@ -223,6 +223,7 @@ def paged_attention_forward(
             softcap=float(kwargs.get("softcap") or 0.0),
             sinks=kwargs.get("s_aux"),
             ignores_query_ends=not window and _family_of(module) in _CAUSAL_IN_FULL_ATTENTION,
+            prompt_window=context.cache.layout.prompt_window(layer),
         ),
     )
     return (out if latent is None else latent.values(out))[None], None

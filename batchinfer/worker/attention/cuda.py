@@ -70,7 +70,9 @@ class CudaAttention:
         self._chunk_bounds = {"num_tokens": num_tokens, "max_chunks": max_chunks}
 
     def _begin(self, tensors: Mapping[str, torch.Tensor], *, shares: bool, **bounds: int) -> None:
-        self._tensors, self._shares = tensors, shares
+        self._tensors = tensors
+        # The kernels cannot hide the middle of a context from sequences that share a piece of it.
+        self._shares = shares and not any(self._cache.layout.prompt_windows)
         self._bounds: dict[str, Any] = dict(bounds)
         self._work: dict[_Kind, _Work] = {}
         self._chunks: dict[_Kind, Any] = {}
@@ -92,6 +94,7 @@ class CudaAttention:
 
         out = self._output(layer, query)
         tables, query_starts, context_lens = self._contexts(layer)
+        options = variant.options(self._tensors.get("prompt_lens"))
         paged_attention(
             query,
             self._cache.key(layer),
@@ -100,9 +103,9 @@ class CudaAttention:
             query_starts,
             context_lens,
             out=out,
-            **variant.options,
+            **options,
             query_ends=self._query_ends(variant),
-            work=self._decode_work(layer, query, variant.sliding_window),
+            work=self._decode_work(layer, query, _planned_window(options)),
             launch=layer,
             chunks=self._chunk_work(layer, query),
         )
@@ -188,15 +191,16 @@ class BatchInvariantAttention(CudaAttention):
         from batchinfer.kernels.batch_invariant_attention import batch_invariant_attention
 
         out = self._output(layer, query)
+        options = variant.options(self._tensors.get("prompt_lens"))
         batch_invariant_attention(
             query,
             self._cache.key(layer),
             self._cache.value(layer),
             *self._contexts(layer),
             out=out,
-            **variant.options,
+            **options,
             query_ends=self._query_ends(variant),
-            work=self._batch_invariant_work(layer, query, variant.sliding_window),
+            work=self._batch_invariant_work(layer, query, _planned_window(options)),
             launch=layer,
         )
         return out
@@ -254,6 +258,11 @@ class LatentCudaAttention(CudaAttention):
         from batchinfer.kernels.mla_attention import mla_query_tile
 
         return mla_query_tile(query)
+
+
+def _planned_window(options: Mapping[str, Any]) -> int:
+    """Return the window of a work list; 0 if the window does not hide the prompt."""
+    return int(options["sliding_window"]) if options["prompt_lens"] is None else 0
 
 
 def shares_pieces(step: Step) -> bool:

@@ -37,14 +37,16 @@ class NativeAttention:
         dtype = cache.pool.dtype
         self.kernel = cpu_attention.kernel_of(dtype, instructions_for(dtype, like))
         """Number of the C kernel."""
-        self.joins_layers = dtype == cache.dtype
-        """True if whole layers can run in C: the pool has the dtype that they compute in."""
+        self.joins_layers = dtype == cache.dtype and not any(cache.layout.prompt_windows)
+        """True if whole layers can run in C: the pool has the dtype that they compute in, and no
+        layer has a window that does not hide the prompt."""
 
     def begin_step(self, step: Step, tensors: Mapping[str, torch.Tensor]) -> None:
         self._lens = [tensors[name].contiguous() for name in ("query_starts", "context_lens")]
         self._tables = [tensors["block_tables"].contiguous(), *tensors.get("other_tables", ())]
         self._order, self._shared_lens = tensors.get("order"), tensors.get("shared_lens")
         self._query_ends = tensors.get("query_ends")
+        self._prompt_lens = tensors.get("prompt_lens")
 
     def attend(self, layer: int, query: torch.Tensor, variant: AttentionVariant) -> torch.Tensor:
         query = query if query.stride(-1) == 1 else query.contiguous()
@@ -86,7 +88,7 @@ class NativeAttention:
 
     def _options(self, variant: AttentionVariant) -> dict[str, Any]:
         return {
-            **variant.options,
+            **variant.options(self._prompt_lens),
             "order": self._order,
             "shared_lens": self._shared_lens,
             "query_ends": None if variant.ignores_query_ends else self._query_ends,

@@ -44,21 +44,23 @@ class CpuAttention:
     def __init__(self, cache: KVCache) -> None:
         self._cache = cache
         self._buffers: dict[str, torch.Tensor] = {}
-        self._plans: dict[tuple[int, int, KVShape, bool], Plan] = {}
-        """Plans of the step, keyed by layer group, window, KV shape and
-        ``AttentionVariant.ignores_query_ends``."""
+        self._plans: dict[tuple[int, int, KVShape, bool, bool], Plan] = {}
+        """Plans of the step, keyed by layer group, window, KV shape,
+        ``AttentionVariant.ignores_query_ends``, and whether the window hides the prompt."""
 
     def begin_step(self, step: Step, tensors: Mapping[str, torch.Tensor]) -> None:
         self._step = step
         self._plans.clear()
 
     def attend(self, layer: int, query: torch.Tensor, variant: AttentionVariant) -> torch.Tensor:
-        window, softcap = variant.sliding_window, variant.softcap
+        options = variant.options(self._step.prompt_lens)
+        window, prompt_lens = options["sliding_window"], options["prompt_lens"]
+        softcap = variant.softcap
         group, shape = self._cache.group(layer), self._cache.shape(layer)
-        key = group, window, shape, variant.ignores_query_ends
+        key = group, window, shape, variant.ignores_query_ends, prompt_lens is None
         if key not in self._plans:
             step = replace(self._step, query_ends=None) if key[3] else self._step
-            self._plans[key] = make_plan(step, self._cache, window, layer)
+            self._plans[key] = make_plan(step, self._cache, window, layer, prompt_lens)
         plan = self._plans[key]
         queries = query.index_select(0, plan.tokens)
         attended = query.new_empty(len(queries), query.shape[1], shape.value_width)
@@ -206,12 +208,19 @@ class _Tiles:
         return np.where(queries < self.length[:, None], queries, 0)
 
 
-def make_plan(step: Step, cache: KVCache, sliding_window: int, layer: int = 0) -> Plan:
+def make_plan(
+    step: Step,
+    cache: KVCache,
+    sliding_window: int,
+    layer: int = 0,
+    prompt_lens: Int32 | None = None,
+) -> Plan:
     """Cut the step's queries into buckets, for all layers of a group that have the same KV shape.
 
-    A window of 0 means that tokens see the whole context.
+    A window of 0 means that tokens see the whole context. A window does not hide the first
+    ``prompt_lens`` positions of the sequences.
     """
-    tiles = _tiles(step, cache.layout.block_size, sliding_window)
+    tiles = _tiles(step, cache.layout.block_size, 0 if prompt_lens is not None else sliding_window)
     token_bytes = cache.shape(layer).elements * cache.pool.element_size()
     block_bytes = cache.layout.block_size * token_bytes
     buckets: list[Bucket] = []
@@ -225,7 +234,7 @@ def make_plan(step: Step, cache: KVCache, sliding_window: int, layer: int = 0) -
         for rows in _rectangles(ordered.num_blocks, block_bytes):
             part = ordered.take(rows)
             queries = slice(num_queries, num_queries + len(rows) * size)
-            buckets.append(_bucket(part, queries, step, cache, sliding_window, layer))
+            buckets.append(_bucket(part, queries, step, cache, sliding_window, layer, prompt_lens))
             tokens.append((part.token[:, None] + part.offsets()).reshape(-1))
             real.append((np.arange(size) < part.length[:, None]).reshape(-1))
             num_queries = queries.stop
@@ -282,7 +291,13 @@ def _rectangles(num_blocks: Ints, block_bytes: int) -> Iterator[Ints]:
 
 
 def _bucket(
-    tiles: _Tiles, queries: slice, step: Step, cache: KVCache, sliding_window: int, layer: int
+    tiles: _Tiles,
+    queries: slice,
+    step: Step,
+    cache: KVCache,
+    sliding_window: int,
+    layer: int,
+    prompt_lens: Int32 | None,
 ) -> Bucket:
     layout, shape, tables = cache.layout, cache.shape(layer), step.tables_of(cache.group(layer))
     num_blocks = int(tiles.num_blocks.max())
@@ -297,7 +312,10 @@ def _bucket(
     if step.query_ends is not None:
         hidden = columns_left >= step.query_ends[tiles.token[:, None] + tiles.offsets()][..., None]
     if sliding_window:
-        hidden |= distance >= sliding_window
+        outside = distance >= sliding_window
+        if prompt_lens is not None:
+            outside &= columns_left >= prompt_lens[tiles.sequence][:, None, None]
+        hidden |= outside
     return Bucket(
         num_tiles=len(tiles.sequence),
         tile_size=int(tiles.size[0]),

@@ -23,13 +23,22 @@ class AttentionVariant:
     ignores_query_ends: bool = False
     """True if no token attends to later tokens, even where ``Step.query_ends`` lets the tokens of
     an image do so."""
+    prompt_window: int = 0
+    """Number of positions that a token sees, including its own, in addition to its sequence's
+    prompt (Unlimited-OCR); 0: the prompt is not special."""
 
-    @property
-    def options(self) -> dict[str, Any]:
-        """Return the variant as keyword arguments of the kernels."""
+    def options(self, prompt_lens: Any) -> dict[str, Any]:
+        """Return the variant as keyword arguments of the kernels.
+
+        Args:
+            prompt_lens: the length of each sequence's prompt, [S]; None: all tokens of the step
+                belong to prompts.
+        """
+        window, is_seen = self.sliding_window, self.prompt_window and prompt_lens is not None
         return {
             "scale": self.scale,
-            "sliding_window": self.sliding_window,
+            "sliding_window": self.prompt_window if is_seen else window,
             "softcap": self.softcap,
             "sinks": self.sinks,
+            "prompt_lens": prompt_lens if is_seen else None,
         }

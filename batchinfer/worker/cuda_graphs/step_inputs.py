@@ -142,6 +142,7 @@ class StepInputs:
             ("logits_indices", sequences, _INT64),
             ("query_starts", (size.sequences + 1,), _INT32),
             ("context_lens", sequences, _INT32),
+            ("prompt_lens", sequences, _INT32),
             ("order", sequences, _INT32),
             ("shared_lens", sequences, _INT32),
             ("state_tables", (size.sequences * self._slots_per_state,), _INT32),
@@ -171,6 +172,7 @@ def _padded_arrays(step: Step, size: GraphSize) -> dict[str, tuple[Array, int | 
     order, shared_lens = places[:count], np.zeros(count, dtype=np.int32)
     if step.shared_prefixes is not None:
         order, shared_lens = step.shared_prefixes.order, step.shared_prefixes.shared_lens
+    prompt_lens = step.context_lens if step.prompt_lens is None else step.prompt_lens
     slots = step.slot_mapping[None]
     if len(step.other_slots):
         slots = np.concatenate([slots, step.other_slots])
@@ -182,6 +184,7 @@ def _padded_arrays(step: Step, size: GraphSize) -> dict[str, tuple[Array, int | 
         "logits_indices": (step.logits_indices, 0),
         "query_starts": (step.query_starts, step.num_tokens),
         "context_lens": (step.context_lens, 0),
+        "prompt_lens": (prompt_lens, 0),
         "order": (order, places[count:]),
         "shared_lens": (shared_lens, 0),
         "state_tables": (step.state_tables.reshape(-1), 0),

@@ -448,3 +448,13 @@ def test_blocks_that_a_failed_step_moved_are_not_found(submitted: bool) -> None:
     assert not leaves[0].indexed
     check_pool(pool, [taken.blocks])
     assert pool.host.num_used == 0
+
+
+def test_output_tokens_have_other_keys_than_prompt_tokens() -> None:
+    """Tokens of an output may see less than the same tokens in a prompt (Unlimited-OCR)."""
+    answered = Sequence(RequestState(make_request(0, [1, 2, 3], max_tokens=9), 0.0, 0), 0)
+    answered.output_ids = [4, 5, 6]
+    asked = Sequence(RequestState(make_request(1, [1, 2, 3, 4, 5, 6], max_tokens=9), 0.0, 1), 0)
+    assert answered.tokens(0, 6).tolist() == asked.tokens(0, 6).tolist()
+    assert common_tokens(answered.key(0, 6), asked.key(0, 6)) == 3
+    assert answered.key(4, 6) == answered.key(0, 6)[-8:] != asked.key(4, 6)

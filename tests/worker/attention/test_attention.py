@@ -148,6 +148,31 @@ def test_tokens_of_an_image_see_each_other(family: str, block_size: int) -> None
         torch.testing.assert_close(got, wanted, atol=TOLERANCE, rtol=TOLERANCE)
 
 
+@pytest.mark.parametrize("block_size", [5, 16])
+def test_a_window_does_not_hide_the_prompt(block_size: int) -> None:
+    """As in Unlimited-OCR. Steps end in the prompt, after it, and one window after it."""
+    parity, window, prompt = Parity("llama", block_size), 4, 33
+    layout = parity.cache.layout
+    parity.cache.layout = replace(layout, prompt_windows=(window,) * layout.num_layers)
+    (sequence,) = parity.sequences(60)
+    places = torch.arange(60)
+    distance = places[:, None] - places
+    seen = (distance >= 0) & ((distance < window) | (places < prompt))
+    with torch.inference_mode():
+        expected = parity.reference(
+            input_ids=torch.tensor([sequence.token_ids]),
+            attention_mask=torch.where(seen, 0.0, -torch.inf)[None, None],
+            use_cache=False,
+        ).logits[0]
+    for count in (20, 15, 1, 23, 1):
+        start = sequence.num_computed
+        step = parity.maker.step([(sequence, count)], every_logit=True)
+        step = replace(step, prompt_lens=np.array([prompt], np.int32))
+        got = forward(parity.model, parity.cache, parity.backend, step)
+        wanted = expected[start : start + count]
+        torch.testing.assert_close(got, wanted, atol=TOLERANCE, rtol=TOLERANCE)
+
+
 def test_nan_in_one_sequence_leaves_others_alone() -> None:
     parity = Parity("llama", block_size=16)
     good, bad = parity.sequences(21, 30)

@@ -111,6 +111,20 @@ def test_tokens_of_an_image_see_each_other(kind: type[CudaAttention]) -> None:
     assert not torch.allclose(outs[1], outs[2])
 
 
+@pytest.mark.parametrize("kind", [CudaAttention, BatchInvariantAttention])
+def test_windows_do_not_hide_prompts(kind: type[CudaAttention]) -> None:
+    maker = StepMaker(32, 16)
+    sequences = [maker.sequence([1] * count) for count in (40, 90, 90)]
+    maker.step([(each, len(each.token_ids) - 1) for each in sequences[:2]])
+    step = maker.step([(sequences[0], 1), (sequences[1], 1), (sequences[2], 90)])
+    first, cpu, query = begin(replace(step, prompt_lens=np.array([30, 86, 50], np.int32)))
+    cuda, variant = kind(first._cache), AttentionVariant(0.25, prompt_window=5)
+    cuda.begin_step(step, first._tensors)
+    got = cuda.attend(0, query, variant)
+    torch.testing.assert_close(got, cpu.attend(0, query, variant), atol=1e-5, rtol=1e-5)
+    assert not torch.allclose(got, cuda.attend(0, query, WINDOWED))
+
+
 @pytest.mark.parametrize("piece", [64, 512])
 def test_shared_prefixes_are_read_once_without_a_window(
     piece: int, monkeypatch: pytest.MonkeyPatch
