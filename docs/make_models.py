@@ -28,6 +28,7 @@ MODELS = {
     "afmoe": "Trinity",
     "apertus": "Apertus",
     "cohere2": "Command A, Command R7B",
+    "deepseek_ocr2": "DeepSeek-OCR-2",
     "deepseek_v2": "DeepSeek V2, V2-Lite",
     "deepseek_v3": "DeepSeek V3, R1; Kimi K2",
     "deepseek_v32": "DeepSeek V3.2",
@@ -50,6 +51,7 @@ MODELS = {
     "glm4v": "GLM 4.1V",
     "glm4v_moe": "GLM 4.5V",
     "glm_moe_dsa": "GLM 5",
+    "glm_ocr": "GLM-OCR",
     "gpt2": "GPT-2",
     "gpt_oss": "gpt-oss",
     "granite": "Granite 3",
@@ -62,6 +64,7 @@ MODELS = {
     "kimi_linear": "Kimi Linear",
     "lfm2": "LFM2",
     "lfm2_moe": "LFM2, with experts",
+    "lfm2_vl": "LFM2-VL",
     "lfm3": "LFM3",
     "llama": "Llama 1 to 3, and many others",
     "llama4": "Llama 4",
@@ -80,6 +83,7 @@ MODELS = {
     "nemotron_h": "Nemotron 3, Nemotron-H",
     "olmo2": "OLMo 2",
     "olmo3": "OLMo 3",
+    "paddleocr_vl": "PaddleOCR-VL",
     "paligemma": "PaliGemma",
     "phi3": "Phi 3, Phi 4",
     "qwen2": "Qwen 2, 2.5; DeepSeek R1 Distill",
@@ -96,6 +100,7 @@ MODELS = {
     "smollm3": "SmolLM3",
     "starcoder2": "StarCoder 2",
     "step3p7": "Step 3.7",
+    "unlimited_ocr": "Unlimited-OCR",
     "voxtral": "Voxtral",
 }
 """The common name of each transformers family."""
@@ -108,6 +113,11 @@ _NOTES = {
     "kimi_linear": _LATENT,
     "glm4_moe_lite": _LATENT,
 }
+
+_SETTINGS: dict[str, dict[str, Any]] = {
+    "deepseek_ocr2": {"text_config": {"mlp_layer_types": ["sparse"] * 32, "num_experts_per_tok": 6}}
+}
+"""Settings of families whose default configs are incomplete."""
 
 _HEAD = """\
 # Which models run
@@ -189,7 +199,7 @@ def encoder_tasks(family: str) -> str:
 @cache
 def answer(family: str) -> str:
     """Return whether a family runs with its default config, or why it is refused."""
-    config = CONFIG_MAPPING[family]()
+    config = CONFIG_MAPPING[family](**_SETTINGS.get(family, {}))
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "config.json"
         path.write_text(json.dumps(_saved(config)))

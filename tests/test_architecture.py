@@ -121,7 +121,7 @@ ROOMS = [
     ),
     described(
         "worker.vision",
-        ("kernels", "engine.images", "engine.runner", "engine.step", "worker.model"),
+        ("errors", "kernels", "engine.images", "engine.runner", "engine.step", "worker.model"),
     ),
     described("worker.cuda_graphs", ("kernels", "engine.runner", "engine.step", "worker")),
     Room("worker.forward", "one forward pass", ("engine.step", "worker")),

@@ -9,15 +9,23 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from transformers.models.deepseek_ocr2.image_processing_pil_deepseek_ocr2 import (
+    DeepseekOcr2ImageProcessorPil,
+)
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
 from transformers.models.glm46v.image_processing_pil_glm46v import Glm46VImageProcessorPil
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+from transformers.models.paddleocr_vl.image_processing_pil_paddleocr_vl import (
+    PaddleOCRVLImageProcessorPil,
+)
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from batchinfer.text.images.gemma4_unified import NAME
+from batchinfer.text.images.lfm2_vl import Lfm2VlImageProcessorPil
+from batchinfer.text.images.unlimited_ocr import UnlimitedOcrImageProcessorPil
 from tests.vision_models import make_vision_checkpoint
 
 _BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -62,7 +70,19 @@ _TOKENS["mistral3"] = {
     "image_end_token": "[IMG_END]",
 }
 _TOKENS["qwen3_vl"] = _TOKENS["qwen3_5"] = _TOKENS["qwen2_5_vl"]
+_TOKENS["lfm2_vl"] = {
+    "image_token": "<image>",
+    "image_start_token": "<|image_start|>",
+    "image_end_token": "<|image_end|>",
+    "image_thumbnail_token": "<|img_thumbnail|>",
+}
+_TOKENS["paddleocr_vl"] = {"image_token": "<|IMAGE_PLACEHOLDER|>"}
+_TOKENS["deepseek_ocr2"] = _TOKENS["unlimited_ocr"] = {"image_token": "<image>"}
 _WRITTEN = {
+    "lfm2_vl": "<image>",
+    "deepseek_ocr2": "<image>",
+    "paddleocr_vl": "<|IMAGE_START|><|IMAGE_PLACEHOLDER|><|IMAGE_END|>",
+    "unlimited_ocr": "<image>",
     "llava": "<image>",
     "internvl": "<IMG_CONTEXT>",
     "gemma3": "<start_of_image>",
@@ -130,7 +150,33 @@ _PROCESSORS["gemma4"] = (
     {},
 )
 _PROCESSORS["gemma4_e4b"] = _PROCESSORS["gemma4_unified"] = _PROCESSORS["gemma4"]
-_CLASSES = {
+_PROCESSORS["paddleocr_vl"] = (
+    PaddleOCRVLImageProcessorPil(
+        size={"shortest_edge": 512, "longest_edge": 16384}, patch_size=8, merge_size=2
+    ),
+    {},
+)
+_PROCESSORS["deepseek_ocr2"] = (
+    DeepseekOcr2ImageProcessorPil(size={"height": 80, "width": 80}, tile_size=80),
+    {"patch_size": 7, "downsample_ratio": 1},  # 144 tokens
+)
+_PROCESSORS["lfm2_vl"] = (
+    Lfm2VlImageProcessorPil(
+        encoder_patch_size=8, tile_size=32, min_image_tokens=2, max_image_tokens=6, max_tiles=4
+    ),
+    {},
+)
+_PROCESSORS["unlimited_ocr"] = (
+    UnlimitedOcrImageProcessorPil(
+        size={"height": 64, "width": 64}, tile_size=32, max_patches=4, maximum_pad_value=32
+    ),
+    {"patch_size": 8, "downsample_ratio": 4},
+)
+CLASSES = {
+    "lfm2_vl": "Lfm2VlProcessor",
+    "deepseek_ocr2": "DeepseekOcr2Processor",
+    "paddleocr_vl": "PaddleOCRVLProcessor",
+    "unlimited_ocr": "UnlimitedOcrProcessor",
     "llava": "LlavaProcessor",
     "internvl": "InternVLProcessor",
     "gemma3": "Gemma3Processor",
@@ -179,5 +225,5 @@ def add_processor(family: str, folder: Path) -> dict[str, int]:
         values = json.loads(path.read_text()) | {"image_processor_type": NAME}
         path.write_text(json.dumps(values))
     path = folder / "processor_config.json"
-    path.write_text(json.dumps({"processor_class": _CLASSES[family], **settings}))
+    path.write_text(json.dumps({"processor_class": CLASSES[family], **settings}))
     return {name: vocabulary[text] for name, text in names.items()}

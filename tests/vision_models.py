@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -173,6 +174,40 @@ _CONFIGS["gemma4"] = {  # like 26B-A4B
     "image_token_id": IMAGE_TOKEN,
     "initializer_range": 0.2,
 }
+_SAM = {
+    "hidden_size": 32,
+    "output_channels": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "patch_size": 8,
+    "window_size": 3,
+    "global_attn_indexes": [1],
+    "mlp_dim": 48,
+    "downsample_channels": [24, 32],
+    "initializer_range": 0.2,
+}
+_OCR_TEXT = {
+    **_TEXT,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "n_shared_experts": 1,
+    "mlp_layer_types": ["dense", "sparse", "sparse"],
+}
+_CONFIGS["unlimited_ocr"] = {
+    "vision_config": {
+        "model_type": "unlimited_ocr_vision",
+        "sam_config": {**_SAM, "image_size": 64},
+        "encoder_config": {**_VISION, "image_size": 32},
+    },
+    "text_config": {
+        **_OCR_TEXT,
+        "model_type": "unlimited_ocr_text",
+        "num_key_value_heads": 4,  # eager attention of transformers needs as many as heads
+        "sliding_window": 5,
+    },
+    "image_token_id": IMAGE_TOKEN,
+}
 VISION_FAMILIES = tuple(_CONFIGS)
 _CONFIGS["qwen2_vl"] = {
     "vision_config": {
@@ -266,6 +301,37 @@ _CONFIGS["gemma4_unified"] = {
     "image_token_id": IMAGE_TOKEN,
     "initializer_range": 0.2,
 }
+_CONFIGS["paddleocr_vl"] = {
+    "vision_config": {**_VISION, "model_type": "paddleocr_vl_vision", "image_size": 32},
+    "text_config": {**_QWEN_TEXT, "model_type": "paddleocr_vl_text"},
+    "image_token_id": IMAGE_TOKEN,
+    "tie_word_embeddings": False,
+}
+_CONFIGS["deepseek_ocr2"] = {  # an image has at least 145 tokens
+    "vision_config": {
+        "model_type": "deepseek_ocr2_vision",
+        "sam_config": {**_SAM, "image_size": 80},
+        "encoder_config": {**_VISION, "num_key_value_heads": 2, "vocab_size": 8},
+    },
+    "text_config": {
+        **_OCR_TEXT,
+        "model_type": "deepseek_ocr2_text",
+        "max_position_embeddings": 8192,
+    },
+    "image_token_id": IMAGE_TOKEN,
+}
+_CONFIGS["lfm2_vl"] = {
+    "vision_config": {**_VISION, "model_type": "siglip2_vision_model", "num_patches": 16},
+    "text_config": {
+        **_TEXT,
+        "model_type": "lfm2",
+        "layer_types": ["conv", "full_attention", "conv"],
+        "block_multiple_of": 8,
+    },
+    "projector_hidden_size": 48,
+    "image_token_id": IMAGE_TOKEN,
+    "tie_word_embeddings": False,
+}
 RELATED_FAMILIES = tuple(family for family in _CONFIGS if family not in VISION_FAMILIES)
 """Families that differ little from a family in ``VISION_FAMILIES``."""
 GRID_FAMILIES = tuple(
@@ -275,6 +341,24 @@ GRID_FAMILIES = tuple(
 )
 PATCH_FAMILIES = tuple(family for family in _CONFIGS if family.startswith("gemma4"))
 """Families whose images are rows of patches with positions."""
+
+
+def answer_logits(
+    model: Any, token_ids: torch.Tensor, num_prompt: int, features: Mapping[str, Any]
+) -> torch.Tensor:
+    """Return transformers' logits [T, vocabulary] of a prompt with images and its answer, [1, T].
+
+    Unlimited-OCR knows which tokens belong to the prompt only if they are computed first.
+    """
+    if model.config.model_type != "unlimited_ocr":
+        logits: torch.Tensor = model(input_ids=token_ids, use_cache=False, **features).logits[0]
+        return logits
+    prompt, answer = token_ids[:, :num_prompt], token_ids[:, num_prompt:]
+    first = model(input_ids=prompt, use_cache=True, **features)
+    if not answer.shape[1]:
+        return first.logits[0]
+    second = model(input_ids=answer, use_cache=True, cache=first.cache)
+    return torch.cat([first.logits[0], second.logits[0]])
 
 
 def make_vision_checkpoint(
@@ -299,6 +383,8 @@ def make_vision_checkpoint(
         # Gemma 4 starts with equal embeddings of all positions, and zeros for the padding token.
         if "position_embedding_table" in name or "embed_tokens_per_layer" in name:
             torch.nn.init.normal_(parameter)
+        if "sam_encoder" in name and ("rel_pos" in name or "pos_embed" in name):
+            torch.nn.init.normal_(parameter, std=0.2)  # they start at 0
     for name, buffer in model.named_buffers():
         if name.endswith(("std_bias", "std_scale")):
             torch.nn.init.normal_(buffer)
@@ -313,7 +399,8 @@ def random_image(family: str, number: int) -> Image:
     rng = np.random.default_rng(number)
     if family in GRID_FAMILIES:
         height, width = {4: (1, 5), 5: (5, 1)}.get(number, rng.integers(1, 5, 2))
-        patches = rng.standard_normal((4 * height * width, 3 * 2 * 8 * 8)).astype(np.float32)
+        shape = (3, 8, 8) if family == "paddleocr_vl" else (3 * 2 * 8 * 8,)
+        patches = rng.standard_normal((4 * height * width, *shape)).astype(np.float32)
         inputs = {
             "pixel_values": patches,
             "image_grid_thw": np.array([[1, 2 * height, 2 * width]]),
@@ -327,6 +414,10 @@ def random_image(family: str, number: int) -> Image:
         sizes = np.array([[height, width]])
         inputs = {"pixel_values": pixels, "image_sizes": sizes}
         return Image(number, lambda: inputs, height * width // 256)
+    if family in ("deepseek_ocr2", "unlimited_ocr"):
+        return _random_page(family, number)
+    if family == "lfm2_vl":
+        return _random_tiles(number)
     count = int(rng.integers(1, 4)) if family == "internvl" else 1
     pixels = rng.standard_normal((count, 3, 32, 32)).astype(np.float32)
     num_tokens = count * (4 if family in ("gemma3", "internvl") else 16)
@@ -346,3 +437,36 @@ def _image_of_patches(family: str, number: int, rng: np.random.Generator) -> Ima
     }
     both_ways = family != "gemma4_e4b"
     return Image(number, lambda: inputs, int(height * width), attends_both_ways=both_ways)
+
+
+def _random_page(family: str, number: int) -> Image:
+    """Return an image with a whole view, and most with tiles."""
+    rng = np.random.default_rng(number)
+    columns = 1 + number % 3 if number % 3 else 0
+    rows = min(columns, 1 if family == "deepseek_ocr2" else 2)
+    whole, tile = (80, 80) if family == "deepseek_ocr2" else (64, 32)
+    inputs = {
+        "pixel_values": rng.standard_normal((1, 3, whole, whole)).astype(np.float32),
+        "num_local_patches": np.array([columns * rows]),
+    }
+    if columns:
+        shape = (columns * rows, 3, tile, tile)
+        inputs["pixel_values_local"] = rng.standard_normal(shape).astype(np.float32)
+    if family == "deepseek_ocr2":
+        return Image(number, lambda: inputs, 144 * (1 + columns * rows) + 1)
+    inputs["patches_grid"] = np.array([[max(columns, 1), max(rows, 1)]])
+    # Each row of the whole view and of the tiles ends with a token for a new line.
+    return Image(number, lambda: inputs, 2 * 3 + 1 + rows * (columns + 1))
+
+
+def _random_tiles(number: int) -> Image:
+    """Return an image of LFM2-VL with up to three tiles of different sizes."""
+    rng = np.random.default_rng(number)
+    shapes = 2 * rng.integers(1, 4, (1 + number % 3, 2))
+    most, lengths = 36, shapes.prod(axis=1)
+    inputs = {
+        "pixel_values": rng.standard_normal((len(shapes), most, 8 * 8 * 3)).astype(np.float32),
+        "pixel_attention_mask": (np.arange(most) < lengths[:, None]).astype(np.int32),
+        "spatial_shapes": shapes,
+    }
+    return Image(number, lambda: inputs, int(lengths.sum()) // 4)

@@ -52,7 +52,7 @@ def _load(folder: Path, token_id: int, kwargs: str) -> ImageProcessor:
         for part in _PARTS:
             settings.pop(part, None)
         processor = _class_of(name)(
-            image_processor=_image_processor(folder),
+            image_processor=_image_processor(folder, name),
             tokenizer=AutoTokenizer.from_pretrained(folder),
             **settings,
         )
@@ -63,11 +63,20 @@ def _load(folder: Path, token_id: int, kwargs: str) -> ImageProcessor:
         ) from error
 
 
-def _image_processor(folder: Path) -> Any:
+def _image_processor(folder: Path, name: str) -> Any:
+    """Load the image processor that belongs to a processor's class."""
     from transformers import AutoImageProcessor, ImageProcessingMixin
 
     from batchinfer.text.images import gemma4_unified
+    from batchinfer.text.images.lfm2_vl import Lfm2VlImageProcessorPil
+    from batchinfer.text.images.unlimited_ocr import UnlimitedOcrImageProcessorPil
 
+    own: dict[str, Any] = {
+        "Lfm2VlProcessor": Lfm2VlImageProcessorPil,
+        "UnlimitedOcrProcessor": UnlimitedOcrImageProcessorPil,
+    }
+    if name in own:
+        return own[name].from_pretrained(folder)
     settings = ImageProcessingMixin.get_image_processor_dict(folder)[0]
     if settings.get("image_processor_type") == gemma4_unified.NAME:
         return gemma4_unified.image_processor(settings)

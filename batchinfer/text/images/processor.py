@@ -13,6 +13,7 @@ from PIL import Image
 
 from batchinfer.errors import RowError, one_line
 from batchinfer.text.images.files import INVALID_IMAGE
+from batchinfer.text.images.token_counts import TOKEN_COUNTS
 
 Inputs = dict[str, npt.NDArray[Any]]
 _TRIALS = ((64, 48), (48, 200), (330, 210), (300, 1200))
@@ -44,6 +45,8 @@ class ImageProcessor:
         self._processor = processor
         merged = processor._merge_kwargs(tokenizer_init_kwargs={}, **kwargs)["images_kwargs"]
         self._kwargs = {**merged, "return_tensors": "np"}
+        if hasattr(processor, "use_image_special_tokens"):  # LFM2-VL
+            self._kwargs["use_image_special_tokens"] = processor.use_image_special_tokens
         self.placeholder: str = processor.image_token
         """Text that a chat template writes for an image."""
         self._token = processor.tokenizer.convert_ids_to_tokens(token_id)
@@ -82,7 +85,8 @@ class ImageProcessor:
                 f"the model's processor turns an image into {text.count(self._token)} tokens, but "
                 f"its size predicts {num_tokens}",
             )
-        names = self._processor.image_processor.model_input_names
+        # DeepSeek-OCR-2 does not list its tiles.
+        names = (*self._processor.image_processor.model_input_names, "pixel_values_local")
         unused = self._processor.unused_input_names
         return {
             name: np.asarray(inputs[name])
@@ -107,17 +111,18 @@ class ImageProcessor:
 
     def _counted(self, size: tuple[int, int]) -> int:
         try:
-            counted = self._processor._get_num_multimodal_tokens(
-                image_sizes=[size], **self._size_kwargs
-            )
+            return self._count_of(size)
         except (ValueError, ArithmeticError) as error:
             reason = f"the model's processor refuses an image of {size[0]} x {size[1]} pixels: "
             raise RowError(INVALID_IMAGE, reason + one_line(error)) from None
-        return int(counted["num_image_tokens"][0])
 
-    @property
-    def _size_kwargs(self) -> dict[str, Any]:
-        return {name: value for name, value in self._kwargs.items() if name != "return_tensors"}
+    def _count_of(self, size: tuple[int, int]) -> int:
+        kwargs = {name: value for name, value in self._kwargs.items() if name != "return_tensors"}
+        count = TOKEN_COUNTS.get(type(self._processor).__name__)
+        if count is not None:
+            return count(self._processor, size, kwargs)
+        counted = self._processor._get_num_multimodal_tokens(image_sizes=[size], **kwargs)
+        return int(counted["num_image_tokens"][0])
 
     def _find_repeated(self) -> _Repeated | None:
         """Return the form of the replacement texts; None if they must be computed from pictures."""

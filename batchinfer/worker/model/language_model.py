@@ -175,6 +175,9 @@ def _without_towers(wrapper_class: type[PreTrainedModel]) -> type[PreTrainedMode
             if not hasattr(config, "pad_token_id"):
                 # Llama 4's wrapper reads this attribute, but its config lacks it.
                 config.pad_token_id = None
+            if getattr(config, "vision_config", None) is not None:
+                # Towers with SAM choose classes by this name. The towers are not kept.
+                config.vision_config._attn_implementation = "eager"
             super().__init__(config)
             _keep(self, [language_model(self), self.get_output_embeddings()])
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from batchinfer.engine.images import Image, StepImage
+from batchinfer.errors import ModelError
 from batchinfer.worker.vision.deepstack import deepstack
 from batchinfer.worker.vision.encode_time import EncodeTimer
 from batchinfer.worker.vision.tower import ImageInputs, VisionTower, can_pack
@@ -99,7 +100,13 @@ class ImageEmbeddings:
         hidden]."""
         with self.timer.images(len(packed)):
             embedded = self._tower([inputs for _, inputs in packed])
-        parts = embedded.split([image.num_tokens for image, _ in packed], dim=1)
+        num_tokens = [image.num_tokens for image, _ in packed]
+        if embedded.shape[1] != sum(num_tokens):
+            raise ModelError(
+                f"the vision tower makes {embedded.shape[1]} embeddings of images that have "
+                f"{sum(num_tokens)} tokens; change prompt.mm_processor_kwargs"
+            )
+        parts = embedded.split(num_tokens, dim=1)
         for (image, _), part in zip(packed, parts, strict=True):
             # A view of a packed result would keep the whole result in memory.
             self._kept[image.number] = part.clone() if len(packed) > 1 else part

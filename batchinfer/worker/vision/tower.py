@@ -21,14 +21,19 @@ from batchinfer.worker.vision.attention import VISION_ATTENTION, register
 GRID_FAMILIES = frozenset(
     {
         *("glm4v", "glm4v_moe", "glm_ocr", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"),
-        *("qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"),
+        *("qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "paddleocr_vl"),
     }
 )
 """Types of models whose language models have multimodal rotary positions."""
-FAMILIES = GRID_FAMILIES | {"gemma3", "gemma4", "gemma4_unified", "internvl", "llava", "mistral3"}
+FAMILIES = GRID_FAMILIES | {
+    *("deepseek_ocr2", "gemma3", "gemma4", "gemma4_unified", "internvl", "lfm2_vl", "llava"),
+    *("mistral3", "unlimited_ocr"),
+}
 """Types of models whose images this module supports."""
 
 ImageInputs = Mapping[str, npt.NDArray[Any]]
+_LISTS = frozenset({"num_local_patches", "patches_grid"})
+"""Arguments of ``get_image_features`` that must be lists."""
 
 
 class VisionTower(nn.Module):
@@ -53,24 +58,24 @@ class VisionTower(nn.Module):
                 each image and the first one.
         """
         parameter = next(self.body.parameters())
-        tensors = {
-            name: torch.cat([torch.from_numpy(image[name]) for image in images])
-            for name in images[0]
-        }
-        tensors = {
-            name: tensor.to(
-                parameter.device, parameter.dtype if tensor.is_floating_point() else None
-            )
-            for name, tensor in tensors.items()
-        }
-        output = self.body.get_image_features(**tensors, return_dict=True)
+        arguments: dict[str, Any] = {}
+        for name in images[0]:
+            tensor = torch.cat([torch.from_numpy(image[name]) for image in images])
+            dtype = parameter.dtype if tensor.is_floating_point() else None
+            arguments[name] = tensor.to(parameter.device, dtype)
+            if name in _LISTS:
+                arguments[name] = tensor.tolist()
+        output = self.body.get_image_features(**arguments, return_dict=True)
         levels = [output.pooler_output, *(getattr(output, "deepstack_features", None) or ())]
         return torch.stack([torch.cat([each.flatten(0, -2) for each in level]) for level in levels])
 
 
 def can_pack(one: ImageInputs, other: ImageInputs) -> bool:
-    """Return True if the arrays of two images differ only in their first dimension."""
-    return all(one[name].shape[1:] == other[name].shape[1:] for name in one)
+    """Return True if two images have the same arrays, which differ only in their first
+    dimension."""
+    return one.keys() == other.keys() and all(
+        one[name].shape[1:] == other[name].shape[1:] for name in one
+    )
 
 
 def load_vision_tower(
@@ -119,6 +124,9 @@ def _without_language_model(wrapper_class: type[PreTrainedModel]) -> type[PreTra
             if getattr(config, "audio_config", None) is not None:
                 config = copy.copy(config)
                 config.audio_config = None
+            sam = getattr(config.vision_config, "sam_config", None)
+            if sam is not None:  # SAM chooses its own attention by this name
+                sam._attn_implementation = "sdpa"
             super().__init__(config)
             dropped = language_model(self), self.get_output_embeddings()
             for name, module in [*self.named_modules()]:

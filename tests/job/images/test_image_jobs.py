@@ -33,7 +33,7 @@ from tests.job.job_files import SCORE, write_job
 from tests.models import make_text_model
 from tests.parity import TIE
 from tests.vision_folders import PROCESSOR_FAMILIES, make_vision_folder
-from tests.vision_models import RELATED_FAMILIES, VISION_FAMILIES
+from tests.vision_models import RELATED_FAMILIES, VISION_FAMILIES, answer_logits
 
 FAMILIES = [
     family for family in PROCESSOR_FAMILIES if family in (*VISION_FAMILIES, *RELATED_FAMILIES)
@@ -124,13 +124,17 @@ def test_answers_equal_transformers(tmp_path: Path, family: str, model: Path) ->
         inputs["input_ids"] = torch.cat([inputs["input_ids"], drawn[None]], dim=1)
         wanted = {"input_ids", "pixel_values", "image_sizes"}
         wanted |= {"image_grid_thw", "image_position_ids"}
+        wanted |= {"pixel_values_local", "num_local_patches", "patches_grid"}
+        wanted |= {"pixel_attention_mask", "spatial_shapes"}
         inputs = {name: value for name, value in inputs.items() if name in wanted}
         if inputs.keys() & {"image_grid_thw", "image_position_ids"}:
             inputs["mm_token_type_ids"] = (inputs["input_ids"] == token_id).int()
         if family == "gemma3":
             inputs["token_type_ids"] = (inputs["input_ids"] == token_id).int()
         with torch.no_grad():
-            logits = reference(**inputs, use_cache=False).logits[0, -MAX_TOKENS - 1 : -1]
+            ids = inputs.pop("input_ids")
+            logits = answer_logits(reference, ids, row["num_prompt_tokens"], inputs)
+        logits = logits[-MAX_TOKENS - 1 : -1]
         places = torch.arange(MAX_TOKENS), drawn
         # Log-probabilities may differ even if the greedy tokens are equal.
         expected = float(logits.log_softmax(dim=1)[places].sum())
