@@ -125,7 +125,7 @@ def _plain(value: Any) -> Any:
 def final_message(
     add_generation_prompt: bool | None, continue_final_message: bool | None
 ) -> FinalMessage:
-    """Return how the prompt of a conversation ends, from vLLM's arguments.
+    """Translate vLLM's arguments that say how the prompt of a conversation ends.
 
     Raises:
         ValueError: both arguments are True.

@@ -175,8 +175,8 @@ def begin(out: OutputDir, columns: Sequence[str]) -> None:
 def write_partitions(out: OutputDir, manifest: Manifest, columns: Sequence[str]) -> None:
     """Write ``partitioned/column=value/part-N.parquet`` of a job whose parts are all finished.
 
-    A file has the rows of one part that have the values in its path, in order, without the
-    partition columns. The same parts always give the same bytes.
+    Each file has those rows of one part that have the values in the file's path. The rows are in
+    order, without the partition columns. The same parts always give the same bytes.
 
     Args:
         columns: the columns to partition by, outermost folder first; if there are none, the
