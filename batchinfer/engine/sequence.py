@@ -213,8 +213,8 @@ class Sequence:
     def key(self, start: int, stop: int) -> bytes:
         """Return the prefix-index key of ``tokens(start, stop)``.
 
-        Output tokens have other ids than prompt tokens, because their KV may differ: see
-        ``KVLayout.prompt_windows``.
+        In the key, output tokens have different ids than prompt tokens, because their KV may differ
+        (``KVLayout.prompt_windows``).
         """
         token_ids, prompt = self.tokens(start, stop), self.request.num_prompt_tokens
         if stop > prompt:

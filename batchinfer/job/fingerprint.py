@@ -82,7 +82,7 @@ def fingerprint_facts(
     Args:
         model_facts: JSON data that identifies the model by content: the hub commit, or names, sizes
             and hashes of the weight files; the tokenizer's hash; the adapters' hashes.
-        media_root: folder of the images that rows may name, if the job file names it
+        media_root: folder of the images that rows may name, if the job file sets it
             (``media_root_fact``).
 
     Raises:

@@ -41,7 +41,7 @@ class Pictures:
         self.columns: Sequence[str] = [columns] if isinstance(columns, str) else columns
         self._max_pixels = prompt.get("max_image_pixels") or PromptConfig().max_image_pixels
         root = media_root or os.path.dirname(os.path.abspath(first_input))
-        # A page does not wait for stores.
+        # Do not read from stores, because they could delay the page.
         in_store = is_url(media_root or first_input)
         self._files = ImageFiles() if in_store else MediaFiles(root)
         if find_spec("PIL") is None:

@@ -1,8 +1,8 @@
 """Numbers the images of prompts, and loads their pixels before the engine needs them.
 
-Equal images have the same number as long as a row holds one of them, so their prompts share KV
-blocks. Pixels take much memory, so ``ImageLoader`` limits how many bytes it decodes in advance, and
-nothing keeps the pixels after the vision tower has embedded the image.
+Equal images have the same number, so their prompts share KV blocks. Pixels take much memory, so
+``ImageLoader`` limits how many bytes it decodes in advance, and nothing keeps the pixels after the
+vision tower has embedded the image.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class ImageNumbers:
     """Numbers images. Different images get different numbers, and equal images the same number.
 
     A later window of rows thus finds the KV blocks and embeddings of an image that an earlier
-    window used. An image that was not among the last ``remembered`` distinct images, and that no
-    row holds, gets a new number.
+    window used. An image gets a new number if no row holds it and it is not among the last
+    ``remembered`` distinct images.
     """
 
     def __init__(self, remembered: int = REMEMBERED) -> None:

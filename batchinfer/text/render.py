@@ -103,7 +103,7 @@ class RowRenderer:
             self._text_columns |= self._system.columns(available)
             needed |= self._system.columns(available)
         self._text_images = set(config.image_columns) & self._text_columns
-        """Columns of images that a template reads, too."""
+        """Image columns that a template also reads."""
         self.columns = tuple(name for name in columns if name in needed)
         self._chat = _chat_template(
             config, tokenizer, chat_template_source, now or datetime.now(), final_message

@@ -73,8 +73,8 @@ class KVLayout:
     chunks: tuple[int, ...] = ()
     """Size of the chunks within which each layer attends (0: no chunks); empty: all 0."""
     prompt_windows: tuple[int, ...] = ()
-    """Number of tokens that a token of each layer sees in addition to the prompt (0: all tokens);
-    empty: all 0."""
+    """For each layer, the number of tokens that a token sees in addition to the prompt; 0: all
+    tokens. Empty: 0 for all layers."""
 
     @classmethod
     def from_config(

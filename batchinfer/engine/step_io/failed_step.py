@@ -1,4 +1,4 @@
-"""Goes on after a failed step: requeues its sequences, and fails requests whose image is lost."""
+"""Recovers from a failed step: requeues its sequences, and fails requests whose image is lost."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def fail_requests_with(
 ) -> list[Completion]:
     """Fail the requests that still need a lost image, and requeue the sequences of all others.
 
-    A running sequence that has computed the image goes on.
+    A sequence that has already computed the image no longer needs it.
 
     Args:
         scheduler: has scheduled the step that failed; no step is in flight.
@@ -61,7 +61,7 @@ def fail_requests_with(
     requeue_all(scheduler, ())
     for state in needing:
         fail_request(scheduler, state, is_nan=False)
-        # A request may have waited until now.
+        # The request may not have been admitted before.
         state.admitted_at = now if state.admitted_at is None else state.admitted_at
         state.first_token_at = now if state.first_token_at is None else state.first_token_at
     return [complete(state, (_CODE, error.reason), now) for state in needing]

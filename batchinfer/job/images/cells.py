@@ -1,7 +1,7 @@
-"""Marks the images in rows, by the types of the columns.
+"""Marks the image files in rows, using the types of the columns.
 
-A row holds texts and binary values alike as bytes. Only the type of the column tells which bytes
-are a text, such as a path, and which are the file of an image.
+A row holds both texts and binary values as bytes. Only the type of the column shows whether bytes
+are a text, such as a path, or an image file.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from batchinfer.text.prompts import Prompt
 from batchinfer.text.row_values import IMAGE_KEYS
 
 _Mark = Callable[[Any], Any]
-"""Returns a value in which an ``ImageFile`` replaces each file of an image."""
+"""Replaces the bytes of each image file in a value with an ``ImageFile``."""
 _BINARY = (pa.binary(), pa.large_binary(), pa.binary_view())
 _LISTS = (pa.ListType, pa.LargeListType, pa.FixedSizeListType)
 
@@ -28,7 +28,7 @@ _LISTS = (pa.ListType, pa.LargeListType, pa.FixedSizeListType)
 def with_marked_images(
     prompts: Prompts, schema: pa.Schema, image_columns: Collection[str]
 ) -> Prompts:
-    """Return an object that makes the same prompts, from rows with marked images.
+    """Return an object that makes the same prompts, but marks the image files of rows first.
 
     Args:
         schema: columns of the rows.
@@ -45,7 +45,7 @@ def with_marked_images(
 
 
 def marked(cell: Any, kind: pa.DataType) -> Any:
-    """Return a cell of images with marked images.
+    """Mark the image files in a cell of an image column.
 
     Args:
         kind: type of the cell.
@@ -66,7 +66,8 @@ class _MarkedPrompts:
 
 
 def _mark_of_conversations(kind: pa.DataType) -> _Mark | None:
-    """Return how to mark the images in the parts of conversations; None if there are none."""
+    """Return a function that marks the image files in conversations; None if they cannot hold
+    any."""
     if not is_conversation(kind):
         return None
     parts = kind.value_type.field("content").type
@@ -81,7 +82,8 @@ def _mark_of_conversations(kind: pa.DataType) -> _Mark | None:
 
 
 def _mark_of(kind: pa.DataType) -> _Mark | None:
-    """Return how to mark the images in cells of a type; None if its cells only name images."""
+    """Return a function that marks the image files in cells of a type; None if such cells only name
+    images."""
     if pa.types.is_dictionary(kind):
         return _mark_of(kind.value_type)
     if kind in _BINARY:

@@ -14,8 +14,8 @@ from batchinfer.text.images.files import INVALID_IMAGE
 from batchinfer.text.row_values import MAX_ROW_BYTES
 
 TOTAL_S = 15.0
-"""Longest time of a download in seconds. A row that names several images must not reach its own
-limit, ``Limits.seconds``, which would kill its worker."""
+"""Time limit of a download, in seconds. It is short because a row with several images must not
+reach ``Limits.seconds``, which would kill its worker."""
 _WAIT_S = 10.0
 """Timeout of each read from a server, in seconds."""
 _CHUNK = 1 << 16
@@ -26,8 +26,8 @@ _Answer = SimpleQueue["bytes | Exception"]
 def downloaded(url: str, where: str) -> bytes:
     """Download a file. ``urlopen`` follows redirects only to HTTP, HTTPS and FTP.
 
-    A thread downloads the file, because the timeout of a socket bounds neither the look-up of a
-    host's name nor a server that sends one byte at a time.
+    A thread downloads the file, because the timeout of a socket limits neither name resolution nor
+    a server that sends one byte at a time.
 
     Raises:
         RowError: ``invalid_image``.
@@ -51,7 +51,8 @@ def downloaded(url: str, where: str) -> bytes:
 
 
 def _download(url: str, answer: _Answer) -> None:
-    """Put the file, or at least ``MAX_ROW_BYTES`` + 1 bytes of a longer file, or an error."""
+    """Put the file into ``answer``, or at least ``MAX_ROW_BYTES`` + 1 bytes of a longer file, or an
+    error."""
     end = time.monotonic() + TOTAL_S
     data = bytearray()
     try:

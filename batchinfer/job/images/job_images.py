@@ -131,10 +131,10 @@ def media_root_fact(spec: JobSpec, source: Source) -> str | None:
     """Return ``input.media_root`` for the fingerprint; None if it is not set or rows have no
     images.
 
-    Below another folder, the paths of rows name other files. The result has no links, because a
-    link may lead to another folder in the next run. A moved folder therefore counts as another
-    folder, even if its images are the same: only reading all images could show that, and
-    ``--update`` does it. The default folder is no fact, because it moves with the input files.
+    In another folder, the same paths name other files. Links are resolved, because a link may lead
+    to another folder in the next run. A moved folder counts as another folder: only reading all
+    images could show that they are the same, and ``--update`` does that. The default folder is not
+    part of the fingerprint, because it moves with the input files.
     """
     if spec.input.media_root is None or not may_have_images(spec, source):
         return None

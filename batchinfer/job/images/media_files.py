@@ -1,4 +1,4 @@
-"""Finds the images that rows name by paths and addresses."""
+"""Finds the images that rows name by path or URL."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Reads small files of object stores and of the Hub whole, without pyarrow.
+"""Reads whole small files from object stores and the Hub, without pyarrow.
 
-Processes with little memory read images, and pyarrow reserves much address space.
+The processes that read images have little memory, and pyarrow reserves much address space.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Reads the files of images, and finds the images that a value holds."""
+"""Reads image files, and finds the images in the values of rows."""
 
 from __future__ import annotations
 
@@ -58,9 +58,9 @@ class ImageFile:
 
 
 class ImageFiles:
-    """Finds the images that a value holds: files and data URLs. Picklable.
+    """Finds the images in a value: files and data URLs. Picklable.
 
-    A subclass may find the images that a path or a web address names (``elsewhere``).
+    A subclass can also find images by path or web address (``elsewhere``).
     """
 
     def in_cell(self, value: Any, where: str) -> list[ImageFile]:

@@ -1,6 +1,6 @@
 """The image processor of LFM2-VL.
 
-transformers' own needs torchvision. Source of the rules: transformers' ``Lfm2VlImageProcessor``
+transformers' own processor needs torchvision. Source of the rules: ``Lfm2VlImageProcessor``
 (models/lfm2_vl/image_processing_lfm2_vl.py).
 """
 
@@ -49,7 +49,7 @@ class Lfm2VlImageProcessorKwargs(ImagesKwargs, total=False):  # type: ignore[mis
 
 
 class Lfm2VlImageProcessorPil(PilBackend):  # type: ignore[misc]
-    """Cuts images into patches. A large image becomes tiles and a small whole view."""
+    """Cuts images into patches. A large image becomes tiles and a small view of the whole image."""
 
     valid_kwargs = Lfm2VlImageProcessorKwargs
     downsample_factor = 2

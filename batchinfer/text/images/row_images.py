@@ -60,8 +60,8 @@ class ImageSettings:
         return load_image_processor(self.model_folder, self.token_id, self.processor_kwargs)
 
     def placeholder(self) -> str | None:
-        """Return the text that stands for an image; None if the image processor cannot be loaded,
-        so that prompts cannot have images."""
+        """Return the placeholder of an image; None if the image processor cannot be loaded, in
+        which case prompts cannot have images."""
         try:
             return self.processor().placeholder
         except ModelError:

@@ -13,8 +13,8 @@ Size = tuple[int, int]
 
 
 def _of_tiles(processor: Any, size: Size, kwargs: Mapping[str, Any]) -> int:
-    """Count the tokens of DeepSeek-OCR-2 and Unlimited-OCR, which see a large image as a whole and
-    in tiles."""
+    """Count the tokens of DeepSeek-OCR-2 and Unlimited-OCR, which see a large image both as a whole
+    and in tiles."""
     from transformers.models.deepseek_ocr2.image_processing_pil_deepseek_ocr2 import (
         get_optimal_tiled_canvas,
     )

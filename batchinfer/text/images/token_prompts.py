@@ -34,7 +34,7 @@ class TokenPrompts:
 
     def tokenize(self, rows: Sequence[Mapping[str, Any]]) -> list[Prompt | RowError]:
         """Return a prompt for each row, or its error: ``invalid_image``, or ``unsupported_content``
-        if it has another number of placeholders than images."""
+        if the numbers of placeholders and images differ."""
         return [or_error(self._prompt, row) for row in rows]
 
     def _prompt(self, row: Mapping[str, Any]) -> Prompt:
@@ -60,7 +60,7 @@ class TokenPrompts:
         return Prompt(placed, row["text"], False, False, images=images)
 
     def _places_in(self, ids: TokenIds) -> list[int]:
-        """Return where the placeholder begins in ``ids``."""
+        """Return the indices in ``ids`` at which a placeholder begins."""
         size = len(self._placeholder)
         if len(ids) < size:
             return []

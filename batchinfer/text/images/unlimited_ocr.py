@@ -1,9 +1,9 @@
 """The image processor of Unlimited-OCR.
 
-transformers' own needs torchvision. Source of the rules: transformers'
-``UnlimitedOcrImageProcessor`` (models/unlimited_ocr/image_processing_unlimited_ocr.py), which
-differs from DeepSeek-OCR-2's in three ways: each image has the grid of its tiles, the whole view
-always has the configured size, and small whole views are squeezed to squares.
+transformers' own processor needs torchvision. Source of the rules: ``UnlimitedOcrImageProcessor``
+(models/unlimited_ocr/image_processing_unlimited_ocr.py), which differs from DeepSeek-OCR-2's in
+three ways: it returns the grid of each image's tiles, the view of the whole image always has the
+configured size, and small views are squeezed to squares.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ class UnlimitedOcrImageProcessorKwargs(DeepseekOcr2ImageProcessorKwargs, total=F
     """Options of the processor."""
 
     maximum_pad_value: int
-    """Without tiles, whole views of at most this size are squeezed to squares instead of padded."""
+    """If an image has no tiles, a view of at most this size is squeezed to a square instead of
+    padded."""
 
 
 class UnlimitedOcrImageProcessorPil(DeepseekOcr2ImageProcessorPil):  # type: ignore[misc]
-    """Makes the whole view of each image and, if the image is large, its tiles."""
+    """Makes a view of each whole image and, if the image is large, its tiles."""
 
     valid_kwargs = UnlimitedOcrImageProcessorKwargs
     tile_size = 640

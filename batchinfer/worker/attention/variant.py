@@ -25,7 +25,7 @@ class AttentionVariant:
     an image do so."""
     prompt_window: int = 0
     """Number of positions that a token sees, including its own, in addition to its sequence's
-    prompt (Unlimited-OCR); 0: the prompt is not special."""
+    prompt (Unlimited-OCR); 0: the window hides the prompt too."""
 
     def options(self, prompt_lens: Any) -> dict[str, Any]:
         """Return the variant as keyword arguments of the kernels.

@@ -103,7 +103,7 @@ class ImageEmbeddings:
         num_tokens = [image.num_tokens for image, _ in packed]
         if embedded.shape[1] != sum(num_tokens):
             raise ModelError(
-                f"the vision tower makes {embedded.shape[1]} embeddings of images that have "
+                f"the vision tower returns {embedded.shape[1]} embeddings for images with "
                 f"{sum(num_tokens)} tokens; change prompt.mm_processor_kwargs"
             )
         parts = embedded.split(num_tokens, dim=1)

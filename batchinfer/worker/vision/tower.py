@@ -71,8 +71,8 @@ class VisionTower(nn.Module):
 
 
 def can_pack(one: ImageInputs, other: ImageInputs) -> bool:
-    """Return True if two images have the same arrays, which differ only in their first
-    dimension."""
+    """Return True if two images have arrays of the same names, and if the arrays' shapes differ
+    only in the first dimension."""
     return one.keys() == other.keys() and all(
         one[name].shape[1:] == other[name].shape[1:] for name in one
     )
