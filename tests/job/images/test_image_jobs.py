@@ -38,12 +38,20 @@ from tests.vision_models import RELATED_FAMILIES, VISION_FAMILIES, answer_logits
 FAMILIES = [
     family for family in PROCESSOR_FAMILIES if family in (*VISION_FAMILIES, *RELATED_FAMILIES)
 ]
+QUICK_FAMILIES = ("llava", "mistral3", "qwen3_vl", "gemma4")
+"""Families whose processors and placeholders differ most; the others are tested less often."""
 IMAGES_OF_ROWS = ([0], [1, 2], [], [0], [3, 0, 4, 1], [], [2], [0, 0])
 MAX_TOKENS = 6
 GREEDY = {"max_tokens": MAX_TOKENS, "temperature": 0, "ignore_eos": True}
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(family, marks=() if family in QUICK_FAMILIES else pytest.mark.long)
+        for family in FAMILIES
+    ],
+)
 def family(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

@@ -49,11 +49,20 @@ SETUPS = {
     "small_pool": Setup(block_size=4, pool_tokens=160, misleading=True, n=2),
     "swapped": Setup(block_size=4, pool_tokens=160, misleading=True, num_host_blocks=40),
 }
+QUICK_SETUPS = ("chunks_of_7", "small_pool")
 # Images of each row; equal numbers are equal images. A row without images is text alone.
 ROWS = ([0], [0], [], [1], [2, 0], [0, 0], [3, 1, 2, 0], [], [1], [4], [5])
 NUM_IMAGES = 6
 LISTS = ("num_local_patches", "patches_grid")
 """Arguments of transformers' model that must be lists."""
+
+
+def setups() -> list[Any]:
+    """Return the setups as parameters of tests; only some of them run in every test run."""
+    return [
+        pytest.param(setup, id=name, marks=() if name in QUICK_SETUPS else pytest.mark.long)
+        for name, setup in SETUPS.items()
+    ]
 
 
 class Row:
@@ -174,7 +183,7 @@ def reference_logits(model: Any, row: Row, ids: npt.NDArray[np.integer]) -> torc
     return answer_logits(model, torch.from_numpy(ids)[None], len(row.token_ids), features)
 
 
-@pytest.mark.parametrize("setup", SETUPS.values(), ids=SETUPS)
+@pytest.mark.parametrize("setup", setups())
 def test_greedy_tokens_equal_transformers(
     setup: Setup, family: str, folder: Path, loaded: LoadedModel
 ) -> None:
