@@ -9,7 +9,7 @@ import transformers
 
 from batchinfer.config.model import ENCODER_FAMILIES
 from batchinfer.pooling.classifier import HEADED_FAMILIES
-from tests import families, models, wrappers
+from tests import families, models, vision_models, wrappers
 from tests.docs.pages import ROOT
 from tests.job.rows.test_classify_encoder import HEADS
 from tests.scripts import load_script
@@ -20,6 +20,8 @@ RUN_BY_TESTS = {
     *families.FAMILIES,
     *models.FAMILIES,
     *models.RECURRENT_FAMILIES,
+    *vision_models.RELATED_FAMILIES,
+    *vision_models.VISION_FAMILIES,
     *wrappers.FAMILIES,
 }
 
