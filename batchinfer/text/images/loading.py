@@ -32,7 +32,7 @@ def load_image_processor(folder: Path, token_id: int, kwargs: Mapping[str, Any])
 
 _PARTS = (
     *("image_processor", "video_processor", "feature_extractor", "tokenizer"),
-    "processor_class",
+    *("processor_class", "auto_map"),
 )
 """Keys of processor_config.json that describe a processor's parts and class."""
 

@@ -67,7 +67,7 @@ def _check_files(folder: Path, patterns: tuple[str, ...]) -> None:
             raise ModelError(f"{path} is not a file; fetch the model again")
 
 
-_PUBLISHED_WITH_CODE = frozenset({"deepseek_v3", "kimi_linear"})
+PUBLISHED_WITH_CODE = frozenset({"deepseek_v3", "kimi_linear", "paddleocr_vl", "unlimited_ocr"})
 """Families whose published models refer to their own code, because they were published before
 transformers had a class for them. The class from transformers runs instead."""
 
@@ -89,7 +89,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     config = read_json(folder / "config.json")
     if config is None:
         raise ModelError(f"{folder} is not a model folder: it has no config.json")
-    if "auto_map" in config and config.get("model_type") not in _PUBLISHED_WITH_CODE:
+    if "auto_map" in config and config.get("model_type") not in PUBLISHED_WITH_CODE:
         raise ModelError(
             f"{folder}/config.json needs the model's own code (auto_map), which is never run; "
             "use a model of a family that is part of transformers"

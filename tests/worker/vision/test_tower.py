@@ -137,3 +137,36 @@ def test_towers_have_no_parts_for_sound(tmp_path: Path) -> None:
 
 def test_images_of_other_families_are_not_supported(tmp_path: Path) -> None:
     assert load_vision_tower(tmp_path, AutoConfig.for_model("paligemma"), "float32", CPU) is None
+
+
+def test_models_published_with_code_run_without_it(tmp_path: Path) -> None:
+    """Baidu's Unlimited-OCR has other keys and another class than transformers' config."""
+    folder = make_vision_checkpoint("unlimited_ocr", tmp_path)
+    path = folder / "config.json"
+    published = json.loads(path.read_text())
+    text = published.pop("text_config")
+    for name in ("layer_types", "mlp_layer_types", "sliding_window"):
+        del text[name]
+    published |= {
+        "architectures": ["UnlimitedOCRForCausalLM"],
+        "auto_map": {"AutoModel": "modeling_unlimitedocr.UnlimitedOCRForCausalLM"},
+        "language_config": {**text, "first_k_dense_replace": 1},
+        "sliding_window": 5,
+    }
+    path.write_text(json.dumps(published))
+    loaded = load_model(ModelConfig(str(folder)), device=CPU)
+    assert loaded.layout(16).prompt_windows == (5, 5, 5)
+    assert tower_of(folder)([random_image("unlimited_ocr", 1).load_inputs()]).isfinite().all()
+
+
+def test_paddleocr_vl_is_published_with_a_flat_config(tmp_path: Path) -> None:
+    folder = make_vision_checkpoint("paddleocr_vl", tmp_path)
+    path = folder / "config.json"
+    published = json.loads(path.read_text())
+    text = published.pop("text_config")
+    del text["model_type"]
+    published["vision_config"]["model_type"] = "paddleocr_vl"
+    path.write_text(json.dumps(text | published | {"auto_map": {"AutoConfig": "x.Config"}}))
+    loaded = load_model(ModelConfig(str(folder)), device=CPU)
+    assert loaded.layout(16).num_layers == 3
+    assert tower_of(folder)([random_image("paddleocr_vl", 1).load_inputs()]).isfinite().all()
