@@ -11,7 +11,7 @@ from batchinfer.errors import ModelError, RowError, UsageError
 from batchinfer.text.chat import ChatTemplate, FinalMessage, Message
 from batchinfer.text.control_tokens import Marks
 from batchinfer.text.encode import RenderedText
-from batchinfer.text.images.files import ImageFile
+from batchinfer.text.images.files import ImageFile, without_images
 from batchinfer.text.images.row_images import ImageSettings, RowImages, image_parts
 from batchinfer.text.prompt_sources import (
     checked_template,
@@ -126,15 +126,13 @@ class RowRenderer:
         if self._ids_column is not None:
             where = f"column {self._ids_column}"
             return row_token_ids(row.get(self._ids_column), where, self.vocab_size)
-        for name in self._text_images:
-            if isinstance(row.get(name), ImageFile):
-                reason = f"column {name} holds an image, which a template cannot print"
-                raise RowError("unsupported_content", reason)
         values = {
             name: decoded(row[name], name)
             for name in self.columns
             if name in row and name in self._text_columns
         }
+        for name in self._text_images & values.keys():
+            values[name] = without_images(values[name], name)
         row_tools = self._tools.of(values)
         tools = None if row_tools is None else list(row_tools.tools)
         marks, has_control_text = None, False

@@ -140,12 +140,12 @@ def render_template(template: jinja2.Template, variables: Mapping[str, object], 
     """Render a template; ``what`` names it in errors, for example ``prompt.template``.
 
     Raises:
-        RowError: ``template_error``.
+        RowError: ``template_error``, or an error that a value raises when it is printed.
         MemoryError: there is too little memory.
     """
     try:
         text = "".join(template.generate(variables))
-    except MemoryError:
+    except (MemoryError, RowError):
         raise
     # A template can raise anything, because it calls methods of the row's values.
     except Exception as error:

@@ -57,6 +57,31 @@ class ImageFile:
         return data
 
 
+class _Unprintable:
+    """Stands for an image in a variable of a template."""
+
+    def __init__(self, column: str) -> None:
+        self._column = column
+
+    def __str__(self) -> str:
+        reason = f"column {self._column} holds an image, which a template cannot print"
+        raise RowError("unsupported_content", reason)
+
+    __repr__ = __str__  # as part of a struct or list
+
+
+def without_images(value: Any, column: str) -> Any:
+    """Return the value of an image column for a template. If the template prints an image, the row
+    fails with ``unsupported_content``."""
+    if isinstance(value, ImageFile):
+        return _Unprintable(column)
+    if isinstance(value, Mapping):
+        return {key: without_images(item, column) for key, item in value.items()}
+    if isinstance(value, list):
+        return [without_images(item, column) for item in value]
+    return value
+
+
 class ImageFiles:
     """Finds the images in a value: files and data URLs. Picklable.
 

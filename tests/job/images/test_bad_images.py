@@ -26,7 +26,7 @@ from batchinfer.text.images.decode import OpenImage
 from batchinfer.text.images.files import ImageFile, ImageFiles
 from batchinfer.text.processes.limits import Limits
 from batchinfer.worker.vision.tower import VisionTower
-from tests.job.images.pictures import encoded, picture, png
+from tests.job.images.pictures import HUB_IMAGE, encoded, picture, png
 from tests.job.images.test_image_jobs import job, results
 from tests.vision_folders import make_vision_folder
 
@@ -179,12 +179,35 @@ def test_the_type_of_a_column_tells_images_from_paths(root: Path, llava: Path) -
     assert "it begins with b'good.png'" in errors[1]["message"]
 
 
-def test_a_template_cannot_print_images(root: Path, llava: Path) -> None:
-    rows = pa.table({"text": ["a"], "image": pa.array([png(1)], pa.binary())})
+@pytest.mark.parametrize(
+    ("kind", "cell"),
+    [
+        (pa.binary(), png(1)),
+        (pa.list_(pa.binary()), [png(1)]),
+        (HUB_IMAGE, {"bytes": png(1), "path": "b.png"}),
+    ],
+    ids=["bytes", "list", "struct"],
+)
+def test_a_template_cannot_print_images(
+    root: Path, llava: Path, kind: pa.DataType, cell: Any
+) -> None:
+    rows = pa.table({"text": ["a"], "image": pa.array([cell], kind)})
     prompt = {"column": None, "template": "{{ text }} {{ image }}"}
     assert run_job(job(root, llava, rows, prompt=prompt), quiet=True) is ExitCode.OK
     (row,) = results(root)
     assert row["error"]["code"] == "unsupported_content"
+    assert row["error"]["message"] == "column image holds an image, which a template cannot print"
+
+
+def test_a_template_can_read_the_path_beside_an_image(root: Path, llava: Path) -> None:
+    cell = {"bytes": png(1), "path": "b.png"}
+    rows = pa.table({"text": ["a"], "image": pa.array([cell], HUB_IMAGE)})
+    prompt = {"column": None, "template": "{% if image.bytes %}{{ image.path }}{% endif %}"}
+    include = {"path": str(root / "out"), "include": ["prompt"], "rows_per_part": 3}
+    spec = job(root, llava, rows, prompt=prompt, output=include)
+    assert run_job(spec, quiet=True) is ExitCode.OK
+    (row,) = results(root)
+    assert "b.png" in row["prompt"]
 
 
 def test_an_image_that_vanishes_is_an_error_of_its_row(
