@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from batchinfer.config import ModelConfig, SamplingParams
+from batchinfer.engine.images import Image, StepImage
 from batchinfer.errors import ModelError
 from batchinfer.worker.fusion.native_layers import decoder_layers_of
 from batchinfer.worker.linear.kernel_choice import KernelRequirements
@@ -170,3 +172,12 @@ def test_paddleocr_vl_is_published_with_a_flat_config(tmp_path: Path) -> None:
     loaded = load_model(ModelConfig(str(folder)), device=CPU)
     assert loaded.layout(16).num_layers == 3
     assert tower_of(folder)([random_image("paddleocr_vl", 1).load_inputs()]).isfinite().all()
+
+
+def test_wrong_numbers_of_embeddings_are_refused(tmp_path: Path) -> None:
+    """DeepSeek-OCR-2 makes as many embeddings as it has queries, whatever the processor counts."""
+    images = ImageEmbeddings(tower_of(make_vision_checkpoint("llava", tmp_path)), 2**20)
+    image = Image(0, random_image("llava", 0).load_inputs, num_tokens=15)
+    step = StepImage(image, 0, np.arange(15, dtype=np.int32))
+    with pytest.raises(ModelError, match="16 embeddings for images with 15 tokens"):
+        images.put([step], torch.zeros(15, 64))
