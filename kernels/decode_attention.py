@@ -36,11 +36,11 @@ _FLOAT8_WIDTH = 32
 def decode_config(heads: Heads, *, split: bool = False) -> LaunchConfig:
     """Return the launch shape for one query token.
 
-    Rows are the heads of a group, padded to at least 16 for `tl.dot`. Split queries (float8 GEMMs)
-    have 4 or 8 heads, which are columns of the GEMMs. A tile has 128 tokens (256 for split queries)
-    or 32 KB, whichever is less, so that narrow heads and narrow dtypes have longer tiles. Two more
-    tiles are loaded while a tile is computed. With four warps, the registers of a multiprocessor
-    hold three such programs.
+    Rows are the heads of a group, padded to at least 16 for `tl.dot`. With split queries (float8
+    GEMMs), the heads of a group, padded to 4 or 8, are columns of the GEMMs. A tile has 128 tokens
+    (256 for split queries) or 32 KB, whichever is less, so that narrow heads and narrow dtypes have
+    longer tiles. Two more tiles are loaded while a tile is computed. With four warps, the registers
+    of a multiprocessor hold three such programs.
     """
     tile = tile_tokens(heads, most=256 if split else 128)
     rows = (4 if heads.group <= 4 else MAX_HEADS) if split else padded(heads.group)

@@ -161,8 +161,7 @@ def num_pieces(rows: int, outputs: int, width: int, device: torch.device) -> int
 
 
 def _even_pieces(groups: int, wanted: int) -> int:
-    """Return how many pieces the groups fill, if they are divided evenly into at most `wanted`
-    pieces."""
+    """Divide the groups evenly into at most `wanted` pieces, and return the number of pieces."""
     most = max(1, min(wanted, groups // _PIECE_GROUPS))
     return int(triton.cdiv(groups, triton.cdiv(groups, most)))
 

@@ -115,7 +115,8 @@ class DryRunner(_RooflineClock):
         )
 
     def _tokens(self, step: Step) -> Int32:
-        """Return token ids [K]. Equal prompts continue differently, so they share no output."""
+        """Return token ids [K]. Samples of equal prompts get different tokens, so they share no
+        blocks of output."""
         batch = step.sampling
         mixed = batch.stream * 7919 + batch.sample_index.astype(np.uint64) * 104_729
         mixed = (mixed + batch.position.astype(np.uint64)) % np.uint64(_FILLER - 1)

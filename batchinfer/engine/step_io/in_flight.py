@@ -30,7 +30,7 @@ class SampledRows:
     num_tokens: Int32  # number of tokens, including the token drawn
     lengths: Int32  # number of output tokens, including the token drawn
     is_first: Bool  # true if this is the request's first token
-    at_limit: Bool  # true if the sequence ends by length with this token
+    at_limit: Bool  # true if this token reaches the sequence's length limit
     may_stop: Bool  # true if the output has at least min_tokens
     stop_ids: Int32  # [R, longest list] padded with -1
     checks_stops: Bool

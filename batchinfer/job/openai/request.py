@@ -1,7 +1,7 @@
 """Parses lines of OpenAI batch files into prompts and sampling parameters.
 
 A field that changes the answer is supported or refused: an unknown field, or a value that asks for
-something unsupported, makes the line an error. Fields without effect are ignored.
+something unsupported, turns the line into an error. Fields without effect are ignored.
 """
 
 from __future__ import annotations

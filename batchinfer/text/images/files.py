@@ -58,7 +58,7 @@ class ImageFile:
 
 
 class _Unprintable:
-    """Stands for an image in a variable of a template."""
+    """Replaces an image in the variables of a template."""
 
     def __init__(self, column: str) -> None:
         self._column = column

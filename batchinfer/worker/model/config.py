@@ -119,7 +119,7 @@ def _check_class(folder: Path, config: PreTrainedConfig, runner: Runner) -> None
     if key := changed_logits(config):
         raise ModelError(f"{family} cannot be run: they change their logits ({key})")
     saved = config.architectures or [whole_class.__name__]
-    if hasattr(config, "auto_map"):  # the class of the code that is not run
+    if hasattr(config, "auto_map"):  # its architectures name the model's own code, which is not run
         saved = [whole_class.__name__]
     task = headless_names(config).get(saved[0])
     if whole_class.__name__ not in saved and task is not None:

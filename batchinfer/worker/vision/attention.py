@@ -1,4 +1,4 @@
-"""Attention of vision towers on a CPU, by the C kernel that language models use.
+"""Attention of vision towers on a CPU, computed by the C kernel of language models.
 
 The kernel reads keys and values from blocks, so they are first copied into a small pool. Including
 this copy, the kernel takes 0.55 times as long as torch's attention in bfloat16, and about as long
