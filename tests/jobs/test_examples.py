@@ -36,6 +36,8 @@ def test_there_are_examples() -> None:
         "quantized",
         "hybrid",
         "labels",
+        "notes",
+        "captions",
     }
 
 
