@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import io
 import re
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from batchinfer import LLM, BeamSearchParams, SamplingParams
@@ -134,7 +136,10 @@ def test_samples_share_an_image(llm: LLM) -> None:
         ({"prompt_token_ids": 5, "multi_modal_data": {"image": png(1)}}, "a list of token ids"),
         ({"prompt": TEXT, "multi_modal_data": [png(1)]}, "give {'image'"),
         ({"prompt": TEXT, "multi_modal_data": {"images": png(1)}}, "unknown key 'images'"),
-        (prompt(np.zeros((3, 4, 40), np.uint8)), "prompt 1: "),
+        (prompt(np.zeros((3, 4, 40), np.uint8)), r"of uint8 with the shape \(3, 4, 40\); pass"),
+        (prompt(np.zeros((4, 4, 3))), r"of float64 with the shape \(4, 4, 3\); pass"),
+        (prompt(Image.new("RGB", (0, 0))), "an image has 0 x 0 pixels"),
+        (prompt(Image.new("1", (10000, 10000))), "make the picture smaller"),
     ],
 )
 def test_bad_images_are_refused(llm: LLM, bad: Any, message: str) -> None:
@@ -185,6 +190,31 @@ def test_a_bad_image_is_the_error_of_its_prompt(llm: LLM) -> None:
     )
     assert [output.error is None for output in outputs] == [True, False, True]
     assert outputs[1].error.code == "invalid_image"
+
+
+def test_a_damaged_picture_is_the_error_of_its_prompt(llm: LLM) -> None:
+    """Pillow finds the damage only when it decodes the pixels, in this process."""
+    bad, closed = Image.open(io.BytesIO(png(1)[:-100])), Image.open(io.BytesIO(png(1)))
+    closed.close()
+    ids = llm.get_tokenizer().encode(TEXT, add_special_tokens=False)
+    in_ids = {"prompt_token_ids": ids, "multi_modal_data": {"image": closed}}
+    prompts = [prompt(bad), in_ids, prompt(png(1))]
+    outputs = llm.generate(prompts, GREEDY, use_tqdm=False, errors="return")
+    talk = [{"role": "user", "content": [{"type": "image_pil", "image_pil": bad}]}]
+    outputs += llm.chat([talk, [{"role": "user", "content": "a"}]], GREEDY, errors="return")
+    codes = [output.error and output.error.code for output in outputs]
+    assert codes == ["invalid_image", "invalid_image", None, "invalid_image", None]
+
+
+def test_pictures_are_turned_upright_as_files_are(llm: LLM) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    data = encoded(picture(1), "PNG", exif=exif)
+    file, opened, upright = tokens(
+        llm, *map(prompt, (data, Image.open(io.BytesIO(data)), picture(1).rotate(-90, expand=True)))
+    )
+    assert opened == file == upright
+    assert file != tokens(llm, prompt(picture(1)))[0]
 
 
 def test_sound_is_not_supported_yet(llm: LLM) -> None:

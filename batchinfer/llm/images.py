@@ -31,7 +31,7 @@ class TextWithImages:
     """A text with a placeholder for each image."""
 
     text: str
-    images: list[ImageFile]
+    images: list[ImageFile | RowError]
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,7 +41,7 @@ class TokensWithImages:
     token_ids: TokenIds
     text: str | None
     """The text to show for the token ids."""
-    images: list[ImageFile]
+    images: list[ImageFile | RowError]
 
 
 class CallImages:
@@ -64,10 +64,15 @@ class CallImages:
         self, items: Sequence[TextWithImages | TokensWithImages]
     ) -> list[Prompt | RowError]:
         """Make prompts, in order; a prompt that cannot be made is its error."""
-        texts = [item for item in items if isinstance(item, TextWithImages)]
-        tokens = [item for item in items if isinstance(item, TokensWithImages)]
+        errors = [_error_of(item) for item in items]
+        good = [item for item, error in zip(items, errors, strict=True) if error is None]
+        texts = [item for item in good if isinstance(item, TextWithImages)]
+        tokens = [item for item in good if isinstance(item, TokensWithImages)]
         of_texts, of_tokens = iter(self._of_texts(texts)), iter(self._of_tokens(tokens))
-        return [next(of_texts if isinstance(item, TextWithImages) else of_tokens) for item in items]
+        return [
+            error or next(of_texts if isinstance(item, TextWithImages) else of_tokens)
+            for item, error in zip(items, errors, strict=True)
+        ]
 
     def _of_texts(self, items: Sequence[TextWithImages]) -> list[Prompt | RowError]:
         if not items:
@@ -115,6 +120,11 @@ class CallImages:
             _finish(*waiting.popleft())
 
 
+def _error_of(item: TextWithImages | TokensWithImages) -> RowError | None:
+    """Return the error of a prompt's first image that cannot be decoded."""
+    return next((image for image in item.images if isinstance(image, RowError)), None)
+
+
 def _finish(item: PromptRequest, finish: FinishLoading) -> None:
     try:
         item.images = finish()
@@ -127,23 +137,34 @@ def is_picture(value: object) -> bool:
     return type(value).__module__.partition(".")[0] == "PIL"
 
 
-def image_file(value: Any) -> ImageFile:
+def image_file(value: Any) -> ImageFile | RowError:
     """Convert a PIL image, an array [height, width, 3] of uint8, or the bytes of a file.
+
+    A picture that cannot be decoded becomes the error ``invalid_image``.
 
     Raises:
         TypeError: ``value`` is something else.
     """
     if isinstance(value, bytes):
         return ImageFile(value)
-    if isinstance(value, np.ndarray) and value.dtype == np.uint8:
-        from PIL import Image
+    from PIL import Image
 
-        value = Image.fromarray(value)
+    from batchinfer.text.images.decode import rgb_of
+
+    if isinstance(value, np.ndarray):
+        kind = f"is an array of {value.dtype} with the shape {value.shape}"
+        if value.dtype == np.uint8 and (value.ndim == 2 or value.shape[2:] in ((3,), (4,))):
+            value = Image.fromarray(value)
+    else:
+        kind = f"has the type {type(value).__name__}"
     if not is_picture(value):
         raise TypeError(
-            f"an image has the type {type(value).__name__}; pass a PIL image, a uint8 array "
-            "of the shape [height, width, 3], or the bytes of a file"
+            f"an image {kind}; pass a PIL image, a uint8 array of the shape [height, width, 3], or "
+            "the bytes of a file"
         )
     file = io.BytesIO()
-    value.convert("RGB").save(file, "PPM")  # without compression
+    try:
+        rgb_of(value, PromptConfig().max_image_pixels, "an image").save(file, "PPM")  # fast
+    except RowError as error:
+        return error
     return ImageFile(file.getvalue())

@@ -107,7 +107,7 @@ def read_conversations(
 
 def _plain(value: Any) -> Any:
     """Return ``value`` with every mapping, list and string in it as a dict, list or str, and every
-    image as an ``ImageFile``."""
+    image as an ``ImageFile``, or as the error of an image that cannot be decoded."""
     if isinstance(value, Mapping):
         return {
             _plain(key): image_file(item)
@@ -204,8 +204,8 @@ def _with_images(
     pictures = data["image"] if isinstance(data["image"], list | tuple) else [data["image"]]
     try:
         files = [image_file(each) for each in pictures]
-    except (TypeError, ValueError, OSError) as error:
-        raise type(error)(f"{name}: {error}") from None
+    except TypeError as error:
+        raise TypeError(f"{name}: {error}") from None
     if isinstance(value, str):
         return TextWithImages(checked_text(value, where), files)
     return TokensWithImages(_checked_ids(value, where, vocab_size), shown, files)

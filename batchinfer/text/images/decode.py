@@ -48,15 +48,7 @@ class OpenImage:
             raise RowError(INVALID_IMAGE, reason) from None
         except Exception as error:  # Pillow raises many types for damaged files
             raise _error(f"the header of {name} cannot be read", error) from None
-        width, height = self._image.size
-        if not width or not height:
-            raise RowError(INVALID_IMAGE, f"{name} has {width} x {height} pixels")
-        if width * height > max_pixels:
-            raise RowError(
-                INVALID_IMAGE,
-                f"{name} has {width} x {height} pixels, but max_image_pixels is {max_pixels}; "
-                "make the picture smaller",
-            )
+        _check_size(self._image, max_pixels, name)
 
     @property
     def size(self) -> tuple[int, int]:
@@ -93,6 +85,36 @@ class OpenImage:
             self._image.format != "PNG" or "exif" in self._image.info
         )
         return int(self._image.getexif().get(_ORIENTATION, 1)) if is_known else 1
+
+
+def rgb_of(picture: Image.Image, max_pixels: int, name: str) -> Image.Image:
+    """Return a picture that a caller has opened or made: upright, and in RGB.
+
+    Raises:
+        RowError: ``invalid_image``: the picture has no pixels or too many, or its file is damaged.
+    """
+    _check_size(picture, max_pixels, name)
+    try:
+        picture.load()  # Pillow itself turns TIFF files upright here
+        turn = _TRANSPOSE.get(picture.getexif().get(_ORIENTATION, 1))
+        rgb = picture.convert("RGB")
+    except MemoryError:
+        raise
+    except Exception as error:
+        raise _error(f"{name} cannot be decoded", error) from None
+    return rgb if turn is None else rgb.transpose(turn)
+
+
+def _check_size(picture: Image.Image, max_pixels: int, name: str) -> None:
+    width, height = picture.size
+    if not width or not height:
+        raise RowError(INVALID_IMAGE, f"{name} has {width} x {height} pixels")
+    if width * height > max_pixels:
+        raise RowError(
+            INVALID_IMAGE,
+            f"{name} has {width} x {height} pixels, but max_image_pixels is {max_pixels}; "
+            "make the picture smaller",
+        )
 
 
 def _error(what: str, error: Exception) -> RowError:
