@@ -39,6 +39,7 @@ _PARTS = (
 
 @functools.cache
 def _load(folder: Path, token_id: int, kwargs: str) -> ImageProcessor:
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig, AutoTokenizer, ProcessorMixin
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
@@ -56,11 +57,16 @@ def _load(folder: Path, token_id: int, kwargs: str) -> ImageProcessor:
             tokenizer=AutoTokenizer.from_pretrained(folder),
             **settings,
         )
-        return ImageProcessor(processor, token_id, json.loads(kwargs))
     except (OSError, ValueError, TypeError, KeyError, AttributeError, ImportError) as error:
         raise ModelError(
             f"model.name: {folder}: its image processor cannot be loaded: {one_line(error)}"
         ) from error
+    try:
+        return ImageProcessor(processor, token_id, json.loads(kwargs))
+    except (ValueError, TypeError, KeyError, AttributeError, StrictDataclassError) as error:
+        reason = f"{folder}: its image processor cannot be used: {one_line(error)}"
+        hint = None if kwargs == "{}" else "check prompt.mm_processor_kwargs"
+        raise ModelError(f"model.name: {reason}", hint=hint) from error
 
 
 def _image_processor(folder: Path, name: str) -> Any:

@@ -39,6 +39,9 @@ class ImageProcessor:
         processor: transformers' processor of the model.
         token_id: id of the token that the embeddings of an image replace.
         kwargs: the job's ``prompt.mm_processor_kwargs``.
+
+    Raises:
+        TypeError, ValueError, StrictDataclassError: ``kwargs`` do not fit the processor.
     """
 
     def __init__(self, processor: Any, token_id: int, kwargs: Mapping[str, Any]) -> None:
@@ -125,10 +128,23 @@ class ImageProcessor:
         return int(counted["num_image_tokens"][0])
 
     def _find_repeated(self) -> _Repeated | None:
-        """Return the form of the replacement texts; None if they must be computed from pictures."""
-        found = None
+        """Return the form of the replacement texts; None if they must be computed from pictures.
+
+        Raises:
+            ValueError: the processor refuses all pictures.
+        """
+        texts, refusal = {}, None
         for size in _TRIALS:
-            text = self._processed(_blank(size))[1][0]
+            try:
+                texts[size] = self._processed(_blank(size))[1][0]
+            except RowError as error:  # without do_resize, only some sizes fit
+                refusal = error
+        if refusal is not None:
+            if not texts:
+                raise ValueError(refusal.message)
+            return None
+        found = None
+        for size, text in texts.items():
             before, token, rest = text.partition(self._token)
             after = rest.rpartition(self._token)[2] if self._token in rest else rest
             form = _Repeated(before, token, after)
