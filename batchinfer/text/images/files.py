@@ -18,6 +18,10 @@ INVALID_IMAGE = "invalid_image"
 _DATA = "data:"
 
 
+class ImageMemoryError(MemoryError):
+    """The model's image processor needs more memory than a worker has."""
+
+
 @dataclass(frozen=True, slots=True)
 class ImageFile:
     """The bytes of an image, or the path of its file."""

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from PIL import Image
 
 from batchinfer.errors import RowError, one_line
-from batchinfer.text.images.files import INVALID_IMAGE
+from batchinfer.text.images.files import INVALID_IMAGE, ImageMemoryError
 from batchinfer.text.images.token_counts import TOKEN_COUNTS
 
 Inputs = dict[str, npt.NDArray[Any]]
@@ -102,22 +102,25 @@ class ImageProcessor:
         try:
             inputs, texts = self._processor._process_images([picture], **self._kwargs)
         except (ValueError, ArithmeticError, OverflowError) as error:
-            size = f"{picture.height} x {picture.width}"
-            reason = f"the model's processor refuses an image of {size} pixels: {one_line(error)}"
-            raise RowError(INVALID_IMAGE, reason) from None
+            raise _refused((picture.height, picture.width), error) from None
+        except MemoryError:
+            raise ImageMemoryError from None
         return inputs, texts
 
     def _computed_replacement(self, size: tuple[int, int]) -> str:
         if self._repeated is not None:
             return self._repeated.of(self._counted(size))
-        return self._processed(_blank(size))[1][0]
+        try:
+            blank = _blank(size)
+        except MemoryError:
+            raise ImageMemoryError from None
+        return self._processed(blank)[1][0]
 
     def _counted(self, size: tuple[int, int]) -> int:
         try:
             return self._count_of(size)
         except (ValueError, ArithmeticError) as error:
-            reason = f"the model's processor refuses an image of {size[0]} x {size[1]} pixels: "
-            raise RowError(INVALID_IMAGE, reason + one_line(error)) from None
+            raise _refused(size, error) from None
 
     def _count_of(self, size: tuple[int, int]) -> int:
         kwargs = {name: value for name, value in self._kwargs.items() if name != "return_tensors"}
@@ -156,6 +159,16 @@ class ImageProcessor:
                 return None
             found = form
         return found
+
+
+def _refused(size: tuple[int, int], error: Exception) -> RowError:
+    """Return the error of an image whose size the processor does not take."""
+    height, width = size
+    return RowError(
+        INVALID_IMAGE,
+        f"the model's processor refuses an image of {width} x {height} pixels: "
+        f"{one_line(error).rstrip('.')}; pad or resize the picture",
+    )
 
 
 def _blank(size: tuple[int, int]) -> Image.Image:

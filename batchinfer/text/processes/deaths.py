@@ -34,6 +34,8 @@ class Death:
     """Predicate for a sentence that begins with "the template" or "the tokenizer"."""
     is_certain: bool = False
     """True if the row alone caused the death, not earlier rows or the machine."""
+    is_of_image: bool = False
+    """True if the image processor caused the death, not a template or the tokenizer."""
     is_bug: bool = False
     """True if the cause is a bug in this program, not a row."""
     is_out_of_time: bool = False
@@ -54,6 +56,8 @@ def death(limits: Limits, seconds: float, end: End, failure: tuple[str, str] | N
         cause, text = failure
         if cause == "bug":
             return Death(text, is_bug=True)
+        if cause == "image":
+            return Death(memory, is_of_image=True)
         known = {"memory": memory, "recursion": "is nested too deeply"}
         return Death(known.get(cause, f"failed: {_one_line(text)}"))
     if end.exit_code == -signal.SIGPROF:

@@ -9,6 +9,7 @@ from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
 from batchinfer.errors import JobError, RowError
+from batchinfer.text.images.files import ImageMemoryError
 from batchinfer.text.images.shared_arrays import SharedArrays
 from batchinfer.text.processes.limits import Limits, bounded_time
 from batchinfer.text.prompts import Prompt
@@ -49,8 +50,8 @@ def serve(connection: Connection, tokenizer: Tokenizer, limits: Limits) -> None:
 
     Answers are tuples that begin with a word: ``columns`` (names), ``rendered`` (sent for a single
     row before it is tokenized), ``results`` (a list of ``Result``), ``refused`` (a ``JobError``
-    that the factory raised), ``failed`` (``memory``, ``recursion``, ``panic`` or ``bug``, and a
-    text; the process then ends).
+    that the factory raised), ``failed`` (``image``, ``memory``, ``recursion``, ``panic`` or
+    ``bug``, and a text; the process then ends).
     """
     worker = _Worker(connection, tokenizer, limits)
     try:
@@ -58,6 +59,8 @@ def serve(connection: Connection, tokenizer: Tokenizer, limits: Limits) -> None:
             worker.answer(*connection.recv())
     except (EOFError, ConnectionError):
         return
+    except ImageMemoryError:
+        failed = "image", ""
     except MemoryError:
         failed = "memory", ""
     except RecursionError as error:

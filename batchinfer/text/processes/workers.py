@@ -14,6 +14,7 @@ from threading import Condition
 from typing import Any
 
 from batchinfer.errors import ModelError, RowError
+from batchinfer.text.images.files import INVALID_IMAGE
 from batchinfer.text.images.shared_arrays import SharedArrays
 from batchinfer.text.processes.deaths import Death, death
 from batchinfer.text.processes.limits import Limits
@@ -111,6 +112,11 @@ class Workers:
                         f"{answer.outside}; this happened {_MAX_OUTSIDE} times for one row"
                     )
             elif not is_hasty and (answer.is_certain or is_first):
+                if answer.is_of_image:
+                    return RowError(
+                        INVALID_IMAGE,
+                        f"preparing an image {answer.predicate}; make the picture smaller",
+                    )
                 if worker.has_rendered:
                     return RowError("tokenizer_error", f"the tokenizer {answer.predicate}")
                 return RowError("template_error", f"the template {answer.predicate}")

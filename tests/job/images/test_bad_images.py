@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from PIL import Image
+from transformers import AutoTokenizer
 
 from batchinfer.errors import ExitCode, RowError
 from batchinfer.job.images import download
@@ -24,6 +25,7 @@ from batchinfer.job.images.media_files import MediaFiles
 from batchinfer.job.run.run_job import run_job
 from batchinfer.text.images.decode import OpenImage
 from batchinfer.text.images.files import ImageFile, ImageFiles
+from batchinfer.text.images.loading import load_image_processor
 from batchinfer.text.processes.limits import Limits
 from batchinfer.worker.vision.tower import VisionTower
 from tests.job.images.pictures import HUB_IMAGE, encoded, picture, png
@@ -329,3 +331,23 @@ def test_a_text_file_is_not_an_image() -> None:
 def test_names_in_stores_need_a_folder_in_the_store() -> None:
     with pytest.raises(RowError, match=r"is in a store; set input\.media_root"):
         MediaFiles(".").in_cell("s3://lake/a.png", "x")
+
+
+def test_an_image_that_is_too_large_for_the_processor_is_a_bad_image(tmp_path: Path) -> None:
+    """Prompts of LFM2-VL need a blank picture of the image's size."""
+    model = make_vision_folder("lfm2_vl", tmp_path / "model")
+    rows = pa.table({"text": ["a", "b"], "image": [png_of(9400, 9500), png(1)]})
+    assert run_job(job(tmp_path, model, rows), quiet=True) is ExitCode.OK
+    first, second = (row["error"] for row in results(tmp_path))
+    assert second is None
+    assert first["code"] == "invalid_image"
+    assert first["message"].startswith("preparing an image needed more than 1024 MiB of memory; ")
+
+
+def test_the_error_of_a_refused_size_names_width_and_height(tmp_path: Path) -> None:
+    model = make_vision_folder("lfm2_vl", tmp_path)
+    ids = AutoTokenizer.from_pretrained(model)
+    processor = load_image_processor(model, ids.convert_tokens_to_ids("<image>"), {})
+    for size in ((1, 4000), (20, 4000)):
+        with pytest.raises(RowError, match=f"an image of 4000 x {size[0]} pixels: .*; pad or"):
+            processor.replacement(size)
