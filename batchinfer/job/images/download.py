@@ -19,6 +19,8 @@ reach ``Limits.seconds``, which would kill its worker."""
 _WAIT_S = 10.0
 """Timeout of each read from a server, in seconds."""
 _CHUNK = 1 << 16
+_HEADERS = {"User-Agent": "batchinfer"}
+"""Some servers refuse the name that urllib gives itself."""
 
 _Answer = SimpleQueue["bytes | Exception"]
 
@@ -56,11 +58,14 @@ def _download(url: str, answer: _Answer) -> None:
     end = time.monotonic() + TOTAL_S
     data = bytearray()
     try:
-        with urllib.request.urlopen(url, timeout=_WAIT_S) as response:
+        request = urllib.request.Request(url, headers=_HEADERS)
+        with urllib.request.urlopen(request, timeout=_WAIT_S) as response:
             while (chunk := response.read1(_CHUNK)) and len(data) <= MAX_ROW_BYTES:
                 data += chunk
                 if time.monotonic() > end:  # nobody waits for the file any more
                     return
+            if not chunk and getattr(response, "length", None):  # FTP responses have no length
+                raise OSError(f"the connection ended {response.length} bytes before the file's end")
         answer.put(bytes(data))
     except Exception as error:
         answer.put(error)

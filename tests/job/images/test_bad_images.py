@@ -265,13 +265,17 @@ def test_data_urls_hold_images() -> None:
 
 
 class Pictures(BaseHTTPRequestHandler):
-    """Serves one picture."""
+    """Serves one picture, also without its end, and refuses urllib's own name."""
 
     def do_GET(self) -> None:
-        self.send_response(200 if self.path == "/a.png" else 404)
+        is_named = self.headers["User-Agent"] == "batchinfer"
+        is_known = self.path in ("/a.png", "/cut.png")
+        self.send_response((200 if is_known else 404) if is_named else 403)
+        if is_known:
+            self.send_header("Content-Length", str(len(png(0))))
         self.end_headers()
-        if self.path == "/a.png":
-            self.wfile.write(png(0))
+        if is_known:
+            self.wfile.write(png(0)[: None if self.path == "/a.png" else -7])
 
     def log_message(self, *_: object) -> None:
         """Write nothing."""
@@ -287,6 +291,8 @@ def test_images_are_downloaded_only_if_the_job_says_so() -> None:
         assert files.in_cell(url, "x") == [ImageFile(png(0))]
         with pytest.raises(RowError, match="404"):
             files.in_cell(url.replace("a.png", "b.png"), "x")
+        with pytest.raises(RowError, match="ended 7 bytes before the file's end"):
+            files.in_cell(url.replace("a.png", "cut.png"), "x")
         with pytest.raises(RowError, match=r"set input\.media_urls"):
             MediaFiles(".").in_cell(url, "x")
     finally:
