@@ -187,6 +187,7 @@ def compare(args: argparse.Namespace) -> None:
         for name in args.engines:
             command = [python_of(name, args.folder), __file__, "--engine", name]
             command += ["--model", str(model), "--dtype", args.dtype, "--rows", str(args.rows)]
+            command += ["--threads", str(args.threads), "--batch", str(args.batch)]
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
             if not lines:
@@ -195,9 +196,10 @@ def compare(args: argparse.Namespace) -> None:
             print(lines[-1], flush=True)
             rates[name].append(json.loads(lines[-1])["rows_per_s"])
     medians = {name: statistics.median(found) for name, found in rates.items() if found}
-    first = medians[args.engines[0]]
+    first = medians.get(args.engines[0])
     for name, rate in medians.items():
-        print(f"{args.dtype} {name}: {rate:.2f} rows/s ({first / rate:.2f}x)")
+        ratio = "" if first is None else f" ({first / rate:.2f}x)"
+        print(f"{args.dtype} {name}: {rate:.2f} rows/s{ratio}")
 
 
 def main() -> None:
