@@ -27,6 +27,7 @@ from batchinfer.worker.cuda_graphs.step_graphs import StepGraphs
 from batchinfer.worker.encoder.description import is_run_as_encoder
 from batchinfer.worker.encoder.loader import check_encoder_invariance, load_encoder
 from batchinfer.worker.encoder.runner import ModelEncoder
+from batchinfer.worker.fusion.activations import replace_activations
 from batchinfer.worker.fusion.native_layers import decoder_layers_of
 from batchinfer.worker.kv_cache import KVCache
 from batchinfer.worker.linear.batch_invariance import check_batch_invariance
@@ -130,6 +131,8 @@ def build_engine(
             tower = load_vision_tower(folder, pretrained, loaded.dtype, device)
             if tower is not None and loaded.kernels.kernel is not None:
                 pack_linears(tower, loaded.kernels.kernel, getattr(torch, loaded.dtype))
+            if tower is not None and device.type == "cpu":
+                replace_activations(tower, getattr(torch, loaded.dtype))
     loaded_bytes = model_bytes(loaded.model) + (0 if tower is None else model_bytes(tower))
     free = device_memory(device, loaded_bytes)
     if tower is not None:

@@ -24,6 +24,7 @@ from batchinfer.errors import ModelError
 from batchinfer.worker.attention.latent import check_latents, keep_latents
 from batchinfer.worker.attention.temperature import temper_queries
 from batchinfer.worker.family_check import check_against_eager, check_attention
+from batchinfer.worker.fusion.activations import replace_activations
 from batchinfer.worker.fusion.fuse import fuse
 from batchinfer.worker.fusion.native_delta_layers import fuse_native_delta_layers
 from batchinfer.worker.fusion.native_layers import fuse_native_layers, join_native_layers
@@ -216,6 +217,7 @@ def load_model(
         fuse_native_layers(model, layout)
         fuse_native_delta_layers(model, layout)
         join_native_layers(model, layout)
+        replace_activations(model, getattr(torch, description.dtype))
     if description.lora:
         add_adapters(model, layout, description.lora, kernel.kernel)
     adapter_bytes = model_bytes(model) - weight_bytes

@@ -5,7 +5,14 @@
 
 #include "arguments.h"
 
-enum { GELU, GELU_TANH, RELU }; /* in the order of encoder_layers.ACTIVATIONS */
+/* in the order of encoder_layers.ACTIVATIONS */
+enum { GELU, GELU_TANH, RELU, SILU, QUICK_GELU };
+
+typedef struct {
+    void *x; /* [count], contiguous; changed in place */
+    int64_t count;
+    int32_t activation, num_threads;
+} activate_args;
 
 typedef struct {
     const void *weight, *bias; /* [width] */

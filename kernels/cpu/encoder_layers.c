@@ -83,10 +83,15 @@ static inline float erf_of(float x) {
 
 static inline float gelu(float x) { return 0.5f * x * (1.0f + erf_of(x * 0.70710678f)); }
 
+/* Returns x / (1 + exp(-u)). */
+static inline float times_sigmoid(float x, float u) {
+    const float e = exp_negative(-fabsf(u));
+    return x * (u < 0.0f ? e : 1.0f) / (1.0f + e);
+}
+
 /* Returns 0.5 x (1 + tanh(u / 2)), which is x / (1 + exp(-u)). */
 static inline float gelu_tanh(float x) {
-    const float u = 1.59576912f * (x + 0.044715f * x * x * x), e = exp_negative(-fabsf(u));
-    return x * (u < 0.0f ? e : 1.0f) / (1.0f + e);
+    return times_sigmoid(x, 1.59576912f * (x + 0.044715f * x * x * x));
 }
 
 static inline float relu(float x) { return x < 0.0f ? 0.0f : x; }

@@ -10,7 +10,7 @@ import torch
 from batchinfer.kernels.cpu.compiled_library import FLOAT, INT32, INT64, POINTER, SUFFIX, load
 from batchinfer.kernels.cpu.gemm import GemmArgs
 
-ACTIVATIONS = ("gelu", "gelu_tanh", "relu")
+ACTIVATIONS = ("gelu", "gelu_tanh", "relu", "silu", "quick_gelu")
 """Activations of an MLP; their indices are the numbers in encoder_arguments.h."""
 
 
@@ -41,6 +41,13 @@ class _EncoderArgs(ctypes.Structure):
         *((name, INT64) for name in ("num_layers", "num_sequences")),
         *((name, INT32) for name in ("num_heads", "head_width", "num_threads", "activation")),
         ("scale", FLOAT),
+    )
+
+
+class _ActivateArgs(ctypes.Structure):
+    _fields_ = (
+        *(("x", POINTER), ("count", INT64)),
+        *(("activation", INT32), ("num_threads", INT32)),
     )
 
 
@@ -79,6 +86,22 @@ def layer_norm_args(weight: torch.Tensor, bias: torch.Tensor, eps: float) -> Lay
 def array_of_layers(layers: Sequence[EncoderLayerArgs]) -> ctypes.Array[EncoderLayerArgs]:
     """Copy layers to an array that ``encoder_layers`` takes."""
     return (EncoderLayerArgs * len(layers))(*layers)
+
+
+def activate(x: torch.Tensor, activation: str) -> None:
+    """Apply an activation to a contiguous tensor, in place.
+
+    An element's bits depend neither on its place in the tensor nor on the number of threads.
+
+    Args:
+        activation: one of ``ACTIVATIONS``.
+    """
+    library = load()
+    assert library is not None
+    arguments = _ActivateArgs(
+        *(x.data_ptr(), x.numel(), ACTIVATIONS.index(activation), torch.get_num_threads())
+    )
+    getattr(library, f"activate_all_{SUFFIX[x.dtype]}")(ctypes.byref(arguments))
 
 
 def encoder_layers(
