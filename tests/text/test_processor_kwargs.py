@@ -44,5 +44,5 @@ def test_kwargs_change_the_number_of_tokens(tmp_path: Path) -> None:
 def test_without_resizing_only_some_sizes_fit(tmp_path: Path) -> None:
     unresized = processor(tmp_path, "qwen2_5_vl", {"do_resize": False})
     assert unresized.num_tokens((32, 48)) == 6
-    with pytest.raises(RowError, match="refuses an image of 30 x 48 pixels"):
+    with pytest.raises(RowError, match="refuses an image"):
         unresized.num_tokens((30, 48))
