@@ -33,6 +33,7 @@ def test_bad_values_are_refused_before_the_first_row(
     with pytest.raises(ModelError, match=reason) as refused:
         processor(tmp_path, family, kwargs)
     assert str(refused.value).endswith("check prompt.mm_processor_kwargs")
+    assert "resize the picture" not in str(refused.value)
 
 
 def test_kwargs_change_the_number_of_tokens(tmp_path: Path) -> None:

@@ -136,15 +136,16 @@ class ImageProcessor:
         Raises:
             ValueError: the processor refuses all pictures.
         """
-        texts, refusal = {}, None
+        texts, refusals = {}, []
         for size in _TRIALS:
             try:
-                texts[size] = self._processed(_blank(size))[1][0]
-            except RowError as error:  # without do_resize, only some sizes fit
-                refusal = error
-        if refusal is not None:
-            if not texts:
-                raise ValueError(refusal.message)
+                _, (text,) = self._processor._process_images([_blank(size)], **self._kwargs)
+                texts[size] = text
+            except (ValueError, ArithmeticError) as error:  # without do_resize, some sizes fit
+                refusals.append(error)
+        if not texts:
+            raise ValueError(one_line(refusals[0])) from refusals[0]
+        if refusals:
             return None
         found = None
         for size, text in texts.items():
