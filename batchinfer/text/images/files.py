@@ -16,6 +16,8 @@ from batchinfer.text.row_values import MAX_ROW_BYTES
 
 INVALID_IMAGE = "invalid_image"
 _DATA = "data:"
+_MAX_PATH_CHARS = 4096
+"""Limit of Linux. Longer values may be data URLs with an error, too long for messages."""
 
 
 class ImageMemoryError(MemoryError):
@@ -44,6 +46,9 @@ class ImageFile:
         if self.data is not None:
             return self.data
         assert self.path is not None
+        if len(self.path) > _MAX_PATH_CHARS:
+            reason = f"{self.path[:80]}... is not an image: a path is shorter"
+            raise RowError(INVALID_IMAGE, reason)
         try:
             # Without O_NONBLOCK, opening a FIFO that has no writer would block forever.
             descriptor = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK)

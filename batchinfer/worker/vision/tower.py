@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from batchinfer.errors import ModelError, one_line
 from batchinfer.worker.model.language_model import language_model, saved_class
 from batchinfer.worker.model.quiet_transformers import quiet_transformers
 from batchinfer.worker.model.weights import check_loaded, loading_errors, read_weights
@@ -56,6 +57,9 @@ class VisionTower(nn.Module):
         Args:
             images: arguments of ``get_image_features`` for each image. ``can_pack`` must be true of
                 each image and the first one.
+
+        Raises:
+            ModelError: the tower refuses the shapes of the arrays.
         """
         parameter = next(self.body.parameters())
         arguments: dict[str, Any] = {}
@@ -65,7 +69,15 @@ class VisionTower(nn.Module):
             arguments[name] = tensor.to(parameter.device, dtype)
             if name in _LISTS:
                 arguments[name] = tensor.tolist()
-        output = self.body.get_image_features(**arguments, return_dict=True)
+        try:
+            output = self.body.get_image_features(**arguments, return_dict=True)
+        except (ValueError, RuntimeError) as error:
+            if not any(word in str(error) for word in ("shape", "size")):
+                raise
+            raise ModelError(
+                f"the model's vision tower refuses an image from its processor: {one_line(error)}",
+                hint="check prompt.mm_processor_kwargs and the model's preprocessor_config.json",
+            ) from error
         levels = [output.pooler_output, *(getattr(output, "deepstack_features", None) or ())]
         return torch.stack([torch.cat([each.flatten(0, -2) for each in level]) for level in levels])
 

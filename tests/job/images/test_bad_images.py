@@ -19,7 +19,7 @@ import pytest
 from PIL import Image
 from transformers import AutoTokenizer
 
-from batchinfer.errors import ExitCode, RowError
+from batchinfer.errors import ExitCode, ModelError, RowError
 from batchinfer.job.images import download
 from batchinfer.job.images.media_files import MediaFiles
 from batchinfer.job.run.run_job import run_job
@@ -327,6 +327,22 @@ def test_a_struct_of_nulls_is_no_image() -> None:
     assert files.in_cell([{"bytes": None, "path": None}, None], "x") == []
     with pytest.raises(RowError, match="is empty"):
         files.in_cell("", "x")
+
+
+def test_messages_do_not_repeat_long_values(root: Path) -> None:
+    """A data URL after a space is a path."""
+    (file,) = MediaFiles(str(root)).in_cell(" data:image/png;base64," + "A" * 10**6, "x")
+    with pytest.raises(RowError, match="is not an image") as told:
+        file.read()
+    assert len(told.value.message) < 200
+
+
+def test_a_tower_that_refuses_pixels_is_not_a_bug(root: Path, llava: Path) -> None:
+    rows = pa.table({"text": ["a"], "image": [png(1)]})
+    prompt = {"mm_processor_kwargs": {"crop_size": {"height": 16, "width": 16}}}
+    with pytest.raises(ModelError, match=r"16.* doesn't match .*32") as told:
+        run_job(job(root, llava, rows, prompt=prompt), quiet=True)
+    assert "check prompt.mm_processor_kwargs" in str(told.value)
 
 
 def test_a_text_file_is_not_an_image() -> None:
