@@ -71,6 +71,8 @@ class VisionTower(nn.Module):
                 arguments[name] = tensor.tolist()
         try:
             output = self.body.get_image_features(**arguments, return_dict=True)
+        except torch.OutOfMemoryError:  # a RuntimeError, whose message may name sizes
+            raise
         except (ValueError, RuntimeError) as error:
             if not any(word in str(error) for word in ("shape", "size")):
                 raise

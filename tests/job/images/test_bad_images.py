@@ -13,9 +13,11 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 from PIL import Image
 from transformers import AutoTokenizer
 
@@ -343,6 +345,15 @@ def test_a_tower_that_refuses_pixels_is_not_a_bug(root: Path, llava: Path) -> No
     with pytest.raises(ModelError, match=r"16.* doesn't match .*32") as told:
         run_job(job(root, llava, rows, prompt=prompt), quiet=True)
     assert "check prompt.mm_processor_kwargs" in str(told.value)
+
+
+def test_a_tower_that_runs_out_of_memory_does_not_blame_the_options() -> None:
+    class Body(torch.nn.Linear):
+        def get_image_features(self, **_: Any) -> None:
+            raise torch.OutOfMemoryError("try setting max_split_size_mb")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        VisionTower(Body(1, 1)).forward([{"pixel_values": np.zeros((1, 3, 4, 4), np.float32)}])
 
 
 def test_a_text_file_is_not_an_image() -> None:
