@@ -121,7 +121,10 @@ ROOMS = [
     ),
     described(
         "worker.vision",
-        ("errors", "kernels", "engine.images", "engine.runner", "engine.step", "worker.model"),
+        (
+            *("errors", "kernels", "engine.images", "engine.runner", "engine.step"),
+            *("worker.attention", "worker.linear_kernels", "worker.model"),
+        ),
     ),
     described("worker.cuda_graphs", ("kernels", "engine.runner", "engine.step", "worker")),
     Room("worker.forward", "one forward pass", ("engine.step", "worker")),

@@ -128,9 +128,10 @@ def build_engine(
     tower = None
     if with_images:
         with phase("loading the vision tower"):
-            tower = load_vision_tower(folder, pretrained, loaded.dtype, device)
-            if tower is not None and loaded.kernels.kernel is not None:
-                pack_linears(tower, loaded.kernels.kernel, getattr(torch, loaded.dtype))
+            kernel = loaded.kernels.kernel
+            tower = load_vision_tower(folder, pretrained, loaded.dtype, device, kernel)
+            if tower is not None and kernel is not None:
+                pack_linears(tower, kernel, getattr(torch, loaded.dtype))
             if tower is not None and device.type == "cpu":
                 replace_activations(tower, getattr(torch, loaded.dtype))
     loaded_bytes = model_bytes(loaded.model) + (0 if tower is None else model_bytes(tower))

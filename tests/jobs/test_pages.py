@@ -44,6 +44,7 @@ def test_tables_are_small_and_are_what_the_script_draws(name: str) -> None:
         assert abs(levels - others).mean() < 2  # versions of Pillow may differ a little
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["notes", "captions"])
 def test_model_is_small_and_reads_pictures(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

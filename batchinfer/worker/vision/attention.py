@@ -8,6 +8,7 @@ calls, use torch's attention.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,9 +16,15 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from batchinfer.kernels.cpu.paged_attention import kv_write, paged_attention, supports
+from batchinfer.kernels.cpu.paged_attention import (
+    kernel_of,
+    kv_write,
+    paged_attention,
+    supports,
+)
+from batchinfer.worker.attention.native_cpu import instructions_for
+from batchinfer.worker.linear_kernels import LinearKernel
 
-VISION_ATTENTION = "batchinfer_vision"
 _BLOCK_SIZE = 32
 
 
@@ -29,10 +36,15 @@ def vision_attention_forward(
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
     is_causal: bool | None = None,
+    like: LinearKernel | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Compute a layer's attention for transformers. Return the output [B, T, H, Dv], and None for
-    the attention weights."""
+    the attention weights.
+
+    Args:
+        like: see ``vision_attention``.
+    """
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     is_plain = attention_mask is None and not is_causal and query.shape[2] == key.shape[2]
@@ -63,11 +75,18 @@ def vision_attention_forward(
         scale=width**-0.5 if scaling is None else scaling,
         out=out,
         query_ends=torch.full((count * length,), length, dtype=torch.int32),
+        kernel=kernel_of(query.dtype, instructions_for(query.dtype, like)),
     )
     return out.view(count, length, heads, -1), None
 
 
-def register() -> None:
-    """Register ``attn_implementation="batchinfer_vision"`` with transformers."""
-    AttentionInterface.register(VISION_ATTENTION, vision_attention_forward)
-    AttentionMaskInterface.register(VISION_ATTENTION, sdpa_mask)
+def vision_attention(like: LinearKernel | None) -> str:
+    """Register ``vision_attention_forward`` with transformers, and return its name there.
+
+    Args:
+        like: kernel of the model's linear layers (see ``NativeAttention``).
+    """
+    name = f"batchinfer_vision {'' if like is None else like.name}"
+    AttentionInterface.register(name, partial(vision_attention_forward, like=like))
+    AttentionMaskInterface.register(name, sdpa_mask)
+    return name

@@ -14,10 +14,11 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from batchinfer.errors import ModelError, one_line
+from batchinfer.worker.linear_kernels import LinearKernel
 from batchinfer.worker.model.language_model import language_model, saved_class
 from batchinfer.worker.model.quiet_transformers import quiet_transformers
 from batchinfer.worker.model.weights import check_loaded, loading_errors, read_weights
-from batchinfer.worker.vision.attention import VISION_ATTENTION, register
+from batchinfer.worker.vision.attention import vision_attention
 
 GRID_FAMILIES = frozenset(
     {
@@ -93,9 +94,16 @@ def can_pack(one: ImageInputs, other: ImageInputs) -> bool:
 
 
 def load_vision_tower(
-    folder: Path, config: PreTrainedConfig, dtype: str, device: torch.device
+    folder: Path,
+    config: PreTrainedConfig,
+    dtype: str,
+    device: torch.device,
+    like: LinearKernel | None = None,
 ) -> VisionTower | None:
     """Load the tower of a model's folder; return None if images of its family are not supported.
+
+    Args:
+        like: kernel of the language model's linear layers (see ``NativeAttention``).
 
     Raises:
         ModelError: tensors of the tower are missing or damaged, or have the wrong shape.
@@ -106,9 +114,8 @@ def load_vision_tower(
     wrapper_class = saved_class(config)
     assert wrapper_class is not None
     read = _without_language_model(wrapper_class).from_pretrained
-    register()
+    attention = vision_attention(like) if device.type == "cpu" else "sdpa"
     with loading_errors(folder), quiet_transformers():
-        attention = VISION_ATTENTION if device.type == "cpu" else "sdpa"
         wrapper, report, _ = read_weights(read, folder, config, dtype, attention=attention)
         # The language model's tensors are not used here.
         check_loaded(folder, wrapper, {**report, "unexpected_keys": set()})

@@ -366,6 +366,7 @@ def test_names_in_stores_need_a_folder_in_the_store() -> None:
         MediaFiles(".").in_cell("s3://lake/a.png", "x")
 
 
+@pytest.mark.long
 def test_an_image_that_is_too_large_for_the_processor_is_a_bad_image(tmp_path: Path) -> None:
     """Prompts of LFM2-VL need a blank picture of the image's size."""
     model = make_vision_folder("lfm2_vl", tmp_path / "model")

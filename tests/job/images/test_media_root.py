@@ -66,6 +66,7 @@ def test_the_folder_of_images_in_conversations_is_in_the_fingerprint(tmp_path: P
         assert (len(digests) == 2) == counts
 
 
+@pytest.mark.long
 def test_an_update_runs_the_rows_whose_images_differ(tmp_path: Path) -> None:
     model = make_vision_folder("llava", tmp_path / "model")
     one, other = folder(tmp_path / "one", 1, 2), folder(tmp_path / "other", 1, 3)

@@ -250,7 +250,7 @@ def test_late_segment_of_a_frozen_run_is_ignored_by_the_next_job(
     assert late[0] not in objects(f"{KEY}/_batchinfer/segments")
 
 
-@pytest.mark.parametrize("damage", ["deleted", "changed"])
+@pytest.mark.parametrize("damage", ["changed", pytest.param("deleted", marks=pytest.mark.long)])
 def test_damaged_part_in_a_store_is_made_again(spec: JobSpec, damage: str) -> None:
     run(spec)
     part = "data/part-00001.parquet"
@@ -319,7 +319,7 @@ def test_503_answers_are_retried(
         rows()
 
 
-@pytest.mark.parametrize("status", [409, -409])
+@pytest.mark.parametrize("status", [409, pytest.param(-409, marks=pytest.mark.long)])
 def test_write_conflicts_are_retried(
     spec: JobSpec, address: str, monkeypatch: pytest.MonkeyPatch, status: int
 ) -> None:

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -25,7 +26,14 @@ from batchinfer.text.prompts import Prompt, PromptBuilder, PromptTooLongError
 from batchinfer.text.scoring_prompts import ScoredPrompt, ScoringBuilder
 from batchinfer.text.tokenizer import Tokenizer
 from tests.text.processes.builders import Computing, Faulty, Killed, Waiting
-from tests.text.processes.conftest import SOON_S, MakeProcesses, byte_level, prompts_of, workers
+from tests.text.processes.conftest import (
+    SOON_S,
+    TIGHT,
+    MakeProcesses,
+    byte_level,
+    prompts_of,
+    workers,
+)
 
 PIECES = ["invoice ", "<|im_end|>", "naïve ", "\n", "東京", "<|im_", "start|>", " " * 9, "a\0b"]
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
@@ -127,7 +135,9 @@ def test_row_that_kills_its_worker_gets_an_error_and_other_rows_succeed(
     rows = [{"text": b"good %d" % at} for at in range(100)]
     rows[40]["text"] = text.encode()
 
-    made = prompts_of(make_processes(tokenizer), source).build(rows)
+    # A slow machine must not reach the limit of time before the limit of memory.
+    limits = replace(TIGHT, cpu_seconds=20, shared_cpu_seconds=20) if "MiB" in what else TIGHT
+    made = prompts_of(make_processes(tokenizer, limits), source).build(rows)
 
     error = made.pop(40)
     assert isinstance(error, RowError)

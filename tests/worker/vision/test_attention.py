@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from batchinfer.kernels.cpu import paged_attention
+from batchinfer.worker.linear_kernels import LinearKernel, linear_kernels
 from batchinfer.worker.vision import attention
 
 
@@ -36,6 +38,24 @@ def test_attention_equals_torch(shape: tuple[int, ...], dtype: torch.dtype) -> N
     assert got.shape == expected.shape
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(got.float(), expected, rtol=tolerance, atol=tolerance)
+
+
+def test_attention_uses_the_instructions_of_linear_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not paged_attention.supports(torch.float32):
+        pytest.skip("needs a C compiler")
+    asked: list[LinearKernel | None] = []
+    choose = attention.instructions_for
+    monkeypatch.setattr(
+        attention,
+        "instructions_for",
+        lambda dtype, like: (asked.append(like), choose(dtype, like))[1],
+    )
+    query, key, value = states(torch.float32, 1, 2, 20, 16)
+    kernels = linear_kernels(torch.float32)
+    for like in kernels:
+        function = AttentionInterface()[attention.vision_attention(like)]
+        function(NotCausal(), query, key, value, None)
+    assert asked == list(kernels)
 
 
 @pytest.mark.parametrize("case", ["mask", "causal"])
