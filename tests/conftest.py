@@ -28,7 +28,7 @@ import pytest
 import torch
 
 from batchinfer.console import phases
-from batchinfer.process.process import UNUSED, gc_paused
+from batchinfer.process.process import SIGNALS, UNUSED, gc_paused
 from tests import fork_servers, interpreter
 
 if TYPE_CHECKING:
@@ -115,8 +115,7 @@ def text_processes_start_fast(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def process_state_is_restored() -> Iterator[None]:
     """Restore signal handlers, imports and logging, which a test of the program may change."""
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-    before = {number: signal.getsignal(number) for number in numbers}
+    before = {number: signal.getsignal(number) for number in SIGNALS}
     yield
     for number, handler in before.items():
         signal.signal(number, handler)

@@ -12,15 +12,14 @@ import threading
 import pytest
 
 from batchinfer.errors import ExitCode
-from batchinfer.process.process import leave_on_signals, stop_signals
-
-NUMBERS = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1]
+from batchinfer.process.process import SIGNALS, leave_on_signals, stop_signals
 
 
 def run(script: str, number: signal.Signals) -> subprocess.CompletedProcess[str]:
     """Run a script in which ``send()`` sends the signal to the process itself."""
     start = (
-        "import os\n"
+        "import os, signal\n"
+        "signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"  # under ``nohup``, pytest ignores SIGHUP
         "from batchinfer.process.process import ignore_signals, leave_on_signals, stop_signals\n"
         f"send = lambda: os.kill(os.getpid(), {int(number)})\n"
     )
@@ -28,7 +27,7 @@ def run(script: str, number: signal.Signals) -> subprocess.CompletedProcess[str]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-@pytest.mark.parametrize("number", NUMBERS)
+@pytest.mark.parametrize("number", SIGNALS)
 def test_leave_on_signals_ends_the_process_with_code_75(number: signal.Signals) -> None:
     done = run("leave_on_signals()\nsend()\nprint('still here')", number)
     assert (done.returncode, done.stdout) == (ExitCode.INTERRUPTED, "")
@@ -88,7 +87,7 @@ def test_signal_during_imports_uses_the_log_format(asked: list[str]) -> None:
     assert (last["event"], last["exit_code"]) == ("exit", ExitCode.INTERRUPTED)
 
 
-@pytest.mark.parametrize("number", NUMBERS)
+@pytest.mark.parametrize("number", SIGNALS)
 def test_signals_are_ignored_after_the_job_has_ended(number: signal.Signals) -> None:
     script = (
         "leave_on_signals()\n"
@@ -116,10 +115,10 @@ def test_second_sigint_ends_the_process_at_once() -> None:
 
 
 def test_stop_signals_restores_other_handlers() -> None:
-    before = [signal.getsignal(number) for number in NUMBERS]
+    before = [signal.getsignal(number) for number in SIGNALS]
     with stop_signals():
-        assert [signal.getsignal(number) for number in NUMBERS] != before
-    assert [signal.getsignal(number) for number in NUMBERS] == before
+        assert [signal.getsignal(number) for number in SIGNALS] != before
+    assert [signal.getsignal(number) for number in SIGNALS] == before
 
 
 def test_stop_signals_outside_the_main_thread() -> None:

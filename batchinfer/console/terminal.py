@@ -38,7 +38,11 @@ class TerminalLine:
     """
 
     def __init__(self) -> None:
-        self._line: Any = _Line(bar_format="{desc}", leave=False, dynamic_ncols=True)
+        # ``print_line`` removes ``sys.stderr`` if its terminal is closed.
+        is_closed = sys.stderr is None
+        self._line: Any = _Line(
+            bar_format="{desc}", leave=False, dynamic_ncols=True, disable=is_closed
+        )
 
     def show(self, text: str) -> None:
         """Replace the line's text, cut to the terminal's width."""
@@ -48,7 +52,7 @@ class TerminalLine:
         """End the line with ``last``; if ``last`` is "", the next text replaces the line."""
         self._line.close()
         if last:
-            tqdm.write(disp_trim(last, columns()), file=sys.stderr)
+            print_line(disp_trim(last, columns()), to_stderr=True)
 
 
 class _Line(tqdm):  # type: ignore[misc]
@@ -71,7 +75,7 @@ class _Line(tqdm):  # type: ignore[misc]
 def columns() -> int:
     """Return the number of columns of stderr minus one, because some terminals wrap full lines."""
     known = 0
-    with suppress(OSError, ValueError):
+    with suppress(AttributeError, OSError, ValueError):
         known = os.get_terminal_size(sys.stderr.fileno()).columns
     return (known or _UNKNOWN_COLUMNS) - 1
 

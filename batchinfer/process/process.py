@@ -15,7 +15,8 @@ from types import FrameType
 
 from batchinfer.errors import ExitCode
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+"""Signals that stop a run. Closing a terminal sends SIGHUP to the programs that run in it."""
 _STDERR = 2
 
 SPIN_COUNT = "10000"
@@ -72,7 +73,7 @@ def _end_at_once(codes: list[int]) -> None:
 
 
 def leave_on_signals(farewell: Callable[[], bytes] = _stopped, descriptor: int = _STDERR) -> None:
-    """Make SIGINT, SIGTERM and SIGUSR1 end the process at once; use this while no work can be lost.
+    """Make ``SIGNALS`` end the process at once; use this while no work can be lost.
 
     No exception is raised, because it could interrupt an import and leave half a module behind.
 
@@ -85,14 +86,21 @@ def leave_on_signals(farewell: Callable[[], bytes] = _stopped, descriptor: int =
 
 
 def ignore_signals() -> None:
-    """Ignore SIGINT, SIGTERM and SIGUSR1, because the process is about to end."""
+    """Ignore ``SIGNALS``, because the process is about to end."""
     _handle_with(signal.SIG_IGN)
 
 
 def _handle_with(handler: Callable[[int, FrameType | None], None] | signal.Handlers) -> None:
     if threading.current_thread() is threading.main_thread():
-        for number in _SIGNALS:
+        for number in _handled():
             signal.signal(number, handler)
+
+
+def _handled() -> Iterator[signal.Signals]:
+    """Yield ``SIGNALS``, but not SIGHUP if ``nohup`` started the process with SIGHUP ignored."""
+    for number in SIGNALS:
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+            yield number
 
 
 def _leave(_number: int, _frame: FrameType | None) -> None:
@@ -134,7 +142,7 @@ class SignalledEvent(threading.Event):
 
 @contextmanager
 def stop_signals() -> Iterator[threading.Event]:
-    """Yield an event that SIGINT, SIGTERM or SIGUSR1 sets; a second SIGINT ends the process.
+    """Yield an event that any of ``SIGNALS`` sets; a second SIGINT ends the process.
 
     If ``leave_on_signals`` was active before, the process ignores signals afterwards, because a
     late signal must not change the exit code. Outside the main thread, where Python handles no
@@ -150,7 +158,7 @@ def stop_signals() -> Iterator[threading.Event]:
     if threading.current_thread() is not threading.main_thread():
         yield stop
         return
-    before = {number: signal.signal(number, handle) for number in _SIGNALS}
+    before = {number: signal.signal(number, handle) for number in _handled()}
     try:
         yield stop
     finally:

@@ -17,6 +17,7 @@ import pytest
 
 from batchinfer.cli import commands as cli
 from batchinfer.job.run import run_job as run_module
+from batchinfer.process.process import SIGNALS
 from tests.job.datasets import write_parquet
 from tests.job.fakes import FakeBuild
 
@@ -110,8 +111,7 @@ def failed(failure: Failure, model: Path) -> tuple[int, str]:
 
 @contextmanager
 def _signals_kept() -> Iterator[None]:
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-    before = {number: signal.getsignal(number) for number in numbers}
+    before = {number: signal.getsignal(number) for number in SIGNALS}
     try:
         yield
     finally:

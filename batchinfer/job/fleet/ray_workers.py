@@ -18,8 +18,8 @@ from ray.exceptions import GetTimeoutError, RayError
 from batchinfer.errors import DeviceError, one_line
 from batchinfer.job.fleet.local_workers import LocalWorker
 from batchinfer.job.fleet.worker_process import WorkerSetup
+from batchinfer.process.process import SIGNALS
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 _ACTOR_DIED = -9
 """Exit code of a worker whose actor died."""
 
@@ -35,7 +35,7 @@ def joined(cluster: str) -> Iterator[int]:
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     was_connected = ray.is_initialized()
-    handlers = {number: signal.getsignal(number) for number in _SIGNALS}
+    handlers = {number: signal.getsignal(number) for number in SIGNALS}
     try:
         if not was_connected:
             ray.init(address=cluster, configure_logging=False, log_to_driver=False)

@@ -20,6 +20,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from batchinfer.process.process import SIGNALS
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -41,15 +43,13 @@ class Limits:
 BOUNDS_MEMORY = sys.platform == "linux"
 """True if this system limits a process's memory."""
 
-_IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-
 
 def leave_signals_to_parent() -> None:
     """Ignore signals that a terminal or a scheduler sends to all processes of a job.
 
     The job's main process handles them, and its worker processes end with it.
     """
-    for number in _IGNORED:
+    for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     for number in (signal.SIGPROF, signal.SIGALRM):  # the parent may have ignored these signals
         signal.signal(number, signal.SIG_DFL)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from batchinfer.errors import ExitCode
+from batchinfer.process.process import SIGNALS
 from tests.job.fleet.engines import Disturbed
 from tests.job.fleet.jobs import expected, fleet_job, part_hashes, run, write_rows
 
@@ -19,7 +20,7 @@ pytestmark = pytest.mark.long
 def cluster() -> Iterator[str]:
     """Start a Ray cluster here and connect this process; return the cluster's address."""
     ray = pytest.importorskip("ray")
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {number: signal.getsignal(number) for number in SIGNALS}
     settings = {"num_cpus": 2, "include_dashboard": False, "object_store_memory": 80 * 2**20}
     joined = ray.init(address="local", configure_logging=False, log_to_driver=False, **settings)
     yield joined.address_info["gcs_address"]

@@ -20,16 +20,18 @@ from batchinfer.job.rows.reader import read_prompts
 from batchinfer.job.run import pipeline
 from batchinfer.job.run.run_job import run_job
 from batchinfer.job.run.threads import Prefetcher
+from batchinfer.process.process import SIGNALS
 from batchinfer.requests.requests import PromptRow
 from tests.job.fakes import FakeBuild, job
 from tests.job.run.outputs import numbered, output, tree
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", SIGNALS)
 def test_signal_stops_the_run_and_the_next_one_resumes(
     tmp_path: Path, number: signal.Signals, capsys: pytest.CaptureFixture[str]
 ) -> None:
     prompts = numbered(tmp_path)
+    signal.signal(number, signal.SIG_DFL)  # under ``nohup``, pytest ignores SIGHUP
     build = FakeBuild(max_num_seqs=4)
     build.before_step = lambda step: os.kill(os.getpid(), number) if step == 25 else None
     spec = job(tmp_path, engine={"order": "input", "max_num_seqs": 4})
@@ -90,6 +92,44 @@ def test_signal_while_the_model_loads_ends_the_process(tmp_path: Path) -> None:
     done = subprocess.run(arguments, check=False, capture_output=True)
     assert (done.returncode, done.stderr) == (75, b"stopped; run the same command again\n")
     assert tree(tmp_path) == before
+
+
+IN_A_TERMINAL = """
+import fcntl, os, signal, sys, termios
+from batchinfer.job.run.run_job import run_job
+from batchinfer.job.spec.spec import JobSpec
+from batchinfer.process.process import leave_on_signals, leaves_at_once
+from tests.job.fakes import FakeBuild
+
+def close_terminal(step):
+    if step == 25:
+        os.close(controller)
+
+signal.signal(signal.SIGHUP, signal.SIG_IGN if sys.argv[2] == "nohup" else signal.SIG_DFL)
+controller, terminal = os.openpty()
+os.setsid()
+fcntl.ioctl(terminal, termios.TIOCSCTTY, 0)
+for stream in (0, 1, 2):
+    os.dup2(terminal, stream)
+os.close(terminal)
+leave_on_signals()
+build = FakeBuild(max_num_seqs=4)
+build.before_step = close_terminal
+with leaves_at_once():
+    sys.exit(run_job(JobSpec.model_validate_json(sys.argv[1]), build=build))
+"""
+
+
+@pytest.mark.parametrize(("how", "code"), [("", 75), ("nohup", 0)])
+def test_closed_terminal_stops_the_run_unless_it_ignores_sighup(
+    tmp_path: Path, how: str, code: int
+) -> None:
+    numbered(tmp_path)
+    spec = job(tmp_path, engine={"order": "input", "max_num_seqs": 4})
+    arguments = [sys.executable, "-c", IN_A_TERMINAL, spec.model_dump_json(by_alias=True), how]
+    assert subprocess.run(arguments, check=False).returncode == code
+    assert len(list((tmp_path / "out" / "data").iterdir())) == (3 if how else 1)
+    assert (tmp_path / "out" / "_SUCCESS").exists() == bool(how)
 
 
 def test_failed_engine_does_not_wait_for_the_next_window(
