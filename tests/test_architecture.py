@@ -163,7 +163,7 @@ ROOMS = [
         "job.rows",
         (*("config", "errors", "console", "engine", "text", "pooling"), *("requests", "job")),
     ),
-    described("job.images", ("config", "errors", "text", "requests", "builders", "job")),
+    described("job.images", ("config", "errors", "console", "text", "requests", "builders", "job")),
     described("job.output", ("errors", "console", "engine", "text", "job")),
     described("job.reuse", ("errors", "console", "requests", "job")),
     described("job.claims", ("errors", "console", "job")),

@@ -58,6 +58,9 @@ class Manifest:
     layout: int = LAYOUT
     table_version: int | None = None
     """Version of the Delta or Iceberg table; None for other inputs."""
+    image_files: str | None = None
+    """Hash of the sizes and times of the image files that rows name. None if rows name no files, or
+    if the run did not look at them."""
 
     def parts(self) -> list[Part]:
         """Return the parts in order; an empty dataset has one part without rows."""
@@ -120,8 +123,10 @@ class Manifest:
     @property
     def name(self) -> str:
         """16 hex digits that identify the planned work."""
-        content = json.dumps([self.fingerprint, contents(self.inputs)], default=list)
-        return hashlib.sha256(content.encode()).hexdigest()[:16]
+        content: list[object] = [self.fingerprint, contents(self.inputs)]
+        if self.image_files is not None:
+            content.append(self.image_files)
+        return hashlib.sha256(json.dumps(content, default=list).encode()).hexdigest()[:16]
 
     def is_of_same_job(self, other: Manifest) -> bool:
         """Return True if ``check_same_job`` accepts ``other``."""

@@ -49,9 +49,9 @@ MOST_ROWS, MOST_COLUMNS = 4, 4
 MOST_CODES, EXAMPLES_PER_CODE = 12, 3
 MOST_CHARACTERS = 2000
 """Maximum number of characters of a text to read; the page shows fewer."""
-_MOST_BYTES = 1 << 20
-"""Maximum size in bytes of a value that is not text, such as a conversation; larger values are not
-read.
+_MOST_BYTES = 32 << 20
+"""Maximum size in bytes of a value that is not text, such as a conversation with images; larger
+values are not read.
 """
 
 
@@ -249,12 +249,12 @@ def _first_rows(
     # Show the generated column ``prompt`` like an input, because it says what a row is about.
     generated = task.spec.columns(("prompt_logprobs",))
     inputs = _columns_to_show(schema, {*generated, *pictures.columns})
-    columns = [*inputs, "row_id", *task.summarized, "num_prompt_tokens", "error"]
-    columns += [name for name in pictures.columns if name in schema.names]
+    values = ["row_id", *task.summarized, "num_prompt_tokens", "error"]
+    columns = dict.fromkeys([*inputs, *values, *pictures.read_columns(schema)])
     with suppress(*UNREADABLE):
-        for batch in batches(out, path, columns, count):
+        for batch in batches(out, path, [*columns], count):
             rows = (batch.slice(at, 1) for at in range(len(batch)))
-            return [_example(row, inputs, task, pictures) for row in rows]
+            return [_example(row, inputs, values, task, pictures) for row in rows]
     return []
 
 
@@ -266,11 +266,15 @@ def _columns_to_show(schema: pa.Schema, generated: Collection[str]) -> list[str]
     return [field.name for field in schema if field.name in shown]
 
 
-def _example(row: pa.RecordBatch, inputs: Sequence[str], task: Task, pictures: Pictures) -> Example:
+def _example(
+    row: pa.RecordBatch,
+    inputs: Sequence[str],
+    values: Sequence[str],
+    task: Task,
+    pictures: Pictures,
+) -> Example:
     error = row.column("error")[0]
-    others = (name for name in row.schema.names if name not in {*inputs, *pictures.columns})
-    values = {name: _cut(row.column(name))[0].as_py() for name in others}
-    answer, facts = task.summarize(values)
+    answer, facts = task.summarize({name: _cut(row.column(name))[0].as_py() for name in values})
     return Example(
         row_id=row.column("row_id")[0].as_py(),
         inputs=[(name, _input_text(row.column(name))) for name in inputs],
@@ -286,9 +290,22 @@ def _input_text(value: pa.Array) -> str:
     """Return one row's value as text, or only its size if it is large and not text."""
     if pa.types.is_dictionary(value.type):
         value = value.dictionary_decode()
-    if not _is_text(value.type) and value.nbytes > _MOST_BYTES:
+    if _is_text(value.type):
+        return _text(_cut(value)[0])
+    if value.nbytes > _MOST_BYTES:
         return f"({size(value.nbytes)})"
-    return _text(_cut(value)[0])
+    plain = value[0].as_py()
+    return "" if plain is None else str(_without_images(plain))[:MOST_CHARACTERS]
+
+
+def _without_images(value: Any) -> Any:
+    """Replace bytes and data URLs in a value by their sizes."""
+    if isinstance(value, Mapping):
+        return {name: _without_images(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_without_images(item) for item in value]
+    is_image = isinstance(value, bytes) or (isinstance(value, str) and value[:5] == "data:")
+    return f"({size(len(value))})" if is_image else value
 
 
 def _cut(values: pa.Array) -> pa.Array:

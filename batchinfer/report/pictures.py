@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
-import os
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib.util import find_spec
@@ -13,18 +13,21 @@ from typing import Any
 import pyarrow as pa
 
 from batchinfer.config import PromptConfig
-from batchinfer.errors import RowError
-from batchinfer.job.images.cells import marked
-from batchinfer.job.images.media_files import MediaFiles
-from batchinfer.job.storage.urls import is_url
-from batchinfer.text.images.files import ImageFiles
+from batchinfer.errors import RowError, UsageError
+from batchinfer.job.images.finder import ImageFinder
+from batchinfer.job.images.media_files import MediaFiles, StoreImage, media_root
+from batchinfer.job.images.time_limit import within
+from batchinfer.text.images.files import INVALID_IMAGE, ImageFile, ImageFiles
 
 MOST_PICTURES = 4
 """Maximum number of pictures per row."""
 LONGEST_SIDE = 320
 """Maximum width and height of a picture on the page, in pixels."""
+STORE_S = 10.0
+"""Maximum number of seconds that the page waits for images in object stores."""
 _MOST_BYTES = 32 << 20
-"""Maximum size of a row's images; larger cells are not read."""
+"""Maximum size of a row's value; larger values are not read."""
+_PROMPT_KEYS = ("column", "template", "messages", "images", "max_image_pixels")
 
 
 class Pictures:
@@ -36,29 +39,78 @@ class Pictures:
     """
 
     def __init__(self, job: Mapping[str, Any], first_input: str) -> None:
-        prompt, media_root = job.get("prompt") or {}, (job.get("input") or {}).get("media_root")
-        columns = prompt.get("images") or ()
-        self.columns: Sequence[str] = [columns] if isinstance(columns, str) else columns
-        self._max_pixels = prompt.get("max_image_pixels") or PromptConfig().max_image_pixels
-        root = media_root or os.path.dirname(os.path.abspath(first_input))
-        # Do not read from stores, because they could delay the page.
-        in_store = is_url(media_root or first_input)
-        self._files = ImageFiles() if in_store else MediaFiles(root)
-        if find_spec("PIL") is None:
-            self.columns = ()
+        prompt, entry = job.get("prompt") or {}, job.get("input") or {}
+        known = {name: prompt[name] for name in _PROMPT_KEYS if prompt.get(name) is not None}
+        self._config = PromptConfig(**known)
+        self._holds_requests = entry.get("format") == "openai-batch"
+        renamed = (job.get("output") or {}).get("rename") or {}
+        self._input_names: dict[str, str] = {new: old for old, new in renamed.items()}
+        self.columns: Sequence[str] = [
+            renamed.get(name, name) for name in self._config.image_columns
+        ]
+        """Output columns that only hold images."""
+        self._files = _files(media_root(entry.get("media_root"), first_input))
+        self._store_s = STORE_S
+        self._can_decode = find_spec("PIL") is not None
+
+    def read_columns(self, schema: pa.Schema) -> list[str]:
+        """Return the columns of an output with ``schema`` that ``of`` reads."""
+        if not self._can_decode:
+            return []
+        needed = self._finder(schema).columns
+        return [name for name in schema.names if self._input_name(name) in needed]
 
     def of(self, row: pa.RecordBatch) -> list[str]:
         """Return data URLs of a row's pictures. Images that can no longer be read are left out."""
         pictures: list[str] = []
-        for name in self.columns:
-            if name not in row.schema.names or row.column(name).nbytes > _MOST_BYTES:
-                continue
-            with suppress(RowError):
-                cell = marked(row.column(name)[0].as_py(), row.schema.field(name).type)
-                for file in self._files.in_cell(cell, name):
-                    if len(pictures) < MOST_PICTURES:
-                        pictures.append(_data_url(file.read(), self._max_pixels))
+        finder = self._finder(row.schema)
+        columns = self.read_columns(row.schema)
+        values = {
+            self._input_name(name): row.column(name)[0].as_py()
+            for name in columns
+            if row.column(name).nbytes <= _MOST_BYTES
+        }
+        for file in finder.of(values) if values else ():
+            if len(pictures) < MOST_PICTURES:
+                with suppress(RowError):
+                    pictures.append(_data_url(self._read(file), self._config.max_image_pixels))
         return pictures
+
+    def _finder(self, schema: pa.Schema) -> ImageFinder:
+        named = pa.schema([field.with_name(self._input_name(field.name)) for field in schema])
+        return ImageFinder(self._config, named, self._files, holds_requests=self._holds_requests)
+
+    def _input_name(self, column: str) -> str:
+        return self._input_names.get(column, column)
+
+    def _read(self, file: ImageFile) -> bytes:
+        if not isinstance(file, StoreImage):
+            return file.read()
+        if not self._store_s:
+            raise RowError(INVALID_IMAGE, f"{file.name} comes too late for the page")
+        end = time.monotonic() + self._store_s
+        try:
+            return within(self._store_s, file.read)
+        except (TimeoutError, OSError) as error:
+            raise RowError(INVALID_IMAGE, str(error)) from None
+        finally:
+            self._store_s = max(0.0, end - time.monotonic())
+
+
+class _ShownFiles(MediaFiles):
+    """Finds images like ``MediaFiles``; other images, such as those of the web, are empty."""
+
+    def elsewhere(self, name: str, where: str) -> ImageFile:
+        with suppress(RowError):
+            return super().elsewhere(name, where)
+        return ImageFile(b"")
+
+
+def _files(root: str) -> ImageFiles:
+    try:
+        return _ShownFiles(root)
+    except UsageError:  # the package that reads from the store is not installed
+        return ImageFiles()
 
 
 def _data_url(data: bytes, max_pixels: int) -> str:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -211,16 +211,24 @@ def make_source(config: PromptConfig, columns: Sequence[str]) -> PromptSource:
         return _template_source(config.template, available)
     if config.messages is not None:
         return _messages_source(config.messages, available)
+    name = prompt_column(config, columns)
+    if name is None:
+        raise UsageError(
+            f"the data has no column messages or prompt; {_found(columns)}",
+            hint="set prompt.column, prompt.template or prompt.messages",
+        )
+    require_column(name, "prompt.column", columns)
+    return _column_source(name)
+
+
+def prompt_column(config: PromptConfig, columns: Collection[str]) -> str | None:
+    """Return the column that holds the prompts of data with ``columns``; None if templates make
+    them, or if ``config`` names no column and the data has no default column."""
+    if config.template is not None or config.messages is not None:
+        return None
     if config.column is not None:
-        require_column(config.column, "prompt.column", columns)
-        return _column_source(config.column)
-    for name in _DEFAULT_COLUMNS:
-        if name in available:
-            return _column_source(name)
-    raise UsageError(
-        f"the data has no column messages or prompt; {_found(columns)}",
-        hint="set prompt.column, prompt.template or prompt.messages",
-    )
+        return config.column
+    return next((name for name in _DEFAULT_COLUMNS if name in columns), None)
 
 
 def require_column(name: str, key: str, columns: Sequence[str]) -> None:

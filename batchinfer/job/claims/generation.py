@@ -17,9 +17,9 @@ def next_generation(
 ) -> OutputDir | None:
     """Return the directory of the next generation; None if this run does not make one.
 
-    A run makes a generation if ``out`` holds rows of another job or input, and if one of these
-    holds: an earlier run began the generation; ``update`` is set; or ``retry_errors`` is set and no
-    row would be lost.
+    A run makes a generation if ``out`` holds rows of another job or input, or of image files that
+    may have changed, and if one of these holds: an earlier run began the generation; ``update`` is
+    set; or ``retry_errors`` is set, the job or the input differs, and no row would be lost.
 
     Raises:
         DataError: the stored plan is damaged.
@@ -28,9 +28,10 @@ def next_generation(
     if not has_plan or not has_finished_rows(out):
         return None
     stored, generation = stored_manifest(out), out.generation(manifest.name)
-    if stored.is_of_same_job(manifest):
+    is_same = stored.is_of_same_job(manifest)
+    if is_same and stored.image_files == manifest.image_files:
         return None
-    retries = retry_errors and manifest.num_rows >= stored.num_rows
+    retries = retry_errors and not is_same and manifest.num_rows >= stored.num_rows
     return generation if update or retries or is_begun(generation) else None
 
 

@@ -34,6 +34,17 @@ def with_marked_images(
         schema: columns of the rows.
         image_columns: columns of images.
     """
+    mark = mark_of_rows(schema, image_columns)
+    return prompts if mark is None else _MarkedPrompts(prompts, mark)
+
+
+def mark_of_rows(schema: pa.Schema, image_columns: Collection[str]) -> _Mark | None:
+    """Return a function that marks the image files in rows; None if rows only name images.
+
+    Args:
+        schema: columns of the rows.
+        image_columns: columns of images.
+    """
     marks = {
         field.name: _mark_of(field.type)
         if field.name in image_columns
@@ -41,24 +52,14 @@ def with_marked_images(
         for field in schema
     }
     found = {name: mark for name, mark in marks.items() if mark is not None}
-    return _MarkedPrompts(prompts, found) if found else prompts
-
-
-def marked(cell: Any, kind: pa.DataType) -> Any:
-    """Mark the image files in a cell of an image column.
-
-    Args:
-        kind: type of the cell.
-    """
-    mark = _mark_of(kind)
-    return cell if mark is None else mark(cell)
+    return partial(_in_struct, found) if found else None
 
 
 class _MarkedPrompts:
-    def __init__(self, prompts: Prompts, marks: Mapping[str, _Mark]) -> None:
+    def __init__(self, prompts: Prompts, mark: _Mark) -> None:
         self.columns = prompts.columns
         self._prompts = prompts
-        self._mark = partial(_in_struct, marks)
+        self._mark = mark
 
     def start(self, rows: Sequence[Mapping[str, object]]) -> Callable[[], list[Prompt | RowError]]:
         """See ``Prompts.start``."""

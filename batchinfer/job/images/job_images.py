@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from batchinfer.config import PromptConfig
 from batchinfer.errors import ModelError, RowError
-from batchinfer.job.images.media_files import MediaFiles
+from batchinfer.job.images.media_files import MediaFiles, media_root
 from batchinfer.job.input.arrow_text import is_conversation, is_text
 from batchinfer.job.input.dataset import Source
 from batchinfer.job.input.json_columns import is_json_text
@@ -109,22 +109,15 @@ def image_settings(spec: JobSpec, source: Source, context: EngineContext) -> Ima
     return ImageSettings(
         support.folder,
         support.token_id,
-        MediaFiles(media_root(spec, source), downloads=spec.input.media_urls),
+        MediaFiles(
+            media_root(spec.input.media_root, source.files[0].path), downloads=spec.input.media_urls
+        ),
         config.max_image_pixels,
         config.mm_processor_kwargs,
         _salt(support.folder, config),
         support.merge_size,
         support.attends_both_ways,
     )
-
-
-def media_root(spec: JobSpec, source: Source) -> str:
-    """Return the folder of image paths, as a path or URL: ``input.media_root``, or else the folder
-    of the first input file."""
-    if spec.input.media_root is not None:
-        return spec.input.media_root
-    first = source.files[0].path
-    return str(StorePath(first).parent if is_url(first) else Path(first).absolute().parent)
 
 
 def media_root_fact(spec: JobSpec, source: Source) -> str | None:

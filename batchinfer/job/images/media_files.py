@@ -15,6 +15,22 @@ _WEB = ("http://", "https://")
 _FILE = "file://"
 
 
+def media_root(root: str | None, first_input: str) -> str:
+    """Return the folder of image paths, as a path or URL.
+
+    Args:
+        root: ``input.media_root``; None for the folder of the first input file.
+        first_input: path or URL of this file.
+    """
+    if root is not None:
+        return root
+    return str(
+        StorePath(first_input).parent
+        if is_url(first_input)
+        else Path(first_input).absolute().parent
+    )
+
+
 class MediaFiles(ImageFiles):
     """Finds images below a folder, and images on the web.
 

@@ -99,13 +99,19 @@ def agree_on_plan(out: OutputDir, manifest: Manifest, if_exists: str) -> ResumeP
         if not starts_over:
             refuse_unexpected_files(out, manifest)
             if begun:  # other processes may already use the stored time
-                manifest = replace(manifest, planned_at=stored_manifest(out).planned_at)
+                stored = stored_manifest(out)
+                images = manifest.image_files or stored.image_files
+                manifest = replace(manifest, planned_at=stored.planned_at, image_files=images)
         return ResumePlan(manifest, manifest.parts(), manifest.parts(), starts_over=starts_over)
     stored = stored_manifest(out)
     stored.check_same_job(manifest, str(out.root))
     refuse_unexpected_files(out, stored)
     plan = replace(
-        manifest, planned_at=stored.planned_at, fingerprint=stored.fingerprint, job=stored.job
+        manifest,
+        planned_at=stored.planned_at,
+        fingerprint=stored.fingerprint,
+        job=stored.job,
+        image_files=stored.image_files,
     )
     return ResumePlan(plan, plan.parts(), plan.parts())
 

@@ -16,6 +16,7 @@ from batchinfer.job.claims.kernels import noted_kernels
 from batchinfer.job.claims.retry_errors import has_errors, reopen
 from batchinfer.job.claims.shared import Role, SharedClaim
 from batchinfer.job.claims.swap_generation import end_swap
+from batchinfer.job.images.file_facts import image_file_facts
 from batchinfer.job.input.dataset import Source
 from batchinfer.job.input.identity import have_common_files
 from batchinfer.job.job import OutputJob, identified, open_input, open_job
@@ -174,7 +175,22 @@ def _open_output_job(
     _refuse_own_output(source, out)
     source = identified(source, planned)
     job = open_job(spec, source)
-    return OutputJob(spec, source, job.table, job.manifest, out, combined_output)
+    manifest = job.manifest
+    if _compares_images(out, planned, options):
+        manifest = replace(manifest, image_files=image_file_facts(spec, source))
+    return OutputJob(spec, source, job.table, manifest, out, combined_output)
+
+
+def _compares_images(out: OutputDir, planned: Manifest | None, options: RunOptions) -> bool:
+    """Return True if the run stores the facts about image files in its plan, or compares them with
+    an earlier plan.
+
+    If several processes share the job, none does, because each would look at all images.
+    """
+    if options.role is not None:
+        return False
+    begins = planned is None or options.overwrites
+    return begins or options.update or options.retry_errors or bool(out.files.entries(out.next))
 
 
 def _refuse_own_output(source: Source, out: OutputDir) -> None:
@@ -285,7 +301,8 @@ def _of_begun_update(spec: JobSpec, out: OutputDir) -> JobSpec | None:
             if plan.table_version is not None:
                 candidate = _at(spec, plan.table_version)
                 source = identified(open_input(candidate), plan)
-                if open_job(candidate, source).manifest.name == path.name:
+                manifest = open_job(candidate, source).manifest
+                if replace(manifest, image_files=plan.image_files).name == path.name:
                     return candidate
     return None
 

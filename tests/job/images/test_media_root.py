@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -81,3 +83,29 @@ def test_an_update_runs_the_rows_whose_images_differ(tmp_path: Path) -> None:
     second = results(tmp_path)
     assert [row["error"] for row in second] == [None] * 3
     assert [a == b for a, b in zip(first, second, strict=True)] == [True, False, True]
+
+
+@pytest.mark.long
+def test_an_update_knows_changed_files_under_an_unchanged_table(tmp_path: Path) -> None:
+    """A new time alone makes the update compare the images, whose rows keep their answers."""
+    model = make_vision_folder("llava", tmp_path / "model")
+    rows = pa.table({"text": [*"ab"], "image": ["a.png", "b.png"]})
+    images = folder(tmp_path / "images", 1, 2)
+    spec = job(tmp_path, model, rows, input={"media_root": str(images)})
+    assert run_job(spec, quiet=True) is ExitCode.OK
+    first = results(tmp_path)
+    (images / "b.png").write_bytes(png(3))
+    assert run_job(spec, quiet=True) is ExitCode.OK
+    assert results(tmp_path) == first, "only --update compares images"
+    assert run_job(spec, update=True, quiet=True) is ExitCode.OK
+    second = results(tmp_path)
+    assert [a == b for a, b in zip(first, second, strict=True)] == [True, False]
+    os.utime(images / "b.png", ns=(0, 0))
+    assert run_job(spec, update=True, quiet=True) is ExitCode.OK
+    assert results(tmp_path) == second
+    summary = json.loads((tmp_path / "out" / "summary.json").read_bytes())
+    assert summary["rows"]["reused"] == 2
+    part = tmp_path / "out" / "data" / "part-00000.parquet"
+    before = part.stat().st_mtime_ns
+    assert run_job(spec, update=True, quiet=True) is ExitCode.OK
+    assert part.stat().st_mtime_ns == before, "there was nothing to do"

@@ -11,8 +11,10 @@ import pytest
 
 from batchinfer.errors import ExitCode, RowError
 from batchinfer.job.images.media_files import MediaFiles
+from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.run.run_job import run_job
 from batchinfer.job.storage import connection
+from batchinfer.report.from_output import from_output
 from tests.job.images.pictures import png
 from tests.job.images.test_image_jobs import job, results
 from tests.job.stores import LAKE, complaining_server, point_to, s3_server, upload
@@ -77,6 +79,8 @@ def test_rows_name_images_in_the_store(tmp_path: Path, place: str) -> None:
     assert [error and error["code"] for error in errors] == ["invalid_image"] * len(BAD)
     for error, part in zip(errors, BAD.values(), strict=True):
         assert part in error["message"]
+    shown = from_output(OutputDir(tmp_path / "out"), now=0.0).examples
+    assert [len(row.pictures) for row in shown] == [row.error is None for row in shown]
 
 
 def test_a_store_that_refuses_is_an_error_of_the_row(monkeypatch: pytest.MonkeyPatch) -> None:

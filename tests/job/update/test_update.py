@@ -11,7 +11,8 @@ import pytest
 from batchinfer.errors import DataError, DeviceError, ExitCode
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.output.verify import verify
-from batchinfer.job.run import pipeline
+from batchinfer.job.reuse.reuse import RowReuse
+from batchinfer.job.run import decide, pipeline
 from batchinfer.job.run.run_job import run_job
 from batchinfer.job.stats.status import read_status
 from batchinfer.job.storage.filesystem import parse_json
@@ -129,6 +130,45 @@ def test_update_reuses_rows_of_an_unfinished_output(tmp_path: Path) -> None:
     place.write(*ROWS, "new")
     assert place.run(update=True) == sorted({*range(15)} - kept)
     place.check_as_fresh()
+
+
+def test_update_looks_at_all_rows_if_image_files_may_have_changed(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The output of ``place`` has no facts about image files, as if an older version wrote it."""
+    facts = ["one"]
+    monkeypatch.setattr(decide, "image_file_facts", lambda spec, source: facts[0])
+
+    def is_replaced() -> bool:
+        before = place.out.files.stat(place.out.summary)
+        assert place.run(update=True) == [], "all rows are as before"
+        return before != place.out.files.stat(place.out.summary)
+
+    assert [is_replaced(), is_replaced()] == [True, False]
+    facts[0] = "two"
+    assert place.run() == []
+    assert [is_replaced(), is_replaced()] == [True, False]
+    place.check_as_fresh()
+
+
+@pytest.mark.parametrize("update", [False, True])
+def test_stopped_update_of_image_files_is_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, update: bool
+) -> None:
+    facts = ["one"]
+    monkeypatch.setattr(decide, "image_file_facts", lambda spec, source: facts[0])
+    place = Place(tmp_path)
+    place.write(*ROWS)
+    place.run()
+    facts[0] = "two"
+    with monkeypatch.context() as patched:
+        patched.setattr(RowReuse, "without_found", lambda self, batches, *_: batches)
+        place.stop(8, update=True)
+    (generation,) = place.out.files.entries(place.out.next)
+    assert finished_rows(place.out.generation(generation.name))
+    assert place.run(update=update) == []
+    assert not place.out.files.entries(place.out.next)
+    assert place.run(update=True) == []
 
 
 def finished_rows(out: OutputDir) -> set[int]:

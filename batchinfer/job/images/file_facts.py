@@ -1,0 +1,72 @@
+"""Hashes sizes and times of the image files that rows name, so that ``--update`` knows changes."""
+
+from __future__ import annotations
+
+import os
+from hashlib import sha256
+
+from batchinfer.console.phases import phase
+from batchinfer.errors import RowError
+from batchinfer.job.images.finder import ImageFinder
+from batchinfer.job.images.job_images import may_have_images
+from batchinfer.job.images.media_files import media_root
+from batchinfer.job.input.dataset import Source
+from batchinfer.job.spec.spec import JobSpec
+from batchinfer.job.storage.urls import is_url
+from batchinfer.text.images.files import ImageFile, ImageFiles
+
+_MOST_EMBEDDED = 64 << 20
+"""Bytes of images in rows. If so many come before the first name of a file, no row is expected to
+name a file, and the rest of the rows is not read."""
+
+
+def image_file_facts(spec: JobSpec, source: Source) -> str | None:
+    """Return a hash of the sizes and modification times of the image files that rows name, in hex.
+
+    Return None if rows name no files of this machine. Images in object stores and on the web are
+    left out, because asking for their times would take as long as reading them.
+
+    Raises:
+        DataError: the dataset cannot be read.
+    """
+    root = media_root(spec.input.media_root, source.files[0].path)
+    if not may_have_images(spec, source) or is_url(root):
+        return None
+    finder = ImageFinder(
+        spec.prompt, source.schema, _Names(root), holds_requests=source.format.holds_requests
+    )
+    digest, num_files, embedded = sha256(), 0, 0
+    with phase("looking at images", source.num_rows, "rows") as looking:
+        for _, rows in source.rows(finder.columns, [source.rows_there]):
+            for row in rows:
+                for file in () if isinstance(row, RowError) else finder.of(row):
+                    if file.path is not None:
+                        digest.update(_facts(file.path))
+                        num_files += 1
+                    embedded += len(file.data or b"")
+            looking.advance(len(rows))
+            if not num_files and embedded > _MOST_EMBEDDED:
+                return None
+    return digest.hexdigest() if num_files else None
+
+
+class _Names(ImageFiles):
+    """Joins the names of files with a folder, and checks nothing, because files are not read."""
+
+    def __init__(self, root: str) -> None:
+        self._root = root
+
+    def elsewhere(self, name: str, where: str) -> ImageFile:
+        if is_url(name) and not name.startswith("file://"):
+            return ImageFile(b"")
+        return ImageFile(None, os.path.join(self._root, name.removeprefix("file://")))
+
+
+def _facts(path: str) -> bytes:
+    """Return the size and the modification time of a file, in ns; empty if there is no such
+    file."""
+    try:
+        status = os.stat(path)
+    except (OSError, ValueError):  # a name with a zero byte
+        return b";"
+    return b"%d %d;" % (status.st_size, status.st_mtime_ns)
