@@ -28,7 +28,9 @@ _KEYS: Mapping[str, tuple[str, ...] | None] = {
         *("dtype", "max_model_len", "quantization", "adapters", "trust_remote_code"),
         "served_model_name",
     ),
-    "input": ("format", "id_column", "filter", "keep_columns", "limit"),
+    "input": (
+        *("format", "encoding", "encoding_errors", "id_column", "filter", "keep_columns", "limit"),
+    ),
     "prompt": None,
     "sampling": None,
     "accept": None,
@@ -64,6 +66,8 @@ _LATER: Mapping[tuple[str, str], Any] = {
     ("prompt", "max_image_pixels"): 89_478_485,
     ("prompt", "mm_processor_kwargs"): {},
     ("engine", "latent_cache"): False,
+    ("input", "encoding"): "utf-8",
+    ("input", "encoding_errors"): "strict",
 }
 """Fields that were added later, with their neutral values. The fingerprint leaves out neutral
 values, so that older jobs keep their fingerprints.

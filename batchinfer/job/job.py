@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from datetime import datetime
 from functools import partial
 from pathlib import PurePath
@@ -24,6 +24,7 @@ from batchinfer.job.images.job_images import (
 from batchinfer.job.input.arrow_text import is_conversation
 from batchinfer.job.input.dataset import Source, open_source
 from batchinfer.job.input.format import SAMPLING_COLUMN
+from batchinfer.job.input.formats.encoding import TextOptions
 from batchinfer.job.input.identity import with_content_hashes
 from batchinfer.job.manifest import Manifest
 from batchinfer.job.model_files.facts import model_facts
@@ -81,7 +82,13 @@ def open_input(spec: JobSpec) -> Source:
     entry = spec.input
     with phase("reading inputs"):
         return open_source(
-            entry.paths, entry.limit, entry.format, entry.filter, entry.schema_mode, entry.version
+            entry.paths,
+            entry.limit,
+            entry.format,
+            entry.filter,
+            entry.schema_mode,
+            entry.version,
+            TextOptions(*(getattr(entry, key.name) for key in fields(TextOptions))),
         )
 
 

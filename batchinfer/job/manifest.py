@@ -75,6 +75,11 @@ class Manifest:
             for (index, (start, stop)), (first, end) in zip(parts, ids, strict=True)
         ]
 
+    @property
+    def replaced_cells(self) -> int:
+        """Number of input cells with bytes that were read as U+FFFD (``input.encoding_errors``)."""
+        return sum(file.replaced_cells for file in self.inputs)
+
     def to_json(self) -> bytes:
         """Return the manifest as JSON, as it is stored."""
         return json.dumps(asdict(self), indent=1, ensure_ascii=False).encode()

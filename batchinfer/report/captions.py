@@ -184,6 +184,9 @@ def figures(data: ReportData, price: Price | None) -> Iterator[Figure]:
     failed = f"{data.rows_failed:,} failed" if data.rows_failed else "none failed"
     reused = f", {data.rows_reused:,} reused" if data.rows_reused else ""
     yield Figure("Rows done", f"{data.rows_done:,}", "", f"{left}{failed}{reused}")
+    if data.replaced_cells:
+        note = "have bytes that are not valid in input.encoding, read as U+FFFD"
+        yield Figure("Damaged texts", f"{data.replaced_cells:,}", "input cells", note)
     load = f"including {duration(data.load_s)} to load the model"
     if data.wall_s < data.total_s:
         load = f"{duration(data.total_s)} for all workers together, {load}"

@@ -103,6 +103,7 @@ def from_output(out: OutputDir, now: float) -> ReportData:
         draws=task is None or task.spec.draws,
         phases=phase_seconds(runs),
         rows_reused=sum(record.num_reused for _, record in records),
+        replaced_cells=plan.replaced_cells,
         max_error_rate=max_error_rate,
         share=status.share,
         eta_s=status.eta_s,

@@ -93,6 +93,8 @@ class ReportData:
     out_of_memory: int = 0
     rows_reused: int = 0
     """Number of rows copied from other outputs; ``rows_done`` includes them."""
+    replaced_cells: int = 0
+    """Number of input cells with bytes that were read as U+FFFD."""
     max_error_rate: float = 0.0
     share: float | None = None
     """Finished share of a running job's work; running rows count in part, by their tokens."""

@@ -153,6 +153,7 @@ def summary_lines(workers: int, *, found: float = 0.4) -> list[str]:
     kv |= dict.fromkeys(("contiguous_waste", "sharing_saving"), 0.5)
     summary: dict[str, Any] = {
         "rows": {"ok": 4, "error": 0, "error_codes": {}, "control_text": 0, "reused": 0},
+        "input": {"replaced_cells": 0},
         "tokens": {"prompt": 100, "output": 10},
         "time_s": {"wall": 2.0, "load": 1.0},
         "throughput": {"output_tokens_per_s": 5.0},

@@ -35,6 +35,7 @@ from batchinfer.job.input.format import (
 )
 from batchinfer.job.input.formats.arrow_ipc import ArrowFormat
 from batchinfer.job.input.formats.csv import CsvFormat
+from batchinfer.job.input.formats.encoding import DEFAULT_OPTIONS, TextOptions
 from batchinfer.job.input.formats.table import open_table, table_format
 from batchinfer.job.input.jsonl import JsonlFormat
 from batchinfer.job.input.openai_batch import OpenAIFormat
@@ -45,12 +46,15 @@ from batchinfer.job.row_ids import Part, RowIds, in_range, ranges_of
 
 _FORMATS: Mapping[str, Callable[[], Format]] = {
     "parquet": ParquetFormat,
-    "jsonl": JsonlFormat,
-    "csv": CsvFormat,
     "arrow": ArrowFormat,
     "openai-batch": OpenAIFormat,
 }
-"""File formats, keyed by the value of ``input.format``."""
+"""File formats without options, keyed by the value of ``input.format``."""
+_TEXT_FORMATS: Mapping[str, Callable[[TextOptions], Format]] = {
+    "jsonl": JsonlFormat,
+    "csv": CsvFormat,
+}
+"""Text formats, keyed by the value of ``input.format``."""
 
 _Piece = TypeVar("_Piece", pa.RecordBatch, list[Row])
 _Pieces = Iterator[tuple[int, _Piece]]
@@ -235,6 +239,7 @@ def open_source(
     condition: str | None = None,
     mode: SchemaMode = "strict",
     version: int | None = None,
+    options: TextOptions = DEFAULT_OPTIONS,
 ) -> Source:
     """Find the files of ``path`` and check that they can be read together.
 
@@ -247,16 +252,19 @@ def open_source(
         condition: ``input.filter``. The files are read once to find the rows that meet it.
         mode: ``input.schema``.
         version: version of a Delta or Iceberg table; None for the latest.
+        options: how to read text files.
 
     Raises:
         DataError: no file was found, a file cannot be read, or files differ in the columns that
             the condition reads.
         StorageError: an object store does not answer.
-        UsageError: the file names belong to two formats, or the condition is invalid.
+        UsageError: the file names belong to two formats, the condition is invalid, or the format
+            has no such option.
     """
     paths = [path] if isinstance(path, str) else path
     kind = table_format(paths, format_name)
     if kind is not None:
+        _refuse_options(options, kind)
         table = open_table(paths[0], kind, version)
         whole = _open_files(ParquetFormat(), table.partitions, "union", table.schema)
         return _select(replace(whole, version=table.version), limit, condition)
@@ -265,11 +273,27 @@ def open_source(
             "input.version: only tables (delta or iceberg) have versions; leave it out"
         )
     names = find_files(path, format_name)
-    chosen = _FORMATS[named_format(names) if format_name == "auto" else format_name]()
+    chosen = _format(named_format(names) if format_name == "auto" else format_name, options)
     folders = folder_values(paths, names)
     if chosen.holds_requests:  # files of requests have fixed columns
         folders = {name: {} for name in names}
     return _select(_open_files(chosen, folders, mode), limit, condition)
+
+
+def _format(name: str, options: TextOptions) -> Format:
+    if name in _TEXT_FORMATS:
+        return _TEXT_FORMATS[name](options)
+    _refuse_options(options, name)
+    return _FORMATS[name]()
+
+
+def _refuse_options(options: TextOptions, name: str) -> None:
+    """Check that a format without options gets none."""
+    for key in options.used():
+        raise UsageError(
+            f"input.{key}: only {listed(_TEXT_FORMATS)} files have this option, and the input is "
+            f"{name}; leave it out"
+        )
 
 
 def _open_files(

@@ -22,9 +22,8 @@ REWRITE = "write it again, or leave it out of input.path"
 """Advice on a file that cannot be read."""
 SAMPLING_COLUMN = "sampling_params"
 """The column that holds a row's own sampling parameters."""
-READ_ERRORS = (pa.ArrowException, OSError, UnicodeDecodeError)
-"""Errors that reading a file can raise. Column names that are not UTF-8 raise UnicodeDecodeError.
-"""
+READ_ERRORS = (pa.ArrowException, OSError, UnicodeError)
+"""Errors that reading a file can raise. Column names that are not UTF-8 raise UnicodeError."""
 
 Row = Mapping[str, Any] | RowError
 """A row's values, keyed by column, or the error that explains why the row cannot be read."""
@@ -52,6 +51,9 @@ class InputFile:
     to ``content_sha256``. None if unknown; files in an object store are identified by ``etag``."""
     partition: Mapping[str, str | None] | None = None
     """Values of columns from folder names; None if they are not known."""
+    replaced_cells: int = field(default=0, compare=False)
+    """Number of cells with bytes that are not valid in the file's encoding, and are read as
+    U+FFFD."""
 
     @classmethod
     def of(

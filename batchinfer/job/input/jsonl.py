@@ -7,6 +7,7 @@ single object is refused, because it is probably not JSON Lines.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -16,7 +17,8 @@ from pydantic_core import from_json, to_json
 
 from batchinfer.errors import DataError, RowError
 from batchinfer.job.input.format import REWRITE, SAMPLING_COLUMN, InputFile, ReadRequest, Row, Rows
-from batchinfer.job.input.formats.text_file import MARK, TextFormat, batched
+from batchinfer.job.input.formats.encoding import MARK, BadCell, is_utf8
+from batchinfer.job.input.formats.text_file import TextFormat, batched
 from batchinfer.job.input.json_columns import ColumnTypes, column, json_text
 from batchinfer.job.input.union import Difference, SchemaMode
 
@@ -30,6 +32,8 @@ _KINDS: dict[type, str] = {
     **{bool: "true or false", int: "a number", float: "a number"},
 }
 _PLACE = re.compile(r" at line 1 column (\d+)$")
+_ESCAPED = re.compile("[\udc80-\udcff]")
+"""Characters to which ``surrogateescape`` maps bytes that are not valid UTF-8."""
 _MOST_COLUMNS = 10_000
 
 
@@ -121,9 +125,27 @@ class JsonlFormat(TextFormat[Line]):
         """Split a file into batches of lines."""
         return batched(split_lines(chunks), lambda line: len(line[1]))
 
+    def bad_cells(self, chunks: Iterable[bytes], path: str) -> Iterator[BadCell]:
+        for number, text in split_lines(chunks):
+            if len(text) <= MAX_LINE_BYTES and not is_utf8(text):
+                for column in _bad_columns(text) or [None]:
+                    yield BadCell(number, column, text)
+
     def parsed(self, records: Sequence[Line], path: str) -> list[Row]:
         """Parse lines to objects; an invalid line becomes a ``RowError``."""
         return [parse_object(line, path) for line in records]
+
+
+def _bad_columns(line: bytes) -> list[str | None]:
+    """Return the keys of a line's object that hold bytes that are not valid UTF-8; an empty list
+    if the line is not an object."""
+    try:
+        row = json.loads(line.decode(errors="surrogateescape"))
+    except ValueError:
+        return []
+    cells = row.items() if isinstance(row, dict) else ()
+    texts = ((name, name + json.dumps(value, ensure_ascii=False)) for name, value in cells)
+    return [_ESCAPED.sub("\ufffd", name) for name, text in texts if _ESCAPED.search(text)]
 
 
 def _with(row: Row, columns: Sequence[str], constants: Mapping[str, Any]) -> Row:

@@ -95,6 +95,8 @@ class OpenAIFormat(JsonlFormat):
     holds_requests = True
 
     def __init__(self) -> None:
+        super().__init__()
+        self.errors = "surrogateescape"  # a line that is not UTF-8 becomes an error row
         self._ids = CustomIds()
 
     def inspect(self, path: str) -> tuple[InputFile, pa.Schema]:

@@ -48,6 +48,12 @@ def summary_facts(
         tone="bad" if rows["error"] and not rows["ok"] else "good",
     )
     yield from error_lines(rows["error_codes"], rows.get("first_errors", ()))
+    if replaced := summary["input"]["replaced_cells"]:
+        yield SummaryLine(
+            "note",
+            f"{counted(replaced, 'input cell')} had bytes that are not valid in input.encoding",
+            ", read as U+FFFD",
+        )
     if rows["control_text"]:
         yield SummaryLine(
             "note",

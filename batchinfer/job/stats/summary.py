@@ -98,6 +98,7 @@ def write_summary(
     tokens["lost"] = max(0, again - computed["recomputed_tokens"])
     summary = {
         "rows": rows,
+        "input": {"replaced_cells": manifest.replaced_cells},
         "tokens": tokens,
         "time_s": {
             "total": sum(run.total_s for run in runs),

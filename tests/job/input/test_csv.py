@@ -17,6 +17,7 @@ from batchinfer.job.input.arrow_text import with_valid_text
 from batchinfer.job.input.dataset import Source, open_source
 from batchinfer.job.input.formats import csv as csv_format
 from batchinfer.job.input.formats import text_file
+from batchinfer.job.input.formats.encoding import TextOptions
 from batchinfer.job.input.unique_ids import find_bad_ids
 
 
@@ -94,20 +95,19 @@ def test_an_empty_cell_is_null_and_an_empty_text_in_a_prompt(tmp_path: Path) -> 
 
 
 def test_a_wrong_record_is_a_row_error_with_its_line(tmp_path: Path) -> None:
-    text = b'a,b\n1,"x\ny"\n2\n3,z,\n"4"q,z\n5,\xff\n6,\0\n'
+    text = b'a,b\n1,"x\ny"\n2\n3,z,\n"4"q,z\n6,\0\n'
     found = source(tmp_path, text)
     assert seen(found) == [
         {"a": 1, "b": b"x\ny"},
         "line 4 has 1 cells, but its header has 2",
         "line 5 has 3 cells, but its header has 2",
         "line 6: ',' expected after '\"'",
-        {"a": 5, "b": b"\xff"},
         {"a": 6, "b": b"\0"},
     ]
     [(_, rows)] = found.rows(["a"], [range(1, 2)])
     assert [row.code for row in rows] == ["invalid_csv"]
-    [(_, batch)] = found.scan(["a"], [range(6)])
-    assert batch["a"].to_pylist() == [1, None, None, None, 5, 6]
+    [(_, batch)] = found.scan(["a"], [range(5)])
+    assert batch["a"].to_pylist() == [1, None, None, None, 6]
 
 
 def test_a_header_alone_is_a_dataset_without_rows(tmp_path: Path) -> None:
@@ -127,7 +127,6 @@ def test_a_header_alone_is_a_dataset_without_rows(tmp_path: Path) -> None:
         (b"a,b\n1," + b"x" * 30_000, r"a line of more than"),
         (b"\x1f\x8b\x08garbage", "cannot be read"),
         (b"PAR1\0\0\0", "is not a header, because it contains a NUL"),
-        ("a,b\n1,2\n".encode("utf-16"), r"seems to be encoded in UTF-16LE.*\n.*iconv -f UTF-16LE"),
     ],
 )
 def test_a_file_that_cannot_be_read_is_refused(
@@ -225,9 +224,11 @@ def test_cells_survive_any_chunk_size(
 @given(content=st.lists(st.sampled_from([b"a", b",", b'"', b"\n", b"\r", b"\xff"])).map(b"".join))
 def test_random_bytes_are_rows_or_refused(tmp_path: Path, content: bytes) -> None:
     try:
-        found = source(tmp_path, b"a,b\n" + content)
+        found = source(tmp_path, b"a,b\n" + content, options=TextOptions(encoding_errors="replace"))
     except DataError:
         return
     batches = found.scan(["b", "a"], [found.rows_there])
-    assert sum(len(with_valid_text(batch["b"])) for _, batch in batches) == found.num_rows
+    columns = [batch["b"] for _, batch in batches]
+    assert all(with_valid_text(column) is column for column in columns)
+    assert sum(map(len, columns)) == found.num_rows
     assert len(seen(found)) == found.num_rows

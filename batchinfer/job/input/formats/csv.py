@@ -18,7 +18,15 @@ import pyarrow as pa
 from batchinfer.console.format import printable
 from batchinfer.errors import DataError, RowError
 from batchinfer.job.input.format import REWRITE, SAMPLING_COLUMN, InputFile, ReadRequest, Row, Rows
-from batchinfer.job.input.formats.text_file import MARK, TextFormat, batched, is_utf8, refuse_8_bit
+from batchinfer.job.input.formats.encoding import (
+    DEFAULT_OPTIONS,
+    MARK,
+    BadCell,
+    TextOptions,
+    is_utf8,
+    lines_before_error,
+)
+from batchinfer.job.input.formats.text_file import TextFormat, batched
 from batchinfer.job.input.union import Difference, SchemaMode, united
 
 MAX_CELL_BYTES = 64 << 20
@@ -82,7 +90,8 @@ class CsvFormat(TextFormat[Record]):
 
     title = "CSV"
 
-    def __init__(self) -> None:
+    def __init__(self, options: TextOptions = DEFAULT_OPTIONS) -> None:
+        super().__init__(options)
         self._names: dict[str, list[str]] = {}
         """Column names, keyed by the file's path."""
 
@@ -130,6 +139,20 @@ class CsvFormat(TextFormat[Record]):
         names = self._names[path] = _header(next(records, None), path)
         checked = (_checked(record, line, len(names), path) for line, record in records)
         return batched(checked, lambda r: 0 if isinstance(r, RowError) else sum(map(len, r)))
+
+    def bad_cells(self, chunks: Iterable[bytes], path: str) -> Iterator[BadCell]:
+        names: list[str] | None = None
+        for line, record in _records(chunks, path):
+            if isinstance(record, RowError):
+                continue
+            texts = [cell.encode(_BYTES) for cell in record]
+            if names is None:
+                names = [text.decode(errors="replace") for text in texts]
+            columns = names if len(texts) == len(names) else [None] * len(texts)
+            for at, (column, text) in enumerate(zip(columns, texts, strict=True)):
+                if not is_utf8(text):
+                    lines = lines_before_error(b",".join(texts[: at + 1]))
+                    yield BadCell(line + lines, column, text)
 
     def parsed(self, records: list[Record], path: str) -> list[Record]:
         return records
@@ -261,8 +284,6 @@ def _header(record: tuple[int, Record] | None, path: str) -> list[str]:
     if isinstance(cells, RowError):
         raise DataError(cells.message, hint=REWRITE)
     raw = [cell.encode(_BYTES) for cell in cells]
-    if not all(map(is_utf8, raw)):
-        raise refuse_8_bit(path)
     names = [name.decode().strip() or f"column{at}" for at, name in enumerate(raw)]
     if any("\0" in name for name in names):
         raise DataError(

@@ -1,4 +1,4 @@
-"""The base class of text formats: reads UTF-8 files, plain or compressed, in batches of records."""
+"""The base class of text formats: reads files, plain or compressed, in batches of records."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import hashlib
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
 import pyarrow as pa
@@ -22,35 +23,22 @@ from batchinfer.job.input.format import (
     check_unchanged,
     cut,
 )
+from batchinfer.job.input.formats.encoding import (
+    DEFAULT_OPTIONS,
+    KEEP_BYTES,
+    BadCell,
+    TextOptions,
+    check_start,
+    to_utf8,
+    wrong_encoding,
+)
 from batchinfer.job.storage.reader import store_of
 
-MARK = b"\xef\xbb\xbf"
-"""The byte-order mark of UTF-8, which some editors write at the beginning of a file."""
 _CHUNK = 1 << 20
 _MOST_BYTES = 64 << 20
 """A batch ends once its records have this total size in bytes."""
 _COMPRESSED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bz2"}
 """First bytes of compressed files; text files do not begin with them."""
-_MARKS = {
-    b"\xff\xfe\0\0": "UTF-32LE",
-    b"\0\0\xfe\xff": "UTF-32BE",
-    b"\xff\xfe": "UTF-16LE",
-    b"\xfe\xff": "UTF-16BE",
-}
-_ZEROS: dict[tuple[bool, ...], str] = {
-    (False, True, True, True): "UTF-32LE",
-    (True, True, True, False): "UTF-32BE",
-    (False, True, False, True): "UTF-16LE",
-    (True, False, True, False): "UTF-16BE",
-}
-"""Encodings of files, keyed by whether each of the first four bytes is zero. This works for files
-that begin with ASCII (RFC 4627).
-"""
-_CHECKED_LINES = 100
-_GOOD_PER_BAD = 10
-"""A file is refused if none of its non-ASCII lines is valid UTF-8 and more than one in this many
-lines is such a line.
-"""
 
 Record = TypeVar("Record")
 
@@ -61,9 +49,18 @@ class TextFormat(Format, Generic[Record]):
     title: str
     """The format's name in messages."""
 
+    def __init__(self, options: TextOptions = DEFAULT_OPTIONS) -> None:
+        self.options = options
+        self.errors: str = options.encoding_errors
+        """An error handler of Python's ``decode``."""
+
     @abstractmethod
     def records(self, chunks: Iterable[bytes], path: str) -> Iterator[list[Record]]:
-        """Split a file's content into batches of records."""
+        """Split a file's content, as UTF-8, into batches of records."""
+
+    @abstractmethod
+    def bad_cells(self, chunks: Iterable[bytes], path: str) -> Iterator[BadCell]:
+        """Find the cells that are not valid UTF-8."""
 
     @abstractmethod
     def parsed(self, records: list[Record], path: str) -> list[Any]:
@@ -73,23 +70,40 @@ class TextFormat(Format, Generic[Record]):
         """Read a whole file to count its rows and hash it.
 
         Args:
-            learn: called with the parsed records of each batch.
+            learn: called with the parsed records of each batch; again with all of them if the file
+                has invalid bytes that are replaced.
 
         Raises:
-            DataError: the file cannot be read, or all of its records are invalid.
+            DataError: the file cannot be read or is not valid in its encoding, or all of its
+                records are invalid.
         """
+        with read_errors(path):
+            try:
+                return self._read_whole(
+                    path, learn, "strict" if self.errors == "replace" else self.errors
+                )
+            except UnicodeDecodeError:
+                with opened(path) as chunks:
+                    bad = self.bad_cells(to_utf8(chunks, self.options.encoding, KEEP_BYTES), path)
+                    if self.errors == "strict":
+                        first = next(bad, None)
+                        raise wrong_encoding(path, self.options.encoding, first) from None
+                    count = sum(cell.column is not None for cell in bad)
+                return replace(self._read_whole(path, learn, self.errors), replaced_cells=count)
+
+    def _read_whole(self, path: str, learn: Callable[[list[Any]], None], errors: str) -> InputFile:
         digest = hashlib.sha256()
         num_rows = num_good = 0
         problem: RowError | None = None
-        with read_errors(path):
-            stat = store_of(path).stat(path)
-            with opened(path) as chunks:
-                for records in self.records(_checked(chunks, path, digest.update), path):
-                    rows = self.parsed(records, path)
-                    learn(rows)
-                    bad = [row for row in rows if isinstance(row, RowError)]
-                    num_rows, num_good = num_rows + len(rows), num_good + len(rows) - len(bad)
-                    problem = problem or next(iter(bad), None)
+        stat = store_of(path).stat(path)
+        with opened(path) as chunks:
+            checked = _checked(chunks, path, self.options.encoding, digest.update)
+            for records in self.records(to_utf8(checked, self.options.encoding, errors), path):
+                rows = self.parsed(records, path)
+                learn(rows)
+                bad = [row for row in rows if isinstance(row, RowError)]
+                num_rows, num_good = num_rows + len(rows), num_good + len(rows) - len(bad)
+                problem = problem or next(iter(bad), None)
         if problem is not None and not num_good:
             raise DataError(f"{path} is not valid {self.title}: {problem.message}", hint=REWRITE)
         return InputFile.of(path, stat, num_rows, *[digest.hexdigest()] * 2)
@@ -105,7 +119,8 @@ class TextFormat(Format, Generic[Record]):
         with read_errors(file.path):
             check_unchanged(file)
             with opened(file.path) as chunks:
-                for records in self.records(chunks, file.path):
+                decoded = to_utf8(chunks, self.options.encoding, self.errors)
+                for records in self.records(decoded, file.path):
                     yield from cut(records, row, wanted)
                     row += len(records)
                     if not wanted or wanted[0].start >= stop:
@@ -157,54 +172,12 @@ def batched(
         yield batch
 
 
-def is_utf8(text: bytes) -> bool:
-    """Return True if the bytes are valid UTF-8."""
-    try:
-        text.decode()
-    except UnicodeDecodeError:
-        return False
-    return True
-
-
-def refuse_8_bit(path: str) -> DataError:
-    """Make the error for a file in an 8-bit encoding."""
-    return _refuse_encoding(path, "WINDOWS-1252", "Latin-1 or Windows-1252")
-
-
-def _refuse_encoding(path: str, iconv_name: str, name: str) -> DataError:
-    return DataError(
-        f"{path} seems to be encoded in {name}; it must be UTF-8",
-        hint=f"convert it with iconv -f {iconv_name} -t UTF-8 OLD > NEW (decompress it "
-        "first if it is compressed)",
-    )
-
-
 def _checked(
-    chunks: Iterable[bytes], path: str, update: Callable[[bytes], None]
+    chunks: Iterable[bytes], path: str, encoding: str, update: Callable[[bytes], None]
 ) -> Iterator[bytes]:
-    """Pass each chunk of a file to ``update``, then yield it; check the first chunk for UTF-8."""
+    """Pass each chunk of a file to ``update``, then yield it; check the beginning of the file."""
     for number, chunk in enumerate(chunks):
         if number == 0:
-            _check_encoding(chunk, path)
+            check_start(chunk, path, encoding)
         update(chunk)
         yield chunk
-
-
-def _check_encoding(start: bytes, path: str) -> None:
-    """Check that a file's beginning is UTF-8, except for a few invalid lines.
-
-    Raises:
-        DataError: the file has a different encoding, which the message names.
-    """
-    zeros = tuple(byte == 0 for byte in start[:4])
-    encoding = next((name for mark, name in _MARKS.items() if start.startswith(mark)), None)
-    encoding = encoding or _ZEROS.get(zeros)
-    if encoding is not None:
-        raise _refuse_encoding(path, encoding, encoding)
-    lines = start.split(b"\n")
-    if len(start) >= _CHUNK and len(lines) > 1:
-        del lines[-1]  # drop the last line, because the chunk may end inside a character
-    lines = [line for line in lines[:_CHECKED_LINES] if line and not line.isspace()]
-    marked = [line for line in lines if not line.isascii()]
-    if len(marked) > max(1, len(lines) // _GOOD_PER_BAD) and not any(map(is_utf8, marked)):
-        raise refuse_8_bit(path)

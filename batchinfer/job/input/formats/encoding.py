@@ -1,0 +1,196 @@
+"""Decodes text files, and explains bytes that are not valid in a file's encoding."""
+
+from __future__ import annotations
+
+import codecs
+import re
+import unicodedata
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, fields
+from itertools import pairwise
+from typing import Literal
+
+from batchinfer.console.format import format_value
+from batchinfer.errors import DataError
+
+MARK = b"\xef\xbb\xbf"
+"""The byte-order mark of UTF-8, which some editors write at the beginning of a file."""
+KEEP_BYTES = "batchinfer-keep-bytes"
+"""An error handler for ``to_utf8``: invalid bytes stay in the result, which is then not UTF-8."""
+_MARKS = {
+    MARK: "utf-8",
+    **{b"\xff\xfe\0\0": "utf-32", b"\0\0\xfe\xff": "utf-32"},
+    **{b"\xff\xfe": "utf-16", b"\xfe\xff": "utf-16"},
+}
+_ZEROS: dict[tuple[bool, ...], str] = {
+    (False, True, True, True): "utf-32-le",
+    (True, True, True, False): "utf-32-be",
+    (False, True, False, True): "utf-16-le",
+    (True, False, True, False): "utf-16-be",
+}
+"""Encodings of files, keyed by whether each of the first four bytes is zero. This works for files
+that begin with ASCII (RFC 4627).
+"""
+_CANDIDATES = ("cp1252", "mac_roman", "cp1250", "cp1251", "cp932", "gb18030")
+"""Encodings to suggest, by how common they are in files."""
+_ODD = re.compile(
+    r"(?<=[^\W\d_])[\u2018\u201c\u201e]"  # an opening quote after a letter
+    r"|(?<=[^\W\d_])[\u201d\xab\xbb\u2013\u2022\u2039\u20ac\xa3\xa7\xb0\xa9\xae\u2122](?=[^\W\d_])"
+    r"|(?<=[^\x00-\x7f])[@\[\\\]^_`{|}~]"  # second bytes of letters in Japanese and Chinese files
+    r"|[\uff61-\uff9f]"  # half-width katakana
+)
+"""Characters that are rare where they stand, such as a symbol between two letters."""
+_AROUND = re.compile(rb"[^\x00-\x20\",;|]{0,40}")
+
+
+@dataclass(frozen=True)
+class TextOptions:
+    """Keys of the section ``input`` that say how to read text files."""
+
+    encoding: str = "utf-8"
+    encoding_errors: Literal["strict", "replace"] = "strict"
+
+    def used(self) -> Iterator[str]:
+        """Yield the names of the keys that do not have their default values."""
+        for key in fields(self):
+            if getattr(self, key.name) != key.default:
+                yield key.name
+
+
+DEFAULT_OPTIONS = TextOptions()
+
+
+@dataclass(frozen=True)
+class BadCell:
+    """A cell with bytes that are not valid in the file's encoding."""
+
+    line: int
+    """Number of the line that has the first of these bytes, from 1."""
+    column: str | None
+    """None if the record cannot be read, so that its columns are not known."""
+    text: bytes
+    """The cell or the line, as ``to_utf8`` returns it with ``KEEP_BYTES``."""
+
+
+def to_utf8(chunks: Iterable[bytes], encoding: str, errors: str) -> Iterator[bytes]:
+    """Decode a file's chunks and encode them as UTF-8.
+
+    Args:
+        errors: an error handler of Python's ``decode``, or ``KEEP_BYTES``.
+
+    Raises:
+        UnicodeError: bytes are not valid in the encoding.
+    """
+    for text in codecs.iterdecode(chunks, encoding, errors):
+        yield text.encode("utf-8", "surrogateescape")
+
+
+def is_utf8(text: bytes) -> bool:
+    """Return True if the bytes are valid UTF-8."""
+    return _error(text) is None
+
+
+def lines_before_error(text: bytes) -> int:
+    """Count the line ends (LF, CRLF or CR) before the first byte that is not valid UTF-8."""
+    error = _error(text)
+    return 0 if error is None else len((text[: error.start] + b".").splitlines()) - 1
+
+
+def check_start(start: bytes, path: str, encoding: str) -> None:
+    """Check that a file does not begin like a file in another encoding.
+
+    Raises:
+        DataError: the file begins with the byte-order mark of another encoding, or, with UTF-8,
+            with the zeros of UTF-16 or UTF-32.
+    """
+    if encoding.startswith(("utf-16", "utf-32")):
+        return
+    found = next((name for mark, name in _MARKS.items() if start.startswith(mark)), None)
+    if found is None and encoding == "utf-8":
+        found = _ZEROS.get(tuple(byte == 0 for byte in start[:4]))
+    if found is not None and not encoding.startswith(found):
+        raise DataError(
+            f"{path} begins like a file in {found.upper()}, not in {encoding.upper()}",
+            hint=f"set input.encoding: {found}",
+        )
+
+
+def wrong_encoding(path: str, encoding: str, cell: BadCell | None) -> DataError:
+    """Make the error for a file that is not valid in its encoding.
+
+    Args:
+        cell: the first bad cell; None if no readable record holds the bad bytes.
+    """
+    go_on = "to read such bytes as U+FFFD, set input.encoding_errors: replace"
+    name = encoding.upper()
+    error = None if cell is None else _error(cell.text)
+    if cell is None or error is None:
+        return DataError(f"{path} is not valid {name}", hint=f"set input.encoding; {go_on}")
+    column = "" if cell.column is None else f", column {format_value(cell.column)}"
+    byte = cell.text[error.start]
+    problem = f"{path}, line {cell.line}{column} is not valid {name} (byte 0x{byte:02x})"
+    if encoding != "utf-8":
+        return DataError(problem, hint=f"set input.encoding to the file's encoding; {go_on}")
+    begin, end = _word(cell.text, error.start)
+    best, reading = _best_reading(cell.text[begin:end])
+    return DataError(
+        problem,
+        hint=f"set input.encoding: {best} if {format_value(reading)} is right; if not, set another "
+        f"encoding; {go_on}",
+    )
+
+
+def _error(text: bytes) -> UnicodeDecodeError | None:
+    try:
+        text.decode()
+    except UnicodeDecodeError as error:
+        return error
+    return None
+
+
+def _word(text: bytes, at: int) -> tuple[int, int]:
+    """Return the beginning and the end of the word around a byte."""
+    before = _AROUND.match(text[:at][::-1])
+    after = _AROUND.match(text, at)
+    return at - (before.end() if before else 0), after.end() if after else at + 1
+
+
+def _best_reading(text: bytes) -> tuple[str, str]:
+    """Return the encoding in which a text looks most like words, and the text in it."""
+    readings: dict[str, str] = {}
+    for name in _CANDIDATES:
+        try:
+            readings[name] = text.decode(name)
+        except UnicodeDecodeError:
+            continue
+    return min(readings.items(), key=lambda reading: _oddness(reading[1]))
+
+
+def _oddness(text: str) -> int:
+    """Count what is rare in words: symbols, accented capitals after the first letter, neighbors
+    from two scripts, and two accented Latin letters in a row."""
+    odd = len(_ODD.findall(text))
+    odd += sum(c > "\xff" and c != "€" and unicodedata.category(c)[0] in "SC" for c in text)
+    for one, other in pairwise(text):
+        if one.isalpha() and other.isalpha() and not (one.isascii() and other.isascii()):
+            odd += other.isupper() and not other.isascii()
+            odd += _script(one) != _script(other)
+            odd += not one.isascii() and not other.isascii() and _script(one) == "LATIN"
+    return odd
+
+
+def _script(letter: str) -> str:
+    """Return the first word of a letter's name, such as LATIN; kana and Han count as one script."""
+    script = unicodedata.name(letter, "").partition(" ")[0]
+    return "CJK" if script in ("HIRAGANA", "KATAKANA") else script
+
+
+def _keep_bytes(error: UnicodeError) -> tuple[str, int]:
+    """Replace invalid bytes with surrogates that ``to_utf8`` encodes as bytes from 0x80 on."""
+    if not isinstance(error, UnicodeDecodeError):
+        raise error
+    bad = error.object[error.start : error.end]
+    return "".join(chr(0xDC80 | byte) for byte in bad), error.end
+
+
+codecs.register_error(KEEP_BYTES, _keep_bytes)

@@ -1,0 +1,198 @@
+"""Text files in any encoding are read without a changed character, or are refused."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from batchinfer.errors import DataError, ExitCode, UsageError
+from batchinfer.job.input.dataset import Source, open_source
+from batchinfer.job.input.formats import text_file
+from batchinfer.job.input.formats.encoding import TextOptions
+from batchinfer.job.output.directory import OutputDir
+from batchinfer.job.run.run_job import run_job
+from batchinfer.report.captions import figures
+from batchinfer.report.from_output import from_output
+from tests.job.fakes import FakeBuild, job
+from tests.job.input.test_csv import kept, seen, source
+
+REPLACE = TextOptions(encoding_errors="replace")
+
+
+def table(*texts: str) -> str:
+    """Return CSV with line breaks, commas and quotes in cells."""
+    file = io.StringIO(newline="")
+    rows = (("prompt", "name"), *((f'"{text}",\n{text}', text) for text in texts))
+    csv.writer(file).writerows(rows)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("encoding", "texts"),
+    [
+        ("utf-8", ["Rubén", "日本語"]),
+        ("utf-8-sig", ["Rubén", "日本語"]),
+        ("cp1252", ["Rubén", "“5 €”, naïve"]),
+        ("iso8859-1", ["Rubén", "next\x85line"]),
+        ("mac_roman", ["Rubén", "“fine”, naïve"]),
+        ("cp437", ["Rubén", "½"]),
+        ("cp1251", ["Привет", "Москва"]),
+        ("cp932", ["日本語", "表示ソ"]),
+        ("gb18030", ["北京", "€"]),
+        ("euc_kr", ["안녕", "서울"]),
+        ("utf-16", ["Rubén", "日本語 😀"]),
+        ("utf-16-be", ["Rubén", "ਊ਍"]),
+        ("utf-32-le", ["Rubén", "日本語 😀"]),
+    ],
+)
+@pytest.mark.parametrize("chunk", [7, 1 << 20])
+def test_columns_equal_pythons_csv_on_the_decoded_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encoding: str, texts: list[str], chunk: int
+) -> None:
+    monkeypatch.setattr(text_file, "_CHUNK", chunk)
+    content = table(*texts)
+    found = source(tmp_path, content.encode(encoding), options=TextOptions(encoding))
+    assert kept(found) == list(csv.DictReader(io.StringIO(content, newline="")))
+
+
+@pytest.mark.parametrize(
+    ("encoding", "text"),
+    [
+        ("cp1252", "Rubén"),
+        ("mac_roman", "Rubén"),
+        ("cp1252", "don\u2019t"),
+        ("mac_roman", "don\u2019t"),
+        ("cp1251", "Привет"),
+        ("cp932", "日本語"),
+    ],
+)
+def test_the_error_names_line_column_and_an_encoding(
+    tmp_path: Path, encoding: str, text: str
+) -> None:
+    content = "id,prompt,name\n" + '1,"a\nb","c\nd"\n' * 50 + f'2,plain,"x\n{text}"\n'
+    place = r'0\.csv, line 153, column "name" is not valid UTF-8 \(byte 0x..\)'
+    with pytest.raises(DataError, match=rf'{place}\nset input\.encoding: {encoding} if "{text}"'):
+        source(tmp_path, content.encode(encoding))
+
+
+def lines(*objects: Any, encoding: str) -> bytes:
+    return b"".join(json.dumps(o, ensure_ascii=False).encode(encoding) + b"\n" for o in objects)
+
+
+def test_the_error_names_the_key_of_a_json_line(tmp_path: Path) -> None:
+    content = lines({"a": 1}, {"a": 2, "name": ["Zoë", "Rubén"]}, encoding="cp1252")
+    place = r'0\.jsonl, line 2, column "name" is not valid UTF-8 \(byte 0xeb\)'
+    with pytest.raises(DataError, match=rf'{place}\nset input\.encoding: cp1252 if "Zoë"'):
+        source(tmp_path, content, suffix=".jsonl")
+    found = source(tmp_path, content, suffix=".jsonl", options=TextOptions("cp1252"))
+    assert kept(found)[1] == {"a": 2, "name": ["Zoë", "Rubén"]}
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "place"),
+    [
+        ("x.csv", b"caf\xe9,b\n1,2\n", r'x\.csv, line 1, column "caf\ufffd" is not'),
+        ("x.csv", b"a,b\n1,2,\xe9\n", r"x\.csv, line 2 is not"),
+        ("x.csv", b'a,b\n1,2\n"\xe9"x,2\n', r"x\.csv is not"),
+        ("x.jsonl", b'{"a": 1}\n{"a": "\xe9', r"x\.jsonl, line 2 is not"),
+        ("x.jsonl", b'{"a": 1}\n{"caf\xe9": 1}', r'x\.jsonl, line 2, column "caf\ufffd" is not'),
+    ],
+)
+def test_bad_bytes_outside_of_cells_are_refused_too(
+    tmp_path: Path, name: str, content: bytes, place: str
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=place):
+        open_source(str(tmp_path))
+
+
+@pytest.mark.parametrize("start", ["a,b\n1,2\n", '{"a": 1}\n'])
+@pytest.mark.parametrize(
+    ("encoding", "shown"),
+    [(name, name.removesuffix("-sig")) for name in ("utf-16", "utf-32")]
+    + [
+        (f"utf-{bits}-{order}", f"utf-{bits}-{order}")
+        for bits in (16, 32)
+        for order in ("le", "be")
+    ],
+)
+def test_utf_16_and_32_are_recognized(
+    tmp_path: Path, encoding: str, shown: str, start: str
+) -> None:
+    suffix = ".csv" if start.startswith("a") else ".jsonl"
+    with pytest.raises(DataError, match=rf"like a file in .*\nset input\.encoding: {shown}$"):
+        source(tmp_path, start.encode(encoding), suffix=suffix)
+    assert source(
+        tmp_path, start.encode(encoding), suffix=suffix, options=TextOptions(shown)
+    ).num_rows
+
+
+def test_a_byte_order_mark_contradicts_another_encoding(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"begins like a file in UTF-8, not in CP1252"):
+        source(tmp_path, b"\xef\xbb\xbfa\n\xc3\xa9\n", options=TextOptions("cp1252"))
+
+
+def test_bytes_that_the_named_encoding_does_not_have_are_refused(tmp_path: Path) -> None:
+    content = b"a,b\n1,\x81\n"
+    with pytest.raises(DataError, match=r'line 2, column "b" is not valid CP1252 \(byte 0x81\)'):
+        source(tmp_path, content, options=TextOptions("cp1252"))
+    found = source(tmp_path, content, options=TextOptions("cp1252", "replace"))
+    assert (kept(found), found.files[0].replaced_cells) == ([{"a": 1, "b": "\ufffd"}], 1)
+
+
+def found_in(found: Source, column: str) -> list[Any]:
+    return [row[column] for row in kept(found)]
+
+
+def test_replaced_cells_are_counted(tmp_path: Path) -> None:
+    content = b'a,b\nRub\xe9n,\xe9\xe9\n"\xe9",\xef\xbf\xbd\nplain,x\n1,2,\xe9\n'
+    found = source(tmp_path, content, options=REPLACE)
+    assert found_in(found, "a") == ["Rub\ufffdn", "\ufffd", "plain", None]
+    assert [row["b"].decode() for row in seen(found)[:2]] == ["\ufffd\ufffd", "\ufffd"]  # type: ignore[index]
+    assert found.files[0].replaced_cells == 3, "U+FFFD in the file itself is not counted"
+    content = b'{"a": "Rub\xe9n", "b": "\xe9"}\n{"a": {"caf\xe9": "\xe9"}}\n{"b": "\xe9\n'
+    (tmp_path / "x.jsonl").write_bytes(content)
+    found = open_source(str(tmp_path / "x.jsonl"), options=REPLACE)
+    assert found_in(found, "a") == [
+        '"Rub\ufffdn"',
+        '{"caf\ufffd":"\ufffd"}',
+        None,
+    ]
+    assert found.files[0].replaced_cells == 3
+
+
+@pytest.mark.parametrize("name", ["x.parquet", "x.arrow"])
+def test_other_formats_have_no_encoding(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).touch()
+    with pytest.raises(UsageError, match=r"input\.encoding: only jsonl, csv files"):
+        open_source(str(tmp_path / name), options=TextOptions("cp1252"))
+
+
+def test_a_job_is_refused_before_its_model_is_loaded(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    rows = [f"prompt {row},n{row}\n".encode() for row in range(30)]
+    (tmp_path / "in" / "x.csv").write_bytes(b"prompt,name\n" + b"".join(rows) + b"last,Rub\xe9n\n")
+    build = FakeBuild()
+    with pytest.raises(DataError, match=r'line 32, column "name"'):
+        run_job(job(tmp_path), build=build, quiet=True)
+    assert build.count == 0
+    assert not (tmp_path / "out" / "data").exists()
+
+    def answers(**keys: str) -> list[dict[str, Any]]:
+        spec = job(tmp_path, input=keys)
+        assert run_job(spec, build=build, quiet=True, overwrite=True) is ExitCode.OK
+        return pq.read_table(tmp_path / "out" / "data").to_pylist()
+
+    assert answers(encoding="windows-1252")[-1]["name"] == "Rubén"
+    assert answers(encoding_errors="replace")[-1]["name"] == "Rub\ufffdn"
+    summary = json.loads((tmp_path / "out" / "summary.json").read_bytes())
+    assert summary["input"] == {"replaced_cells": 1}
+    data = from_output(OutputDir(tmp_path / "out"), time.time())
+    assert ("Damaged texts", "1") in [(one.label, one.value) for one in figures(data, None)]
