@@ -398,11 +398,14 @@ def init(
         str | None, typer.Option(metavar="NAME", help="Id column (default: detected).")
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
+    encoding: Annotated[
+        str, typer.Option(metavar="NAME", help="Encoding of text files, by Python's name.")
+    ] = "utf-8",
 ) -> None:
     """Write a commented job file that can run as is."""
     from batchinfer.job.init.job_file import InitOptions, write_job_file
 
-    options = InitOptions(data, model, output, job, prompt_column, id_column, force)
+    options = InitOptions(data, model, output, job, prompt_column, id_column, force, encoding)
     print_stdout("\n".join(write_job_file(options)))
 
 

@@ -6,7 +6,7 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,12 @@ from batchinfer.config import attends_both_ways
 from batchinfer.console.format import printable
 from batchinfer.errors import StorageError, UsageError
 from batchinfer.job.init.detect_columns import DetectedColumns, detect_columns
+from batchinfer.job.init.detect_delimiter import detect_delimiter
 from batchinfer.job.input.dataset import Source, open_source
+from batchinfer.job.input.formats.encoding import TextOptions
 from batchinfer.job.spec.json_schema import json_schema
 from batchinfer.job.spec.tasks import TASK_SPECS, TaskName, TaskSpec
+from batchinfer.job.spec.text_options import encoding_name
 from batchinfer.job.storage.urls import is_url
 
 SCHEMA_FILE = "job.schema.json"
@@ -26,6 +29,10 @@ _WITH_OUTPUT_HEAD = "LMHeadModel"
 """End of the name of GPT-2's class, which has an output head. Most other classes whose names end in
 Model have no output head.
 """
+_TEXT_COMMENTS = {
+    "encoding": "Python's name of the files' encoding",
+    "delimiter": "separates the cells of a record",
+}
 _PLAIN = re.compile(r"[A-Za-z][A-Za-z0-9_./-]*")
 
 
@@ -43,6 +50,7 @@ class InitOptions:
     prompt_column: str | None = None
     id_column: str | None = None
     force: bool = False
+    encoding: str = "utf-8"
 
 
 def write_job_file(options: InitOptions) -> list[str]:
@@ -68,32 +76,41 @@ def write_job_file(options: InitOptions) -> list[str]:
                 f"{printable(text, 200)}: paths and names must not contain {{{{ }}}}, which marks "
                 "variables in a job file"
             )
-    source, is_united = _open(
-        options.data if is_url(options.data) else os.path.abspath(options.data)
-    )
+    data = options.data if is_url(options.data) else os.path.abspath(options.data)
+    text_options = _text_options(data, options.encoding)
+    source, is_united = _open(data, text_options)
     columns = detect_columns(source, prompt=options.prompt_column, row_id=options.id_column)
     try:
         options.job.parent.mkdir(parents=True, exist_ok=True)
         if options.force or not schema.exists():
             schema.write_text(json.dumps(json_schema(), indent=2) + "\n", encoding="utf-8")
         options.job.write_text(
-            "\n".join(_lines(options, source, columns, is_united)) + "\n", encoding="utf-8"
+            "\n".join(_lines(options, text_options, source, columns, is_united)) + "\n",
+            encoding="utf-8",
         )
     except OSError as error:
         raise StorageError(f"{error.filename} cannot be written: {error.strerror}") from None
     return list(_report_lines(options, columns))
 
 
-def _open(data: str) -> tuple[Source, bool]:
+def _text_options(data: str, encoding: str) -> TextOptions:
+    try:
+        options = TextOptions(encoding_name(encoding))
+    except ValueError as error:
+        raise UsageError(f"--encoding: {error}") from None
+    return replace(options, delimiter=detect_delimiter(data, options))
+
+
+def _open(data: str, options: TextOptions) -> tuple[Source, bool]:
     """Return the dataset, and True if it is the union of files with different schemas.
 
     Raises:
         DataError: the data cannot be read as one table.
     """
-    source = open_source(data)
+    source = open_source(data, options=options)
     if not source.differences:
         return source, False
-    united = open_source(data, mode="union")
+    united = open_source(data, mode="union", options=options)
     united.require_alike(united.schema.names, only_kept=True)
     return united, True
 
@@ -135,7 +152,11 @@ def _task_of(model: str | None) -> tuple[TaskName, str]:
 
 
 def _lines(
-    options: InitOptions, source: Source, columns: DetectedColumns, is_united: bool
+    options: InitOptions,
+    text_options: TextOptions,
+    source: Source,
+    columns: DetectedColumns,
+    is_united: bool,
 ) -> Iterator[str]:
     task = TASK_SPECS[_task_of(options.model)[0]]
     yield f"# yaml-language-server: $schema={SCHEMA_FILE}"
@@ -149,6 +170,8 @@ def _lines(
     yield _key("dtype", "auto", "the checkpoint's dtype; on a CPU float32 is the most exact")
     yield "input:"
     yield _key("path", _from_job(options, options.data), "a file, list, glob or directory")
+    for name in text_options.used():
+        yield _key(name, getattr(text_options, name), _TEXT_COMMENTS[name])
     if is_united:
         yield _key("schema", "union", "the files' columns differ; missing columns are null")
     if source.version is not None:

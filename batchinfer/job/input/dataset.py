@@ -55,6 +55,8 @@ _TEXT_FORMATS: Mapping[str, Callable[[TextOptions], Format]] = {
     "csv": CsvFormat,
 }
 """Text formats, keyed by the value of ``input.format``."""
+_FORMATS_OF: Mapping[str, Sequence[str]] = {"delimiter": ("csv",)}
+"""Formats with an option, keyed by the option's name; other options are for all text formats."""
 
 _Piece = TypeVar("_Piece", pa.RecordBatch, list[Row])
 _Pieces = Iterator[tuple[int, _Piece]]
@@ -281,19 +283,19 @@ def open_source(
 
 
 def _format(name: str, options: TextOptions) -> Format:
-    if name in _TEXT_FORMATS:
-        return _TEXT_FORMATS[name](options)
     _refuse_options(options, name)
-    return _FORMATS[name]()
+    return _TEXT_FORMATS[name](options) if name in _TEXT_FORMATS else _FORMATS[name]()
 
 
 def _refuse_options(options: TextOptions, name: str) -> None:
-    """Check that a format without options gets none."""
+    """Check that a format has all options that the job sets."""
     for key in options.used():
-        raise UsageError(
-            f"input.{key}: only {listed(_TEXT_FORMATS)} files have this option, and the input is "
-            f"{name}; leave it out"
-        )
+        formats = _FORMATS_OF.get(key, _TEXT_FORMATS)
+        if name not in formats:
+            raise UsageError(
+                f"input.{key} is only for the formats {listed(formats)}, and the input's format is "
+                f"{name}; leave it out"
+            )
 
 
 def _open_files(

@@ -6,12 +6,9 @@
 
 from __future__ import annotations
 
-import codecs
-import io
 import json
 import re
 from collections.abc import Collection, Mapping
-from encodings.aliases import aliases
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
@@ -28,7 +25,7 @@ from batchinfer.config import (
     ScoreConfig,
     field_names,
 )
-from batchinfer.console.format import did_you_mean, near_name, printable
+from batchinfer.console.format import did_you_mean, printable
 from batchinfer.job.spec.sections import (
     ErrorsSpec,
     JobSampling,
@@ -40,6 +37,7 @@ from batchinfer.job.spec.sections import (
     Text,
 )
 from batchinfer.job.spec.tasks import TASK_SPECS, TaskName, TaskSpec, check_task
+from batchinfer.job.spec.text_options import delimiter_character, encoding_name
 from batchinfer.job.storage.urls import STORES
 from batchinfer.text.tools.formats import FORMATS
 
@@ -71,19 +69,6 @@ def _check_place(key: str, path: str, stores: Collection[str] = ()) -> None:
     if match.group(1) in _PLANNED_STORES:
         _refuse_not_yet({f"{key}: {match.group()}": True})
     raise ValueError(f"{key}: this version cannot use {match.group()}; give a path")
-
-
-def _encoding_name(name: str) -> str:
-    """Return Python's name for an encoding of text."""
-    try:
-        io.TextIOWrapper(io.BytesIO(), encoding=name)
-    except (LookupError, ValueError):
-        known = sorted(name for name in aliases.values() if not name.endswith("_codec"))
-        raise ValueError(
-            f"{printable(name, 60)} is not Python's name of a text encoding"
-            f"{near_name(name, known) or ', like cp1252'}"
-        ) from None
-    return codecs.lookup(name).name
 
 
 class ModelSpec(Section):
@@ -169,12 +154,15 @@ class InputSpec(Section):
     union: use a type that holds every value unchanged (int64 for int32 and int64, string for
     dictionaries of strings), and null if a file does not have the column; refuse columns without a
     common type, like string and number. JSON Lines files are always read with union."""
-    encoding: Annotated[Text, AfterValidator(_encoding_name)] = "utf-8"
+    encoding: Annotated[Text, AfterValidator(encoding_name)] = "utf-8"
     """Encoding of CSV and JSON Lines files, by Python's name, like cp1252, mac_roman or utf-16."""
     encoding_errors: Literal["strict", "replace"] = "strict"
     """What to do with bytes that are not valid in the encoding. strict: refuse the file, and name
     the line and the column. replace: read them as U+FFFD; summary.json and the report count the
     cells."""
+    delimiter: Annotated[str, AfterValidator(delimiter_character)] | None = None
+    """Character that separates the cells of CSV files, like ; or |. null: a tab in .tsv files, and
+    a comma in others."""
     id_column: Text | None = None
     """A column that identifies rows. A row without a value fails with missing_id, and a row with
     the value of an earlier row fails with duplicate_id."""

@@ -119,7 +119,7 @@ def test_a_header_alone_is_a_dataset_without_rows(tmp_path: Path) -> None:
     ("content", "message"),
     [
         (b"", r"is empty and has no header"),
-        (b"a;b\n1;2\n", r"the header has no comma: a;b\nseparate the cells with commas"),
+        (b"a;b\n1;2\n", r'the header has no ",": a;b\nset input\.delimiter: ";"'),
         (b'a,b\n1,2\n3,"x\n4,5\n', r"line 3: a quote is never closed"),
         (b"a,b\n1\n2\n", r"is not valid CSV: .*line 2 has 1 cells"),
         (b'"a"b,c\n1,2\n', r"line 1: ',' expected"),

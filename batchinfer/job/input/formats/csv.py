@@ -15,7 +15,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from batchinfer.console.format import printable
+from batchinfer.console.format import format_value, printable
 from batchinfer.errors import DataError, RowError
 from batchinfer.job.input.format import REWRITE, SAMPLING_COLUMN, InputFile, ReadRequest, Row, Rows
 from batchinfer.job.input.formats.encoding import (
@@ -37,7 +37,8 @@ _BYTES = "latin-1"  # maps each byte to a character and back without loss
 _INTEGER = re.compile(r"0|-?[1-9][0-9]{0,17}")
 _NUMBER = re.compile(r"-?[0-9]+(?:\.[0-9]+)?(?:e[+-][0-9]+)?")
 _HAS_TABS = re.compile(r"\.tsv(\.(gz|zst|bz2))?$")
-_OTHER_DELIMITERS = (";", "\t", "|")
+DELIMITERS = (",", ";", "\t", "|")
+"""Delimiters that files commonly use."""
 
 csv.field_size_limit(max(csv.field_size_limit(), MAX_CELL_BYTES))
 
@@ -83,7 +84,8 @@ class _ColumnTypes:
 
 
 class CsvFormat(TextFormat[Record]):
-    """CSV files. In files named ``.tsv``, tabs separate the cells.
+    """CSV files. Without ``delimiter``, tabs separate the cells of files named ``.tsv``, and commas
+    the cells of others.
 
     An empty cell is null in the output and an empty string in a prompt.
     """
@@ -135,14 +137,15 @@ class CsvFormat(TextFormat[Record]):
 
     def records(self, chunks: Iterable[bytes], path: str) -> Iterator[list[Record]]:
         """Read the header, which names the columns, and yield the records after it."""
-        records = _records(chunks, path)
-        names = self._names[path] = _header(next(records, None), path)
+        delimiter = self._delimiter(path)
+        records = read_records(chunks, path, delimiter)
+        names = self._names[path] = _header(next(records, None), path, delimiter)
         checked = (_checked(record, line, len(names), path) for line, record in records)
         return batched(checked, lambda r: 0 if isinstance(r, RowError) else sum(map(len, r)))
 
     def bad_cells(self, chunks: Iterable[bytes], path: str) -> Iterator[BadCell]:
         names: list[str] | None = None
-        for line, record in _records(chunks, path):
+        for line, record in read_records(chunks, path, self._delimiter(path)):
             if isinstance(record, RowError):
                 continue
             texts = [cell.encode(_BYTES) for cell in record]
@@ -156,6 +159,14 @@ class CsvFormat(TextFormat[Record]):
 
     def parsed(self, records: list[Record], path: str) -> list[Record]:
         return records
+
+    def _delimiter(self, path: str) -> str:
+        return self.options.delimiter or default_delimiter(path)
+
+
+def default_delimiter(path: str) -> str:
+    """Return the delimiter of a file with this name: a tab or a comma."""
+    return "\t" if _HAS_TABS.search(path) else ","
 
 
 def _column(records: Sequence[Record], at: int, kind: pa.DataType) -> pa.Array:
@@ -186,13 +197,14 @@ def _checked(record: Record, line: int, width: int, path: str) -> Record:
     return RowError("invalid_csv", f"{where}, but its header has {width}")
 
 
-def _records(chunks: Iterable[bytes], path: str) -> Iterator[tuple[int, Record]]:
+def read_records(
+    chunks: Iterable[bytes], path: str, delimiter: str
+) -> Iterator[tuple[int, Record]]:
     """Yield all records, including the header, each with the number of its first line, from 1.
 
     Raises:
         DataError: a quote is never closed.
     """
-    delimiter = "\t" if _HAS_TABS.search(path) else ","
     lines = _CountedQuotes(_lines(chunks, path))
     reader = csv.reader(lines, delimiter=delimiter, strict=True)
     while True:
@@ -272,7 +284,7 @@ def _lines(chunks: Iterable[bytes], path: str) -> Iterator[str]:
         yield rest.decode(_BYTES)
 
 
-def _header(record: tuple[int, Record] | None, path: str) -> list[str]:
+def _header(record: tuple[int, Record] | None, path: str, delimiter: str) -> list[str]:
     """Read the column names; a column with an empty name is called ``column0``, ``column1`` ...
 
     Raises:
@@ -290,11 +302,10 @@ def _header(record: tuple[int, Record] | None, path: str) -> list[str]:
             f"{path}, line {line} is not a header, because it contains a NUL character",
             hint=REWRITE,
         )
-    if len(names) == 1 and any(mark in names[0] for mark in _OTHER_DELIMITERS):
-        shown = printable(names[0], 60)
+    other = next((mark for mark in DELIMITERS if mark in names[0]), None)
+    if len(names) == 1 and other is not None:
         raise DataError(
-            f"{path}: the header has no comma: {shown}",
-            hint="separate the cells with commas; if they are separated by tabs, give the file the "
-            "suffix .tsv",
+            f"{path}: the header has no {format_value(delimiter)}: {printable(names[0], 60)}",
+            hint=f"set input.delimiter: {format_value(other)}",
         )
     return names

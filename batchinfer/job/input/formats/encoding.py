@@ -49,6 +49,7 @@ class TextOptions:
 
     encoding: str = "utf-8"
     encoding_errors: Literal["strict", "replace"] = "strict"
+    delimiter: str | None = None
 
     def used(self) -> Iterator[str]:
         """Yield the names of the keys that do not have their default values."""
@@ -135,8 +136,8 @@ def wrong_encoding(path: str, encoding: str, cell: BadCell | None) -> DataError:
     best, reading = _best_reading(cell.text[begin:end])
     return DataError(
         problem,
-        hint=f"set input.encoding: {best} if {format_value(reading)} is right; if not, set another "
-        f"encoding; {go_on}",
+        hint=f"set input.encoding: {best} (init: --encoding {best}) if {format_value(reading)} is "
+        f"right; if not, set another encoding; {go_on}",
     )
 
 
