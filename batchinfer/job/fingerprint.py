@@ -29,8 +29,8 @@ _KEYS: Mapping[str, tuple[str, ...] | None] = {
         "served_model_name",
     ),
     "input": (
-        *("format", "encoding", "encoding_errors", "delimiter", "id_column", "filter"),
-        *("keep_columns", "limit"),
+        *("format", "encoding", "encoding_errors", "delimiter", "json_field"),
+        *("id_column", "filter", "keep_columns", "limit"),
     ),
     "prompt": None,
     "sampling": None,
@@ -70,6 +70,7 @@ _LATER: Mapping[tuple[str, str], Any] = {
     ("input", "encoding"): "utf-8",
     ("input", "encoding_errors"): "strict",
     ("input", "delimiter"): None,
+    ("input", "json_field"): None,
 }
 """Fields that were added later, with their neutral values. The fingerprint leaves out neutral
 values, so that older jobs keep their fingerprints.

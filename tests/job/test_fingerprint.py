@@ -52,6 +52,7 @@ def test_later_fields_leave_older_fingerprints_unchanged(tmp_path: Path) -> None
         "input.encoding=cp1252",
         "input.encoding_errors=replace",
         "input.delimiter=;",
+        "input.json_field=rows",
         "output.rows_per_part=9",
         "output.include=[prompt]",
         "output.rename={a: b}",

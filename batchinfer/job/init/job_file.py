@@ -6,7 +6,7 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from batchinfer.config import attends_both_ways
 from batchinfer.console.format import printable
 from batchinfer.errors import StorageError, UsageError
 from batchinfer.job.init.detect_columns import DetectedColumns, detect_columns
-from batchinfer.job.init.detect_delimiter import detect_delimiter
+from batchinfer.job.init.detect_text_options import detect_text_options
 from batchinfer.job.input.dataset import Source, open_source
 from batchinfer.job.input.formats.encoding import TextOptions
 from batchinfer.job.spec.json_schema import json_schema
@@ -32,6 +32,7 @@ Model have no output head.
 _TEXT_COMMENTS = {
     "encoding": "Python's name of the files' encoding",
     "delimiter": "separates the cells of a record",
+    "json_field": "key of the list of rows",
 }
 _PLAIN = re.compile(r"[A-Za-z][A-Za-z0-9_./-]*")
 
@@ -95,10 +96,10 @@ def write_job_file(options: InitOptions) -> list[str]:
 
 def _text_options(data: str, encoding: str) -> TextOptions:
     try:
-        options = TextOptions(encoding_name(encoding))
+        name = encoding_name(encoding)
     except ValueError as error:
         raise UsageError(f"--encoding: {error}") from None
-    return replace(options, delimiter=detect_delimiter(data, options))
+    return detect_text_options(data, name)
 
 
 def _open(data: str, options: TextOptions) -> tuple[Source, bool]:

@@ -36,6 +36,7 @@ from batchinfer.job.input.format import (
 from batchinfer.job.input.formats.arrow_ipc import ArrowFormat
 from batchinfer.job.input.formats.csv import CsvFormat
 from batchinfer.job.input.formats.encoding import DEFAULT_OPTIONS, TextOptions
+from batchinfer.job.input.formats.json import JsonFormat
 from batchinfer.job.input.formats.table import open_table, table_format
 from batchinfer.job.input.jsonl import JsonlFormat
 from batchinfer.job.input.openai_batch import OpenAIFormat
@@ -52,10 +53,11 @@ _FORMATS: Mapping[str, Callable[[], Format]] = {
 """File formats without options, keyed by the value of ``input.format``."""
 _TEXT_FORMATS: Mapping[str, Callable[[TextOptions], Format]] = {
     "jsonl": JsonlFormat,
+    "json": JsonFormat,
     "csv": CsvFormat,
 }
 """Text formats, keyed by the value of ``input.format``."""
-_FORMATS_OF: Mapping[str, Sequence[str]] = {"delimiter": ("csv",)}
+_FORMATS_OF: Mapping[str, Sequence[str]] = {"delimiter": ("csv",), "json_field": ("json",)}
 """Formats with an option, keyed by the option's name; other options are for all text formats."""
 
 _Piece = TypeVar("_Piece", pa.RecordBatch, list[Row])
@@ -321,8 +323,9 @@ def _open_files(
         )
         partition = {name: value for name, value in values.items() if name not in file_schema.names}
         files.append(replace(file, partition=partition))
-    if type(chosen) is JsonlFormat and not any(file.num_rows for file in files):
-        raise DataError(f"{files[0].path} holds no rows: all of its lines are blank")
+    is_json = isinstance(chosen, JsonlFormat) and not chosen.holds_requests
+    if is_json and not any(file.num_rows for file in files):
+        raise DataError(f"{files[0].path} holds no rows")
     schema, differences = chosen.unite(schemas, mode)
     if table_schema is not None:
         schema, differences = table_schema, {}

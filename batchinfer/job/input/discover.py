@@ -26,17 +26,23 @@ _NAMED: Mapping[str, tuple[str, ...]] = {
     "jsonl": tuple(name + packed for name in (".jsonl", ".ndjson") for packed in _COMPRESSED),
     "csv": tuple(name + packed for name in (".csv", ".tsv") for packed in _COMPRESSED),
     "arrow": (".arrow", ".arrows", ".feather", ".ipc"),
+    "json": tuple(".json" + packed for packed in _COMPRESSED),
 }
 """File name suffixes, keyed by format."""
 _ALL = tuple(chain.from_iterable(_NAMED.values()))
 _SUFFIXES: Mapping[str, tuple[tuple[str, ...], ...]] = {
-    # A CSV file next to Parquet or JSON Lines files usually describes them and holds no prompts.
-    "auto": ((*_NAMED["parquet"], *_NAMED["jsonl"]), _ALL),
+    # A CSV file next to Parquet or JSON Lines files usually describes them and holds no prompts. So
+    # does a JSON file next to files of any other format.
+    "auto": (
+        (*_NAMED["parquet"], *_NAMED["jsonl"]),
+        (*_NAMED["csv"], *_NAMED["arrow"]),
+        _ALL,
+    ),
     **{name: (suffixes,) for name, suffixes in _NAMED.items()},
     "openai-batch": (_NAMED["jsonl"],),
 }
-"""Suffixes of data files in folders, keyed by ``input.format``. The second tuple is tried if no
-file has a suffix from the first.
+"""Suffixes of data files in folders, keyed by ``input.format``. A tuple is tried if no file has a
+suffix from the tuples before it.
 """
 
 _NULL = "__HIVE_DEFAULT_PARTITION__"

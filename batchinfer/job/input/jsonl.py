@@ -121,12 +121,16 @@ class JsonlFormat(TextFormat[Line]):
             rows = self.parsed(lines, request.file.path)
             yield first, [_with(row, request.columns, constants) for row in rows]
 
+    def lines(self, chunks: Iterable[bytes], path: str) -> Iterator[Line]:
+        """Split a file into the texts of its rows."""
+        return split_lines(chunks)
+
     def records(self, chunks: Iterable[bytes], path: str) -> Iterator[list[Line]]:
         """Split a file into batches of lines."""
-        return batched(split_lines(chunks), lambda line: len(line[1]))
+        return batched(self.lines(chunks, path), lambda line: len(line[1]))
 
     def bad_cells(self, chunks: Iterable[bytes], path: str) -> Iterator[BadCell]:
-        for number, text in split_lines(chunks):
+        for number, text in self.lines(chunks, path):
             if len(text) <= MAX_LINE_BYTES and not is_utf8(text):
                 for column in _bad_columns(text) or [None]:
                     yield BadCell(number, column, text)

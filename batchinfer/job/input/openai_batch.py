@@ -23,7 +23,7 @@ from pydantic_core import from_json, to_json
 from batchinfer.console.format import format_value
 from batchinfer.errors import DataError, JobError, RowError
 from batchinfer.job.input.format import InputFile, ReadRequest, Row, Rows
-from batchinfer.job.input.formats.text_file import batched, opened
+from batchinfer.job.input.formats.text_file import opened
 from batchinfer.job.input.json_columns import json_text
 from batchinfer.job.input.jsonl import JsonlFormat, Line, split_lines
 from batchinfer.job.input.union import Difference, SchemaMode
@@ -128,10 +128,9 @@ class OpenAIFormat(JsonlFormat):
                 )
         return rows
 
-    def records(self, chunks: Iterable[bytes], path: str) -> Iterator[list[Line]]:
-        """Split a file into batches of requests with one prompt each."""
-        lines = chain.from_iterable(map(_one_prompt_each, split_lines(chunks)))
-        return batched(lines, lambda line: len(line[1]))
+    def lines(self, chunks: Iterable[bytes], path: str) -> Iterator[Line]:
+        """Split a file into requests with one prompt each."""
+        return chain.from_iterable(map(_one_prompt_each, split_lines(chunks)))
 
     def rows(self, request: ReadRequest) -> Iterator[Rows]:
         """Read whole requests; ``request.columns`` is ignored."""

@@ -140,12 +140,13 @@ class InputSpec(Section):
     """File, list of files, glob or directory: local, s3://, gs:// or hf://datasets/. Globs and
     directories are read in path order. A path that exists is never treated as a glob."""
     format: Literal[
-        "auto", "parquet", "jsonl", "csv", "arrow", "delta", "iceberg", "openai-batch"
+        "auto", "parquet", "jsonl", "json", "csv", "arrow", "delta", "iceberg", "openai-batch"
     ] = "auto"
-    """Format of the files. auto chooses by file name: jsonl for .jsonl and .ndjson, csv for .csv
-    and .tsv (each also with .gz, .zst or .bz2), arrow for .arrow, .arrows, .feather and .ipc, and
-    parquet for all other names. Folders of Delta and Iceberg tables are detected. In other folders,
-    CSV and Arrow files are read only if the folder has no Parquet and no JSON Lines files."""
+    """Format of the files. auto chooses by file name: jsonl for .jsonl and .ndjson, json for .json,
+    csv for .csv and .tsv (each also with .gz, .zst or .bz2), arrow for .arrow, .arrows, .feather
+    and .ipc, and parquet for all other names. Folders of Delta and Iceberg tables are detected. In
+    other folders, CSV and Arrow files are read only if the folder has no Parquet and no JSON Lines
+    files, and .json files only if it has no files of other formats."""
     version: int | None = Field(default=None, ge=0)
     """Version of a Delta table, or snapshot id of an Iceberg table. null: the latest version at the
     time when the job is planned."""
@@ -153,9 +154,9 @@ class InputSpec(Section):
     """What to do if files differ in a column that the job uses or keeps. strict: refuse the files.
     union: use a type that holds every value unchanged (int64 for int32 and int64, string for
     dictionaries of strings), and null if a file does not have the column; refuse columns without a
-    common type, like string and number. JSON Lines files are always read with union."""
+    common type, like string and number. JSON and JSON Lines files are always read with union."""
     encoding: Annotated[Text, AfterValidator(encoding_name)] = "utf-8"
-    """Encoding of CSV and JSON Lines files, by Python's name, like cp1252, mac_roman or utf-16."""
+    """Encoding of CSV, JSON and JSON Lines files, by Python's name, like cp1252 or mac_roman."""
     encoding_errors: Literal["strict", "replace"] = "strict"
     """What to do with bytes that are not valid in the encoding. strict: refuse the file, and name
     the line and the column. replace: read them as U+FFFD; summary.json and the report count the
@@ -163,6 +164,9 @@ class InputSpec(Section):
     delimiter: Annotated[str, AfterValidator(delimiter_character)] | None = None
     """Character that separates the cells of CSV files, like ; or |. null: a tab in .tsv files, and
     a comma in others."""
+    json_field: Text | None = None
+    """Key of the list of rows in .json files that hold one object. null: the files are arrays of
+    objects, or JSON Lines."""
     id_column: Text | None = None
     """A column that identifies rows. A row without a value fails with missing_id, and a row with
     the value of an earlier row fails with duplicate_id."""

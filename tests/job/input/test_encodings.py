@@ -173,7 +173,9 @@ def test_replaced_cells_are_counted(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["x.parquet", "x.arrow"])
 def test_other_formats_have_no_encoding(tmp_path: Path, name: str) -> None:
     (tmp_path / name).touch()
-    with pytest.raises(UsageError, match=r"input\.encoding is only for the formats jsonl, csv"):
+    with pytest.raises(
+        UsageError, match=r"input\.encoding is only for the formats jsonl, json, csv"
+    ):
         open_source(str(tmp_path / name), options=TextOptions("cp1252"))
 
 

@@ -50,6 +50,7 @@ class TextOptions:
     encoding: str = "utf-8"
     encoding_errors: Literal["strict", "replace"] = "strict"
     delimiter: str | None = None
+    json_field: str | None = None
 
     def used(self) -> Iterator[str]:
         """Yield the names of the keys that do not have their default values."""

@@ -1,46 +1,56 @@
-"""Detects the delimiter of a CSV file from its beginning."""
+"""Detects how to read text files: the delimiter of CSV, and the list in a JSON object."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from itertools import islice
 
 from batchinfer.errors import DataError, RowError
 from batchinfer.job.input.discover import find_files, named_format
 from batchinfer.job.input.formats.csv import DELIMITERS, default_delimiter, read_records
 from batchinfer.job.input.formats.encoding import KEEP_BYTES, TextOptions, to_utf8
+from batchinfer.job.input.formats.json import lists_of_objects
 from batchinfer.job.input.formats.table import table_format
 from batchinfer.job.input.formats.text_file import opened, read_errors
 
 _RECORDS = 200
 
 
-def detect_delimiter(data: str, options: TextOptions) -> str | None:
-    """Return the delimiter of the first CSV file of a dataset.
-
-    Of the delimiters that the header has, this is the one with which the fewest records have a
-    different number of cells than the header, and then the one with the most columns.
+def detect_text_options(data: str, encoding: str) -> TextOptions:
+    """Return how to read a dataset, judged by its first file.
 
     Args:
         data: as for ``input.path``.
-
-    Returns:
-        None for the default delimiter, and for data that is not CSV.
+        encoding: Python's name of the files' encoding.
 
     Raises:
         DataError: no file was found, or the file cannot be read.
     """
+    options = TextOptions(encoding)
     if table_format([data], "auto") is not None:
-        return None
+        return options
     files = find_files(data)
-    if named_format(files) != "csv":
-        return None
-    usual = default_delimiter(files[0])
-    with read_errors(files[0]), opened(files[0]) as chunks:
-        start = next(to_utf8(chunks, options.encoding, KEEP_BYTES), b"")
+    kind = named_format(files)
+    if kind == "csv":
+        return replace(options, delimiter=_delimiter(files[0], encoding))
+    if kind == "json" and (lists := lists_of_objects(files[0], options)):
+        return replace(options, json_field=max(lists, key=lists.__getitem__))
+    return options
+
+
+def _delimiter(path: str, encoding: str) -> str | None:
+    """Return the delimiter of a CSV file; None for the default delimiter.
+
+    Of the delimiters that the header has, this is the one with which the fewest records have a
+    different number of cells than the header, and then the one with the most columns.
+    """
+    usual = default_delimiter(path)
+    with read_errors(path), opened(path) as chunks:
+        start = next(to_utf8(chunks, encoding, KEEP_BYTES), b"")
     delimiters = sorted(DELIMITERS, key=lambda mark: mark != usual)
-    counts = {mark: _cells_of_records(start, files[0], mark) for mark in delimiters}
+    counts = {mark: _cells_of_records(start, path, mark) for mark in delimiters}
     possible = [mark for mark, cells in counts.items() if cells and cells[0] > 1]
     best = min(possible, key=lambda mark: _misfit(counts[mark]), default=usual)
     return None if best == usual else best

@@ -1,0 +1,162 @@
+"""Reads the values of a JSON text one by one, so that a large array needs little memory.
+
+``JSONDecoder.raw_decode`` of Python's ``json`` finds the end of each value.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+from collections.abc import Iterable, Iterator
+
+from batchinfer.console.format import format_value
+from batchinfer.errors import DataError
+
+MAX_VALUE_BYTES = 64 << 20
+"""Maximum size of a value."""
+_DECODER = json.JSONDecoder(parse_int=str, parse_float=str)  # long integers are an error in int()
+_SPACE = re.compile(r"[ \t\n\r]*")
+_LONGEST_TOKEN = 16
+"""An error this close to the end of a chunk may come from a token that the next chunk completes."""
+
+
+class JsonText:
+    """The text of a file from the current position on.
+
+    Methods raise a DataError with the line and the character if the text is not JSON.
+    """
+
+    def __init__(self, chunks: Iterable[bytes], path: str) -> None:
+        """Args:
+        chunks: the text in UTF-8; bytes that are not UTF-8 are kept.
+        path: path of the file, for messages.
+        """
+        self._chunks = codecs.iterdecode(chunks, "utf-8", "surrogateescape")
+        self._path = path
+        self._text = next(self._chunks, "").removeprefix("\ufeff")
+        self._at = 0
+        self._line, self._line_start = 1, 0
+
+    @property
+    def line(self) -> int:
+        """Number of the current line, from 1."""
+        return self._line
+
+    def peek(self) -> str:
+        """Skip whitespace, and return the next character; "" at the end."""
+        while True:
+            self._move(_SPACE.match(self._text, self._at).end())  # type: ignore[union-attr]
+            if self._at < len(self._text):
+                return self._text[self._at]
+            if not self._read_more():
+                return ""
+
+    def take(self, expected: str) -> str:
+        """Skip whitespace, and read one of the expected characters."""
+        found = self.peek()
+        if not found or found not in expected:
+            wanted = " or ".join(map(format_value, expected))
+            raise self._error(f"{wanted} is missing", self._at)
+        self._move(self._at + 1)
+        return found
+
+    def value(self) -> str:
+        """Skip whitespace, and read a value; return its text."""
+        self.peek()
+        while True:
+            try:
+                end = _DECODER.raw_decode(self._text, self._at)[1]
+            except json.JSONDecodeError as error:
+                is_cut = (
+                    error.msg.startswith("Unterminated string")
+                    or error.pos >= len(self._text) - _LONGEST_TOKEN
+                )
+                if not (is_cut and self._read_more()):
+                    raise self._error(error.msg, error.pos) from None
+            except RecursionError:
+                raise self._error("too many nested values", self._at) from None
+            else:
+                # A number may continue in the next chunk.
+                if end < len(self._text) or not self._read_more():
+                    break
+        text = self._text[self._at : end]
+        self._move(end)
+        return text
+
+    def array_items(self) -> Iterator[tuple[int, str]]:
+        """Read an array; yield the line and the text of each item."""
+        self.take("[")
+        mark = self.take("]") if self.peek() == "]" else ","
+        while mark == ",":
+            self.peek()
+            line = self._line
+            yield line, self.value()
+            mark = self.take(",]")
+
+    def object_keys(self) -> Iterator[str]:
+        """Read an object; yield each key before its value, which the caller must read."""
+        self.take("{")
+        mark = self.take("}") if self.peek() == "}" else ","
+        while mark == ",":
+            if self.peek() != '"':
+                raise self._error("a key is missing", self._at)
+            key = json.loads(self.value())
+            self.take(":")
+            yield key
+            mark = self.take(",}")
+
+    def skip(self) -> int | None:
+        """Read a value, the items of an array one by one.
+
+        Return the number of items if the value is an array of objects, else None.
+        """
+        first = self.peek()
+        if first == "[":
+            kinds = [0, 0]
+            for _, item in self.array_items():
+                kinds[item.startswith("{")] += 1
+            return kinds[True] if kinds[True] and not kinds[False] else None
+        if first == "{":
+            for _ in self.object_keys():
+                self.skip()
+        else:
+            self.value()
+        return None
+
+    def end(self) -> None:
+        """Check that only whitespace is left."""
+        if self.peek():
+            raise self._error("text follows the end of the value", self._at)
+
+    def _read_more(self) -> bool:
+        """Read at least as much text as is unread, so that a long value is parsed a few times only;
+        return False at the end."""
+        unread = self._text[self._at :]
+        if len(unread) > MAX_VALUE_BYTES:
+            raise self._error(f"a value has more than {MAX_VALUE_BYTES >> 20} MiB", self._at)
+        parts, size = [unread], 0
+        for part in self._chunks:
+            parts.append(part)
+            size += len(part)
+            if size >= len(unread):
+                break
+        if not size:
+            return False
+        self._text, self._at, self._line_start = "".join(parts), 0, self._line_start - self._at
+        return True
+
+    def _move(self, to: int) -> None:
+        ends = self._text.count("\n", self._at, to)
+        if ends:
+            self._line += ends
+            self._line_start = self._text.rindex("\n", self._at, to) + 1
+        self._at = to
+
+    def _error(self, problem: str, at: int) -> DataError:
+        self._move(at)
+        character = self._at - self._line_start + 1
+        return DataError(
+            f"{self._path}, line {self._line}, character {character} is not JSON: {problem}",
+            hint="repair the file, or leave it out of input.path",
+        )
