@@ -15,7 +15,8 @@ from triton.runtime.interpreter import InterpretedFunction
 
 from batchinfer.kernels import launch as launch_settings
 from batchinfer.worker import family_check, verify
-from batchinfer.worker.cuda_graphs import step_graphs
+from batchinfer.worker.cuda_graphs import capture, step_graphs
+from batchinfer.worker.cuda_graphs.capture import CudaCapture, Run
 from batchinfer.worker.fusion import fuse, fused_modules, gated_delta_net
 from batchinfer.worker.linear import kernel_choice, packed_linear
 from batchinfer.worker.model import shallow_copy
@@ -99,12 +100,12 @@ class FakeCuda:
             with operations.recorded() as CheckedCapture.last:
                 yield
 
-        class CheckedCapture(step_graphs.CudaCapture):
+        class CheckedCapture(CudaCapture):
             """Runs the computation again at each replay, to compare it with the capture."""
 
             last: Any = None
 
-            def __call__(self, run: step_graphs.Run) -> step_graphs.Run:
+            def __call__(self, run: Run) -> Run:
                 replay = super().__call__(run)
                 captured = CheckedCapture.last
 
@@ -120,7 +121,7 @@ class FakeCuda:
         patch.setattr(torch.cuda, "CUDAGraph", Graph)
         patch.setattr(torch.cuda, "graph", graph)
         patch.setattr(step_graphs, "CudaCapture", CheckedCapture)
-        patch.setattr(step_graphs, "_alias", lambda tensor: tensor)
+        patch.setattr(capture, "_alias", lambda tensor: tensor)
 
 
 class _NoContents(FakeTensorMode):

@@ -110,6 +110,8 @@ def replace_torch_cuda(
         "manual_seed_all": None,
         "get_rng_state": None,
         "set_rng_state": None,
+        "get_sync_debug_mode": 0,
+        "set_sync_debug_mode": None,
         "current_stream": stream,
         "stream": nullcontext(),
         "graph_pool_handle": (0, 1),

@@ -26,7 +26,8 @@ from batchinfer.engine.step import SamplingBatch
 from batchinfer.errors import DeviceError, ModelError
 from batchinfer.kernels import batch_invariant_attention
 from batchinfer.worker.attention.attention import ATTENTION_NAME, register
-from batchinfer.worker.cuda_graphs.step_graphs import Capture, CudaCapture, Run, StepGraphs
+from batchinfer.worker.cuda_graphs.capture import Capture, CudaCapture, Run
+from batchinfer.worker.cuda_graphs.step_graphs import StepGraphs
 from batchinfer.worker.fusion.fuse import fuse
 from batchinfer.worker.kv_cache import KVCache
 from batchinfer.worker.linear.batch_invariance import check_batch_invariance, check_operations

@@ -14,8 +14,9 @@ from batchinfer.engine.step import Step
 from batchinfer.kernels import reference
 from batchinfer.worker.attention.attention import ATTENTION_NAME, make_cuda_backend, register
 from batchinfer.worker.attention.temperature import temper_queries
+from batchinfer.worker.cuda_graphs.capture import Capture, Run
 from batchinfer.worker.cuda_graphs.graph_sizes import GraphSize, GraphSizes
-from batchinfer.worker.cuda_graphs.step_graphs import Capture, Run, StepGraphs, kind_of
+from batchinfer.worker.cuda_graphs.step_graphs import StepGraphs, kind_of
 from batchinfer.worker.forward import forward
 from batchinfer.worker.fusion.fuse import fuse
 from batchinfer.worker.kv_cache import KVCache

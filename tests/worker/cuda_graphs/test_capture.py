@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from batchinfer.worker.cuda_graphs.step_graphs import SyncWatch
+from batchinfer.worker.cuda_graphs.sync_watch import SyncWatch
 from tests.worker.on_triton import pretend_cuda
 
 
@@ -18,9 +18,12 @@ from tests.worker.on_triton import pretend_cuda
         (lambda x: torch.where(x > 0), {"where"}),
         (lambda x: x if x.sum() > 0 else -x, {"is_nonzero"}),
         (lambda x: torch.repeat_interleave(x, x.int()), {"repeat_interleave"}),
+        (lambda x: torch.repeat_interleave(x.int()), {"repeat_interleave"}),
+        (lambda x: x.repeat_interleave(2, dim=-1), set()),
+        (lambda x: x.argwhere(), {"argwhere"}),
         (lambda x: torch.where(x > 0, x, -x)[torch.tensor([1, 0])] + x.cumsum(0), set()),
     ],
-    ids=["index", "where", "if", "repeats", "nothing"],
+    ids=["index", "where", "if", "repeats", "indices", "same_repeats", "argwhere", "nothing"],
 )
 def test_operations_that_wait_are_seen(
     compute: Any, waits: set[str], monkeypatch: pytest.MonkeyPatch
@@ -31,6 +34,14 @@ def test_operations_that_wait_are_seen(
     with torch.inference_mode(), watch:
         compute(x)
     assert watch.seen == waits
+
+
+def test_reading_memory_of_the_host_is_no_wait() -> None:
+    x = torch.tensor([1.0, 2.0])
+    with torch.inference_mode(), SyncWatch() as watch:
+        assert x[0].item() < x[1].item()
+        assert not torch.equal(x, x[1:])
+    assert watch.seen == set()
 
 
 @pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])

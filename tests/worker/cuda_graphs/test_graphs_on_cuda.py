@@ -14,7 +14,8 @@ import torch
 from batchinfer.engine.kv.layout import KVLayout
 from batchinfer.worker.attention.attention import ATTENTION_NAME, register
 from batchinfer.worker.attention.cuda import CudaAttention
-from batchinfer.worker.cuda_graphs.step_graphs import CudaCapture, StepGraphs
+from batchinfer.worker.cuda_graphs.capture import CudaCapture
+from batchinfer.worker.cuda_graphs.step_graphs import StepGraphs
 from batchinfer.worker.forward import forward
 from batchinfer.worker.fusion.fuse import fuse
 from batchinfer.worker.kv_cache import KVCache

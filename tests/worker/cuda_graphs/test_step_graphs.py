@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from batchinfer.engine.step import ScoredTokens, SharedPrefixes, Step
 from batchinfer.kernels import decode_plan
 from batchinfer.worker.cuda_graphs import graph_sizes
+from batchinfer.worker.cuda_graphs.capture import Run
 from batchinfer.worker.cuda_graphs.graph_sizes import GraphSize
-from batchinfer.worker.cuda_graphs.step_graphs import Run
 from batchinfer.worker.model_runner import ModelRunner
 from batchinfer.worker.transfer import HostCopy
 from tests.lora import make_adapter

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from batchinfer.engine.step import SamplingBatch
-from batchinfer.worker.cuda_graphs.step_graphs import SyncWatch
+from batchinfer.worker.cuda_graphs.sync_watch import SyncWatch
 from batchinfer.worker.sampling import on_device
 from batchinfer.worker.sampling.logits_processors import forbid_masked
 from batchinfer.worker.sampling.logprobs import row_stats
