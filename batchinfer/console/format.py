@@ -23,8 +23,11 @@ def printable(text: str, limit: int = MAX_LINE) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or its class if the message is empty."""
-    return printable((str(error).splitlines() or [type(error).__name__])[0])
+    """Return the first line with a letter of an error's message, or the class and the message."""
+    lines = str(error).splitlines()
+    worded = (line for line in lines if any(map(str.isalpha, line)))
+    name = type(error).__name__
+    return printable(next(worded, ": ".join([name, *lines[:1]])))
 
 
 def pool_blocks(count: int, block_size: int) -> str:

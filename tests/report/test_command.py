@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+import resource
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from typer.testing import CliRunner
 
@@ -73,17 +75,37 @@ def test_missing_report_is_one_line_of_output(tmp_path: Path) -> None:
     assert lines == [f"no report: {tmp_path}/nothing holds no batchinfer output"]
 
 
+@pytest.mark.parametrize(
+    ("error", "free", "says"),
+    [
+        (MemoryError(), None, "it ran out of memory"),
+        (KeyError(12), None, "KeyError: 12"),
+        (
+            RuntimeError("#"),
+            1 << 20,
+            r"RuntimeError: # \(`ulimit -v` allows .* of address space, of which .* are left\)",
+        ),
+    ],
+)
 def test_bug_in_the_report_does_not_fail_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    error: Exception,
+    free: int | None,
+    says: str,
 ) -> None:
     def fail(*_: object) -> None:
-        raise MemoryError("no memory")
+        if free is not None:
+            limit = psutil.Process().memory_info().vms + free
+            monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
+        raise error
 
     write_parquet(tmp_path / "in" / "x.parquet", {"prompt": ["a", "b"]})
     monkeypatch.setattr(write, "from_output", fail)
     assert run_job(job(tmp_path), build=FakeBuild(), report=report_at_end) is ExitCode.OK
     printed = capsys.readouterr()
-    assert printed.err == "no report: no memory\n"
+    assert re.fullmatch(f"no report: {says}\n", printed.err)
     assert "report.html" not in printed.out
     assert (tmp_path / "out" / "_SUCCESS").exists()
 

@@ -43,9 +43,7 @@ def reopen(out: OutputDir, plan: Manifest, generated: pa.Schema) -> None:
     reopened = _parts_with_errors(out, plan, "marks")
     if not reopened:
         return
-    with storage_errors(out.success, "delete"):
-        out.files.delete(out.success)
-        out.files.sync(out.root)
+    out.reopen()
     for part, record in reopened:
         table = _good_rows(out, part, record, segments.schema)
         if table.num_rows:

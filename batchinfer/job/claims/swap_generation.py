@@ -94,8 +94,7 @@ def finish_swap(out: OutputDir) -> None:
 
 def _place(out: OutputDir, generation: OutputDir) -> None:
     files = out.files
-    files.delete(out.success)
-    files.sync(out.root)
+    out.reopen()
     failpoint("swap-hidden")
     clear_staging(out)
     for folder, source in zip(out.folders, generation.folders, strict=True):

@@ -36,6 +36,7 @@ from batchinfer.job.storage.filesystem import (
 )
 from batchinfer.job.storage.local_lock import LocalLock, Lock
 
+S = TypeVar("S")
 T = TypeVar("T")
 Access = Callable[[str, str], tuple[Files, Lock]]
 Trust = Literal["nothing", "marks", "times"]
@@ -103,6 +104,7 @@ class OutputDir:
         self.bad_ids = self.state / "bad_ids.parquet"
         self.manifest = self.state / "manifest.json"
         self.manifest_copy = self.state / "manifest-copy.json"
+        self.file_records = (self.state / "files.json", self.state / "files-copy.json")
         self.openai = root / "openai"
         self.openai_files = (self.openai / "output.jsonl", self.openai / "errors.jsonl")
         self.openai_record = self.state / "openai.json"
@@ -124,8 +126,9 @@ class OutputDir:
     @property
     def single_files(self) -> tuple[PurePath, ...]:
         """Files of a generation outside ``folders``, except ``success``; the plan is last."""
-        results = (self.openai_record, self.suspects, self.kernels, self.summary, self.report)
-        return (*results, self.manifest_copy, self.manifest)
+        results = (self.openai_record, self.summary, self.report, *self.file_records)
+        notes = (self.suspects, self.kernels, self.bad_ids)
+        return (*results, *notes, self.manifest_copy, self.manifest)
 
     def for_writer(self, writer: str) -> OutputDir:
         """Return the same directory for one of several writers.
@@ -178,13 +181,26 @@ class OutputDir:
         names = [path.name for folder in folders for path in self.files.entries(folder)]
         return run_id(1 + max(map(run_number, names), default=0), self.writer)
 
-    def of_each(self, look: Callable[[Part], T], parts: Iterable[Part]) -> list[T]:
-        """Return ``look(part)`` for each part, in order; in an object store, the calls run in
-        parallel."""
+    def of_each(self, look: Callable[[S], T], items: Iterable[S]) -> list[T]:
+        """Return ``look(item)`` for each part or path, in order; in an object store, the calls run
+        in parallel."""
         if self.files.parallel_requests == 1:
-            return [look(part) for part in parts]
+            return [look(item) for item in items]
         with ThreadPoolExecutor(self.files.parallel_requests) as pool:
-            return list(pool.map(look, parts))
+            return list(pool.map(look, items))
+
+    def reopen(self) -> None:
+        """Delete ``_SUCCESS``, and before it the record of the files; call it under the lock.
+
+        Raises:
+            StorageError: a file cannot be deleted.
+        """
+        for paths, folder in ((self.file_records, self.state), ((self.success,), self.root)):
+            for path in paths:
+                with storage_errors(path, "delete"):
+                    self.files.delete(path)
+            with storage_errors(folder, "delete"):
+                self.files.sync(folder)
 
     def finished(self, part: Part, trust: Trust = "marks") -> PartRecord | None:
         """Return the record of ``part`` after checking its files; None if it has no record.

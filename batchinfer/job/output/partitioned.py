@@ -21,6 +21,7 @@ from batchinfer.job.input.dataset import Source
 from batchinfer.job.manifest import Manifest
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.output.export_record import file_problems, read_record
+from batchinfer.job.output.file_record import missing_files
 from batchinfer.job.output.parquet_bytes import parquet_bytes
 from batchinfer.job.output.schema import OutputTable
 from batchinfer.job.row_ids import Part
@@ -123,6 +124,7 @@ def refuse_foreign(out: OutputDir, columns: Sequence[str]) -> None:
         LockedError: the folder holds files that batchinfer did not write.
     """
     is_ours = out.files.stat(out.partitioned_record) is not None
+    is_ours = is_ours or out.partitioned_record in missing_files(out)
     if columns and not is_ours and out.files.entries(out.partitioned):
         raise LockedError(
             f"{printable(str(out.partitioned))} was not written by batchinfer",

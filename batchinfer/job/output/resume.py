@@ -244,9 +244,7 @@ def _store_plan(out: OutputDir, plan: ResumePlan) -> None:
     else:
         store_manifest(out, plan.manifest)
     if plan.todo:
-        with storage_errors(out.success, "delete"):
-            out.files.delete(out.success)
-            out.files.sync(out.root)
+        out.reopen()
 
 
 def clear_staging(out: OutputDir) -> None:
@@ -324,7 +322,8 @@ def _clear(out: OutputDir) -> None:
     if _exists(out, out.swap):  # checked first: it marks the generation in ``next`` as complete
         delete(out.swap)
         out.files.sync(out.state)
-    for path in (out.success, out.summary, out.report, *out.openai_files):
+    out.reopen()
+    for path in (out.summary, out.report, *out.openai_files):
         delete(path)
     if _exists(out, out.partitioned_record):
         delete(out.partitioned)

@@ -21,6 +21,7 @@ from batchinfer.job.output.commit import check_part
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.output.explode import first_of_rows
 from batchinfer.job.output.export_record import problems as openai_problems
+from batchinfer.job.output.file_record import changed_files, has_record
 from batchinfer.job.output.part_record import PartRecord
 from batchinfer.job.output.partitioned import problems as partition_problems
 from batchinfer.job.output.resume import plan_of, refuse_half_an_update, unexpected_files
@@ -30,6 +31,10 @@ from batchinfer.job.storage.filesystem import parse_json, read_file
 
 MOST_SHOWN = 10
 _UPDATING = "an update has started; its rows are not checked until they are in place"
+_OLDER = (
+    "an older version finished this job and stored no hashes of its statistics, records and logs; "
+    "bit errors in these files are not noticed"
+)
 _FINGERPRINT = b"batchinfer.fingerprint"
 
 
@@ -45,6 +50,8 @@ class Verification:
     problems: list[str]
     is_updating: bool = False
     """True if there is a next generation; ``verify`` does not check it."""
+    lacks_hashes: bool = False
+    """True if an older version finished the job; it stored no hashes of files other than rows."""
 
     def data(self) -> dict[str, Any]:
         """Return the values that ``--json`` prints."""
@@ -53,8 +60,7 @@ class Verification:
     def lines(self) -> Iterator[str]:
         """Yield lines of text for output that is not a terminal."""
         yield from self._shown()
-        if self.is_updating:
-            yield _UPDATING
+        yield from self._notes()
         parts = f"{self.parts_done:,} of {self.parts_total:,} parts"
         yield f"{self._state}: {parts}, {self.rows:,} rows; {self._outcome}"
 
@@ -68,8 +74,8 @@ class Verification:
         yield SummaryLine("parts", f"{self.parts_done:,} of {self.parts_total:,}", share=share)
         yield SummaryLine("rows", f"{self.rows:,}", " in finished parts")
         yield SummaryLine("state", self._state)
-        if self.is_updating:
-            yield SummaryLine("note", _UPDATING)
+        for note in self._notes():
+            yield SummaryLine("note", note)
 
     @property
     def _state(self) -> str:
@@ -81,6 +87,12 @@ class Verification:
         yield from (printable(problem) for problem in self.problems[:MOST_SHOWN])
         if len(self.problems) > MOST_SHOWN:
             yield f"and {len(self.problems) - MOST_SHOWN:,} more problems"
+
+    def _notes(self) -> Iterator[str]:
+        if self.is_updating:
+            yield _UPDATING
+        if self.lacks_hashes:
+            yield _OLDER
 
     @property
     def _outcome(self) -> str:
@@ -110,11 +122,14 @@ class _Check:
         self._plan = plan
         self._claims_success = out.files.stat(out.success) is not None
         self._schema: pa.Schema | None = None
+        self._changed = changed_files(out)
 
     def run(self) -> Verification:
-        problems = list(self._plan_problems())
+        problems = [*self._changed.values(), *self._plan_problems()]
         parts = rows = 0
         for part in self._plan.parts():
+            if self._out.record(part) in self._changed:
+                continue
             try:
                 record = self._out.finished(part, "nothing")
                 if record is not None:
@@ -129,19 +144,20 @@ class _Check:
             *self._key_problems(),
             *self._segment_problems(),
             *self._summary_problems(),
-            *openai_problems(self._out),
-            *partition_problems(self._out),
+            *self._export_problems(),
         ]
         total = len(self._plan.parts())
         complete = self._claims_success and parts == total
         is_updating = bool(self._out.files.entries(self._out.next))
-        return Verification(complete, total, parts, rows, problems, is_updating)
+        lacks_hashes = self._claims_success and not has_record(self._out)
+        return Verification(complete, total, parts, rows, problems, is_updating, lacks_hashes)
 
     def _plan_problems(self) -> Iterator[str]:
         if digest(self._plan.job) != self._plan.fingerprint:
             yield f"{self._out.manifest}: its fingerprint does not match the job in it"
         try:
-            read_manifest(self._out.manifest, self._out.files)
+            if self._out.manifest not in self._changed:
+                read_manifest(self._out.manifest, self._out.files)
         except DataError as error:
             yield str(error)
         for path in unexpected_files(self._out, self._plan):
@@ -175,6 +191,8 @@ class _Check:
         reuse by other jobs."""
         for part in self._plan.parts():
             path, record = self._out.row_keys(part), None
+            if path in self._changed:
+                continue
             with suppress(DataError):  # ``run`` reports a damaged record
                 record = self._out.read_record(part)
             if record is None or record.keys_sha256 is None or self._out.files.stat(path) is None:
@@ -183,6 +201,12 @@ class _Check:
                 self._out.check_hash(path, record.keys_sha256)
             except (DataError, StorageError) as error:
                 yield first_line(error)
+
+    def _export_problems(self) -> Iterator[str]:
+        if self._out.openai_record not in self._changed:
+            yield from openai_problems(self._out)
+        if self._out.partitioned_record not in self._changed:
+            yield from partition_problems(self._out)
 
     def _segment_problems(self) -> Iterator[str]:
         for path in self._out.files.entries(self._out.segments):
@@ -196,7 +220,7 @@ class _Check:
                 yield f"{path} cannot be read: {first_line(error)}"
 
     def _summary_problems(self) -> Iterator[str]:
-        if not self._claims_success:
+        if not self._claims_success or self._out.summary in self._changed:
             return
         summary: dict[str, Any] = {}
         with suppress(OSError, ValueError):

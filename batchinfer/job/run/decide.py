@@ -23,6 +23,7 @@ from batchinfer.job.job import OutputJob, identified, open_input, open_job
 from batchinfer.job.manifest import Manifest
 from batchinfer.job.output import export_record, partitioned
 from batchinfer.job.output.directory import OutputDir
+from batchinfer.job.output.file_record import missing_files
 from batchinfer.job.output.manifest_file import is_stored_whole, stored_manifest
 from batchinfer.job.output.open import output_at
 from batchinfer.job.output.resume import ResumePlan, plan_resume
@@ -239,6 +240,8 @@ def _is_finished(job: OutputJob, options: RunOptions) -> bool:
     if exports and not export_record.exists(out, job.combined_output):
         return False
     if todo or not partitioned.exists(out, columns) or not is_stored_whole(out):
+        return False
+    if any(missing_files(out)):
         return False
     return not (options.retry_errors and has_errors(out, job.manifest))
 

@@ -16,6 +16,7 @@ from batchinfer.job.claims.claim import Claim
 from batchinfer.job.job import OutputJob
 from batchinfer.job.openai.export import export
 from batchinfer.job.output import partitioned
+from batchinfer.job.output.file_record import missing_files, record_files
 from batchinfer.job.output.part_record import PartRecord
 from batchinfer.job.output.resume import refuse_unexpected_files
 from batchinfer.job.row_ids import Part
@@ -35,14 +36,22 @@ def end_run(plan: RunPlan, job: OutputJob, reporter: RunReporter, stop: Event) -
             reporter.stopped(job.out, overwrites=plan.options.overwrites)
             return ExitCode.INTERRUPTED
         if ending.ends_job:
-            return _finish(replace(job, out=ending.out), plan.claim, reporter)
+            job = replace(job, out=ending.out)
+            code = _finish(job, plan.claim, reporter)
+            is_success = code is ExitCode.OK
+            record_files(job.out, has_success=is_success, other_writers=ending.other_writers)
+            if is_success:
+                job.out.write(job.out.success, b"")
+            return code
         reporter.parts_left(job.out, ending.num_parts_left)
         return ExitCode.OK
 
 
 def _finish(job: OutputJob, claim: Claim, reporter: RunReporter) -> ExitCode:
-    """Write the exports and statistics; write ``_SUCCESS`` unless too many rows failed."""
+    """Write the exports and statistics; return OK unless too many rows failed."""
     refuse_unexpected_files(job.out, job.manifest)
+    missing = list(missing_files(job.out))
+    job.out.reopen()
     records = job.out.of_each(partial(_record, job, claim), job.manifest.parts())
     if job.spec.output.format == "openai-batch":
         export(job.out, job.manifest, job.table.kept, job.spec.model, job.combined_output)
@@ -54,6 +63,10 @@ def _finish(job: OutputJob, claim: Claim, reporter: RunReporter) -> ExitCode:
     with phase("merging statistics"):
         lineage_of = partial(_lineage, job, records)
         summary = write_summary(job.out, job.manifest, records, warnings.append, lineage_of)
+    for path in missing:
+        written_later = path in (job.out.report, *job.out.file_records)
+        if not written_later and job.out.files.stat(path) is None:
+            warnings.append(f"{path} is missing, and this run could not make it again")
     if job.spec.accept is not None and summary["rows"]["ok"] and not _num_kept(job, summary):
         warnings.append("accept kept no sample of any row; check whether its conditions can be met")
     reporter.end(job.out, summary, warnings)
@@ -68,7 +81,6 @@ def _finish(job: OutputJob, claim: Claim, reporter: RunReporter) -> ExitCode:
     if least is not None and kept < least:
         reporter.too_few_rows(job.out, kept, least)
         return ExitCode.TOO_MANY_ROW_ERRORS
-    job.out.write(job.out.success, b"")
     return ExitCode.OK
 
 

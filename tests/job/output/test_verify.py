@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.output.verify import Verification, verify
 from batchinfer.job.run.run_job import run_job
 from batchinfer.job.spec.spec import JobSpec
+from batchinfer.report import write
 from tests.job.datasets import flip_bit, rot, write_parquet
 from tests.job.fakes import FakeBuild, job
 from tests.job.output.test_resume import Build, stop_at
@@ -42,6 +44,14 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def root(finished: Path, tmp_path: Path) -> Path:
     """Return a copy of the finished job's output."""
     return shutil.copytree(finished, tmp_path, dirs_exist_ok=True) / "out"
+
+
+@pytest.fixture
+def older(root: Path) -> Path:
+    """Return the output of a job that an older version finished, without a record of files."""
+    for path in OutputDir(root).file_records:
+        Path(path).unlink()
+    return root
 
 
 def finished_job(tmp_path: Path) -> JobSpec:
@@ -86,12 +96,20 @@ def test_verify_of_a_finished_job(root: Path) -> None:
     done = found(root)
     assert done == Verification(True, 3, 3, 25, [])
     assert list(done.lines()) == ["finished: 3 of 3 parts, 25 rows; everything matches its record"]
-    (root / "_SUCCESS").unlink()
-    (line,) = found(root).lines()
+    assert done.data()["ok"] is True
+
+
+def test_verify_of_the_output_of_an_older_version(older: Path) -> None:
+    done = found(older)
+    assert done == Verification(True, 3, 3, 25, [], lacks_hashes=True)
+    note, line = done.lines()
+    assert note.startswith("an older version finished this job and stored no hashes")
+    assert line == "finished: 3 of 3 parts, 25 rows; everything matches its record"
+    (older / "_SUCCESS").unlink()
+    (line,) = found(older).lines()
     assert (
         line == "not finished (no _SUCCESS): 3 of 3 parts, 25 rows; everything matches its record"
     )
-    assert done.data()["ok"] is True
 
 
 def test_verify_of_a_stopped_job(tmp_path: Path) -> None:
@@ -153,9 +171,9 @@ def test_verify_of_a_stopped_job(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_verify_names_damage(root: Path, harm: Callable[[Path], None], says: str) -> None:
-    harm(root)
-    done = found(root)
+def test_verify_names_damage(older: Path, harm: Callable[[Path], None], says: str) -> None:
+    harm(older)
+    done = found(older)
     assert len(done.problems) == 1
     assert says in done.problems[0]
     assert done.data()["ok"] is False
@@ -173,6 +191,42 @@ def test_the_repair_that_verify_suggests_works(tmp_path: Path, root: Path, name:
     (root / name).unlink()
     run_job(finished_job(tmp_path), build=FakeBuild(), quiet=True)
     assert found(root) == Verification(True, 3, 3, 25, [])
+
+
+def test_every_flip_and_deletion_is_noticed_and_mended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(write, "page", lambda *_: "<p>A report without charts is fast.")
+    columns = {"prompt": ["a asks", "", "b asks"], "id": [1, 1, 2], "lang": ["en"] * 3}
+    write_parquet(tmp_path / "in" / "x.parquet", columns)
+    spec = job(
+        tmp_path,
+        input={"id_column": "id"},
+        output={"partition_by": ["lang"]},
+        errors={"max_error_rate": 1},
+    )
+
+    def run() -> None:
+        code = run_job(spec, build=FakeBuild(), quiet=True, report=write.report_at_end)
+        assert code is ExitCode.OK
+
+    run()
+    root = tmp_path / "out"
+    names = [str(path.relative_to(root)) for path in sorted(root.rglob("*")) if path.is_file()]
+    one_of_each_kind = {re.sub(r"\d+", "", name): name for name in names}
+    del one_of_each_kind["_batchinfer/lock"]
+    for name in one_of_each_kind.values():
+        file = root / name
+        data = file.read_bytes()
+        for at in {0, len(data) - 1} if data else ():
+            flip_bit(file, at)
+            assert [name in problem for problem in found(root).problems] == [True], (name, at)
+            file.write_bytes(data)
+        file.unlink()
+        problems = found(root).problems
+        assert any(name in problem for problem in problems), name
+        run()
+        assert found(root).problems == [], name
 
 
 def test_verify_shows_the_first_problems(root: Path) -> None:
