@@ -196,6 +196,7 @@ ROOMS = [
         ),
     ),
     Room("__init__", "the names of the Python API", ("process", "config", "llm")),
+    described("vllm", ("errors", "process", "llm", "__init__")),
     described(
         "cli", ("errors", "process", "config", "console", "worker.model", "job", "report", "llm")
     ),

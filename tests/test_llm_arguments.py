@@ -47,8 +47,11 @@ def run(llm: LLM, prompt: Any, params: sampling.SamplingParams, **options: Any) 
     [
         ({"max_loras": 2, "enforce_eager": True}, "max_loras, enforce_eager have"),
         ({"trust_remote_code": True, "model_impl": "transformers"}, "trust_remote_code, model_"),
-        ({"data_parallel_backend": "mp"}, "data_parallel_backend has"),
+        ({"data_parallel_backend": "ray"}, "data_parallel_backend has"),
+        ({"enable_chunked_prefill": False}, "enable_chunked_prefill has"),
         ({"trust_remote_code": False, "priority": None, "cpu_offload_gb": 0}, None),
+        ({"tokenizer_mode": "auto", "max_lora_rank": 16, "disable_log_stats": True}, None),
+        ({"enforce_eager": False, "allowed_local_media_path": "", "offload_params": set()}, None),
     ],
 )
 def test_llm_arguments_without_effect_give_one_warning(

@@ -73,6 +73,62 @@ ONLY_VALUES: Mapping[str, tuple[object, ...]] = {
 }
 """Values that some arguments accept without effect; other values are not supported yet."""
 
+_AUTO = """
+config_format convert guided_decoding_backend linear_backend load_format lora_dtype
+mamba_cache_dtype mamba_ssm_cache_dtype mm_processor_device model_impl moe_backend offload_backend
+sparse_indexer_topk_backend structured_outputs_backend tokenizer_mode worker_cls
+"""
+_UNSET = """
+disable_cascade_attn disable_hybrid_kv_cache_manager disable_nccl_for_dp_synchronization
+enable_batch_sharded_sampling enable_chunked_prefill enable_flashinfer_autotune
+"""
+DEFAULTS: Mapping[str, object] = {
+    **dict.fromkeys(_AUTO.split(), "auto"),
+    **dict.fromkeys(_UNSET.split()),
+    "all2all_backend": "allgather_reducescatter",
+    "data_parallel_backend": "mp",
+    "dbo_decode_token_threshold": 32,
+    "dbo_prefill_token_threshold": 512,
+    "dcp_kv_cache_interleave_size": 1,
+    "disable_log_stats": True,
+    "dp_sync_interval": 16,
+    "expert_placement_strategy": "linear",
+    "jit_monitor_mode": "warn",
+    "kv_cache_metrics_sample": 0.01,
+    "kv_offloading_backend": "native",
+    "mamba_cache_mode": "none",
+    "master_addr": "127.0.0.1",
+    "master_port": 29501,
+    "max_lora_rank": 16,
+    "max_loras": 1,
+    "mm_device_do_normalize": True,
+    "mm_encoder_fp8_scale_save_margin": 1.5,
+    "mm_encoder_tp_mode": "weights",
+    "mm_hasher_algorithm": "blake3",
+    "mm_processor_cache_gb": 4,
+    "mm_processor_cache_type": "lru",
+    "mm_shm_cache_max_object_size_mb": 128,
+    "mm_tensor_ipc": "direct_rpc",
+    "offload_num_in_group": 1,
+    "offload_prefetch_step": 1,
+    "per_request_spec_decode_metrics": "none",
+    "performance_mode": "balanced",
+    "prefill_schedule_interval": 1,
+    "prefix_caching_hash_algo": "sha256",
+    "pt_load_map_location": "cpu",
+    "renderer_num_workers": 1,
+    "replayssm_buffer_len": 16,
+    "scheduler_reserve_full_isl": True,
+    "scheduling_policy": "fcfs",
+    "spaces_between_special_tokens": True,
+    "stream_interval": 1,
+    "swa_bounded_replay": True,
+    "use_tqdm_on_load": True,
+    "video_pruning_method": "evs",
+}
+"""vLLM's defaults of arguments without effect, from ``EngineArgs`` and ``LLM`` of vLLM 0.32.0. The
+defaults of all others are None, or false values such as 0 and {}."""
+
 _NOT_YET = """
 allowed_local_media_path allowed_media_domains calculate_kv_scales cpu_offload_gb cpu_offload_params
 default_mm_loras diffusion_config disable_sliding_window ec_transfer_config enable_elastic_ep
@@ -125,10 +181,18 @@ METHODS: Mapping[str, str] = {
 """Missing methods and attributes of vLLM's ``LLM``, with their alternatives."""
 
 
+def _is_default(name: str, value: object) -> bool:
+    if name in DEFAULTS:
+        return value == DEFAULTS[name]
+    return isinstance(value, int | float | str | list | set | Mapping) and not value
+
+
 def settle(
     call: str, given: Mapping[str, object], known: Sequence[str], *, stacklevel: int = 3
 ) -> None:
     """Warn once about the arguments without effect, and refuse unsupported arguments.
+
+    An argument with vLLM's default gives no warning.
 
     Args:
         call: name of the call in messages.
@@ -144,14 +208,15 @@ def settle(
     ignored = []
     for name, value in given.items():
         if name in NOT_YET:
-            is_default = isinstance(value, int | float) and value == NOT_YET[name]
+            is_number = isinstance(value, int | float)
+            is_default = value == NOT_YET[name] if is_number else _is_default(name, value)
             if value is not None and not is_default:
                 raise NotYetError(f"{call}({name}=...)")
         elif name in ELSEWHERE:
             if value is not None and value is not False:
                 raise TypeError(f"{call} has no argument {name}; {ELSEWHERE[name]}")
         elif name in ONLY_VALUES or name in NO_EFFECT or name.startswith(NO_EFFECT_PREFIXES):
-            if value is None or (name == "trust_remote_code" and value is False):
+            if value is None or _is_default(name, value):
                 continue
             if name == "tokenizer_mode" and value == "mistral":
                 raise ValueError(f"{call}({name}={value!r}) is not supported; {_NO_MISTRAL}")

@@ -37,6 +37,8 @@ class EngineView:
         embedder: PoolingRunner,
     ) -> None:
         self._engine = context.engine
+        self.model_executor: object = None
+        """None; programs delete this attribute to free vLLM's memory."""
         self.model_config = ModelView(
             model=model.name,
             tokenizer=model.tokenizer or model.name,
