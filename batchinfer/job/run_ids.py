@@ -23,6 +23,6 @@ def run_number(name: str) -> int:
 
 
 def writer_of(name: str) -> str:
-    """Return the writer in the run id at the start of a file's name; "" if a run wrote alone."""
-    match = _RUN_ID.match(name)
+    """Return the writer in a run's id; "" for a run that wrote alone."""
+    match = _RUN_ID.fullmatch(name)
     return (match and match.group(2)) or ""

@@ -45,8 +45,6 @@ class Ending:
     """True if another run has ended the job already."""
     is_stopped: bool = False
     """True if a signal stopped this run while it waited for another run."""
-    other_writers: frozenset[str] = frozenset()
-    """Names of the other writers that still run, if no parts are left."""
 
     @property
     def ends_job(self) -> bool:

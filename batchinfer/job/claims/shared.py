@@ -233,10 +233,7 @@ class SharedClaim(Claim):
                 yield Ending(out, is_stopped=True)
                 return
             ended = all(out.files.stat(path) is not None for path in (out.success, out.summary))
-            num_left = len(unrecorded(out, self._parts))
-            living = () if num_left or ended else living_writers(out, self.writer)
-            others = frozenset(writer.name for writer in living if writer != self.writer)
-            yield Ending(out, num_left, ended, other_writers=others)
+            yield Ending(out, len(unrecorded(out, self._parts)), ended)
 
     def command_for(self, part: Part) -> str:
         shard = self.role.shard

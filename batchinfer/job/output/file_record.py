@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -25,7 +25,6 @@ from batchinfer.errors import DataError, StorageError
 from batchinfer.job.fingerprint import digest
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.output.resume import STATS_FILES
-from batchinfer.job.run_ids import writer_of
 from batchinfer.job.storage.filesystem import STRICT, parse_json, read_file, sha256_of
 
 _SEAL = b"<!-- sha256: "
@@ -65,13 +64,12 @@ def sealed(html: bytes) -> bytes:
     return html + _SEAL + hashlib.sha256(html).hexdigest().encode() + _SEAL_END
 
 
-def record_files(out: OutputDir, *, has_success: bool, other_writers: Collection[str]) -> None:
+def record_files(out: OutputDir, *, has_success: bool, open_runs: Iterable[str]) -> None:
     """Record the files of an ended job; call it under the lock.
 
     Args:
         has_success: True if the caller writes ``_SUCCESS`` next.
-        other_writers: names of the writers that still run. The files of their runs are left out,
-            because they may still change.
+        open_runs: ids of runs whose files are left out, because their writers may still write.
 
     Raises:
         StorageError: a file cannot be read or written.
@@ -81,9 +79,10 @@ def record_files(out: OutputDir, *, has_success: bool, other_writers: Collection
     recorded_elsewhere = {out.report, *out.file_records}
     paths = [path for path in singles if path not in recorded_elsewhere]
     paths = [path for path in paths if out.files.stat(path) is not None]
+    open_names = tuple(f"{run}{end}" for run in open_runs for end in ".-")
     for folder in (out.parts, out.keys, out.steps, out.runs, out.logs):
         entries = out.files.entries(folder)
-        paths += [path for path in entries if writer_of(path.name) not in other_writers]
+        paths += [path for path in entries if not path.name.startswith(open_names)]
     names = ["/".join(path.relative_to(out.root).parts) for path in paths]
     facts = dict(zip(names, out.of_each(partial(_facts, out), paths), strict=True))
     record = asdict(FileRecord(has_success, _is_report_whole(out), facts))

@@ -16,14 +16,16 @@ from batchinfer.job.claims.claim import Claim
 from batchinfer.job.job import OutputJob
 from batchinfer.job.openai.export import export
 from batchinfer.job.output import partitioned
+from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.output.file_record import missing_files, record_files
 from batchinfer.job.output.part_record import PartRecord
 from batchinfer.job.output.resume import refuse_unexpected_files
 from batchinfer.job.row_ids import Part
 from batchinfer.job.run.decide import RunPlan
 from batchinfer.job.run.reporter import RunReporter
+from batchinfer.job.run_ids import writer_of
 from batchinfer.job.stats.lineage import run_event
-from batchinfer.job.stats.recorder import package_versions
+from batchinfer.job.stats.recorder import package_versions, runs_of
 from batchinfer.job.stats.summary import write_summary
 
 
@@ -39,7 +41,7 @@ def end_run(plan: RunPlan, job: OutputJob, reporter: RunReporter, stop: Event) -
             job = replace(job, out=ending.out)
             code = _finish(job, plan.claim, reporter)
             is_success = code is ExitCode.OK
-            record_files(job.out, has_success=is_success, other_writers=ending.other_writers)
+            record_files(job.out, has_success=is_success, open_runs=_open_runs(job.out))
             if is_success:
                 job.out.write(job.out.success, b"")
             return code
@@ -82,6 +84,13 @@ def _finish(job: OutputJob, claim: Claim, reporter: RunReporter) -> ExitCode:
         reporter.too_few_rows(job.out, kept, least)
         return ExitCode.TOO_MANY_ROW_ERRORS
     return ExitCode.OK
+
+
+def _open_runs(out: OutputDir) -> list[str]:
+    """Return the ids of runs of other writers that have not ended. Even a writer that seems dead
+    may end its run later, if its process was only frozen."""
+    ids = (run.run_id for run in runs_of(out) if not run.ended)
+    return [run_id for run_id in ids if writer_of(run_id)]
 
 
 def _too_many_failed(job: OutputJob, rows: Mapping[str, Any]) -> bool:
