@@ -20,7 +20,7 @@ from batchinfer.console.format import size
 from batchinfer.errors import DataError
 from batchinfer.job.manifest import Manifest
 from batchinfer.job.output.directory import OutputDir
-from batchinfer.job.output.part_record import PartRecord
+from batchinfer.job.output.records.part_record import PartRecord
 from batchinfer.job.output.resume import plan_of
 from batchinfer.job.row_ids import Part
 from batchinfer.job.rows.task import Task

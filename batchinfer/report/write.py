@@ -11,7 +11,7 @@ import psutil
 
 from batchinfer.console.format import first_line, size
 from batchinfer.job.output.directory import OutputDir
-from batchinfer.job.output.file_record import sealed
+from batchinfer.job.output.records.file_record import sealed
 from batchinfer.job.storage.filesystem import storage_errors
 from batchinfer.report.from_output import from_output
 from batchinfer.report.page import page

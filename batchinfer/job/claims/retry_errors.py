@@ -16,7 +16,7 @@ from batchinfer.job.claims.crashes import forget_given_up
 from batchinfer.job.manifest import Manifest
 from batchinfer.job.output.directory import OutputDir, Trust
 from batchinfer.job.output.explode import whole_rows
-from batchinfer.job.output.part_record import PartRecord
+from batchinfer.job.output.records.part_record import PartRecord
 from batchinfer.job.output.segments import CONTROL_TEXT_COLUMN, REQUEST_COLUMN, Segments
 from batchinfer.job.output.stats_tables import REQUEST
 from batchinfer.job.row_ids import Part

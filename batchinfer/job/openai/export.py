@@ -28,7 +28,7 @@ from batchinfer.job.input.openai_batch import CHAT, prompt_index
 from batchinfer.job.manifest import Manifest
 from batchinfer.job.openai.pooling import pooling_body
 from batchinfer.job.output.directory import OutputDir
-from batchinfer.job.output.export_record import is_open_file
+from batchinfer.job.output.records.export_record import is_open_file
 from batchinfer.job.output.schema import RESPONSE_COLUMNS
 from batchinfer.job.row_ids import Part
 from batchinfer.job.spec.spec import ModelSpec

@@ -20,9 +20,9 @@ from batchinfer.job.input.arrow_text import with_valid_text
 from batchinfer.job.input.dataset import Source
 from batchinfer.job.manifest import Manifest
 from batchinfer.job.output.directory import OutputDir
-from batchinfer.job.output.export_record import file_problems, read_record
-from batchinfer.job.output.file_record import missing_files
 from batchinfer.job.output.parquet_bytes import parquet_bytes
+from batchinfer.job.output.records.export_record import file_problems, read_record
+from batchinfer.job.output.records.file_record import missing_files
 from batchinfer.job.output.schema import OutputTable
 from batchinfer.job.row_ids import Part
 from batchinfer.job.storage.filesystem import storage_errors

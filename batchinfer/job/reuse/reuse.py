@@ -29,7 +29,7 @@ from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.output.explode import whole_rows
 from batchinfer.job.output.manifest_file import is_begun
 from batchinfer.job.output.open import output_at
-from batchinfer.job.output.part_record import PartRecord
+from batchinfer.job.output.records.part_record import PartRecord
 from batchinfer.job.output.resume import plan_of
 from batchinfer.job.output.segments import (
     CONTROL_TEXT_COLUMN,

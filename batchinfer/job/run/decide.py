@@ -21,11 +21,12 @@ from batchinfer.job.input.dataset import Source
 from batchinfer.job.input.identity import have_common_files
 from batchinfer.job.job import OutputJob, identified, open_input, open_job
 from batchinfer.job.manifest import Manifest
-from batchinfer.job.output import export_record, partitioned
+from batchinfer.job.output import partitioned
 from batchinfer.job.output.directory import OutputDir
-from batchinfer.job.output.file_record import missing_files
 from batchinfer.job.output.manifest_file import is_stored_whole, stored_manifest
 from batchinfer.job.output.open import output_at
+from batchinfer.job.output.records import export_record
+from batchinfer.job.output.records.file_record import missing_files
 from batchinfer.job.output.resume import ResumePlan, plan_resume
 from batchinfer.job.reuse.reuse import open_outputs
 from batchinfer.job.spec.spec import JobSpec

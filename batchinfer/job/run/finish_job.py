@@ -17,8 +17,8 @@ from batchinfer.job.job import OutputJob
 from batchinfer.job.openai.export import export
 from batchinfer.job.output import partitioned
 from batchinfer.job.output.directory import OutputDir
-from batchinfer.job.output.file_record import missing_files, record_files
-from batchinfer.job.output.part_record import PartRecord
+from batchinfer.job.output.records.file_record import missing_files, record_files
+from batchinfer.job.output.records.part_record import PartRecord
 from batchinfer.job.output.resume import refuse_unexpected_files
 from batchinfer.job.row_ids import Part
 from batchinfer.job.run.decide import RunPlan

@@ -22,7 +22,7 @@ from batchinfer.job.input.openai_batch import (
     SCORE_URLS,
     first_url,
 )
-from batchinfer.job.output.export_record import is_open_file
+from batchinfer.job.output.records.export_record import is_open_file
 from batchinfer.job.run.run_job import run_job
 from batchinfer.job.spec.document import JobDocument
 from batchinfer.job.spec.load import checked_job

@@ -15,7 +15,7 @@ from batchinfer.console.table import SummaryLine
 from batchinfer.job.input.arrow_text import python_values
 from batchinfer.job.manifest import Manifest
 from batchinfer.job.output.directory import OutputDir
-from batchinfer.job.output.part_record import PartRecord
+from batchinfer.job.output.records.part_record import PartRecord
 from batchinfer.job.row_ids import Part
 
 MOST = 5

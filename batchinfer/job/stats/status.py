@@ -23,7 +23,7 @@ from batchinfer.console.terminal import print_line
 from batchinfer.errors import DataError
 from batchinfer.job.manifest import Manifest
 from batchinfer.job.output.directory import OutputDir
-from batchinfer.job.output.part_record import PartRecord
+from batchinfer.job.output.records.part_record import PartRecord
 from batchinfer.job.output.resume import plan_of
 from batchinfer.job.row_ids import NO_ROWS, Part, in_range
 from batchinfer.job.stats.first_errors import error_lines, first_errors

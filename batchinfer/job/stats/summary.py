@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 from batchinfer.engine.metrics import STEP_COLUMNS, PoolTotals, compute_metrics, prefix_sharing
 from batchinfer.job.manifest import Manifest
 from batchinfer.job.output.directory import OutputDir
-from batchinfer.job.output.part_record import PartRecord
+from batchinfer.job.output.records.part_record import PartRecord
 from batchinfer.job.output.stats_tables import (
     DISTINCT_TOKENS,
     REQUESTS_SCHEMA,
