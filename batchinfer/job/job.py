@@ -24,7 +24,7 @@ from batchinfer.job.images.job_images import (
 from batchinfer.job.input.arrow_text import is_conversation
 from batchinfer.job.input.dataset import Source, open_source
 from batchinfer.job.input.format import SAMPLING_COLUMN
-from batchinfer.job.input.formats.encoding import TextOptions
+from batchinfer.job.input.formats.options import TextOptions
 from batchinfer.job.input.identity import with_content_hashes
 from batchinfer.job.manifest import Manifest
 from batchinfer.job.model_files.facts import model_facts

@@ -10,8 +10,9 @@ from itertools import islice
 from batchinfer.errors import DataError, RowError
 from batchinfer.job.input.discover import find_files, named_format
 from batchinfer.job.input.formats.csv import DELIMITERS, default_delimiter, read_records
-from batchinfer.job.input.formats.encoding import KEEP_BYTES, TextOptions, to_utf8
+from batchinfer.job.input.formats.encoding import KEEP_BYTES, to_utf8
 from batchinfer.job.input.formats.json import lists_of_objects
+from batchinfer.job.input.formats.options import TextOptions
 from batchinfer.job.input.formats.table import table_format
 from batchinfer.job.input.formats.text_file import opened, read_errors
 

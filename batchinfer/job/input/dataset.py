@@ -35,8 +35,8 @@ from batchinfer.job.input.format import (
 )
 from batchinfer.job.input.formats.arrow_ipc import ArrowFormat
 from batchinfer.job.input.formats.csv import CsvFormat
-from batchinfer.job.input.formats.encoding import DEFAULT_OPTIONS, TextOptions
 from batchinfer.job.input.formats.json import JsonFormat
+from batchinfer.job.input.formats.options import DEFAULT_OPTIONS, TextOptions
 from batchinfer.job.input.formats.table import open_table, table_format
 from batchinfer.job.input.jsonl import JsonlFormat
 from batchinfer.job.input.openai_batch import OpenAIFormat

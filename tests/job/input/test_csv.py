@@ -17,7 +17,7 @@ from batchinfer.job.input.arrow_text import with_valid_text
 from batchinfer.job.input.dataset import Source, open_source
 from batchinfer.job.input.formats import csv as csv_format
 from batchinfer.job.input.formats import text_file
-from batchinfer.job.input.formats.encoding import TextOptions
+from batchinfer.job.input.formats.options import TextOptions
 from batchinfer.job.input.unique_ids import find_bad_ids
 
 

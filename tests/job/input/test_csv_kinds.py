@@ -11,7 +11,7 @@ import pytest
 from batchinfer.errors import DataError, UsageError
 from batchinfer.job.init.job_file import InitOptions, write_job_file
 from batchinfer.job.input.dataset import open_source
-from batchinfer.job.input.formats.encoding import TextOptions
+from batchinfer.job.input.formats.options import TextOptions
 from batchinfer.job.job import open_input
 from batchinfer.job.spec.load import load_job
 from batchinfer.job.spec.spec import InputSpec

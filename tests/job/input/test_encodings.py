@@ -15,7 +15,7 @@ import pytest
 from batchinfer.errors import DataError, ExitCode, UsageError
 from batchinfer.job.input.dataset import Source, open_source
 from batchinfer.job.input.formats import text_file
-from batchinfer.job.input.formats.encoding import TextOptions
+from batchinfer.job.input.formats.options import TextOptions
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.run.run_job import run_job
 from batchinfer.report.captions import figures

@@ -17,8 +17,8 @@ from batchinfer.errors import DataError, ExitCode, RowError, UsageError
 from batchinfer.job.init.job_file import InitOptions, write_job_file
 from batchinfer.job.input.dataset import open_source
 from batchinfer.job.input.formats import json_values, text_file
-from batchinfer.job.input.formats.encoding import DEFAULT_OPTIONS, TextOptions
 from batchinfer.job.input.formats.json_values import JsonText
+from batchinfer.job.input.formats.options import DEFAULT_OPTIONS, TextOptions
 from batchinfer.job.run.run_job import run_job
 from batchinfer.job.spec.load import load_job
 from tests.job.fakes import FakeBuild, job

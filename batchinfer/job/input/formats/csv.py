@@ -18,14 +18,8 @@ import pyarrow as pa
 from batchinfer.console.format import format_value, printable
 from batchinfer.errors import DataError, RowError
 from batchinfer.job.input.format import REWRITE, SAMPLING_COLUMN, InputFile, ReadRequest, Row, Rows
-from batchinfer.job.input.formats.encoding import (
-    DEFAULT_OPTIONS,
-    MARK,
-    BadCell,
-    TextOptions,
-    is_utf8,
-    lines_before_error,
-)
+from batchinfer.job.input.formats.encoding import MARK, BadCell, is_utf8, lines_before_error
+from batchinfer.job.input.formats.options import DEFAULT_OPTIONS, TextOptions
 from batchinfer.job.input.formats.text_file import TextFormat, batched
 from batchinfer.job.input.union import Difference, SchemaMode, united
 

@@ -6,9 +6,8 @@ import codecs
 import re
 import unicodedata
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal
 
 from batchinfer.console.format import format_value
 from batchinfer.errors import DataError
@@ -41,25 +40,6 @@ _ODD = re.compile(
 )
 """Characters that are rare where they stand, such as a symbol between two letters."""
 _AROUND = re.compile(rb"[^\x00-\x20\",;|]{0,40}")
-
-
-@dataclass(frozen=True)
-class TextOptions:
-    """Keys of the section ``input`` that say how to read text files."""
-
-    encoding: str = "utf-8"
-    encoding_errors: Literal["strict", "replace"] = "strict"
-    delimiter: str | None = None
-    json_field: str | None = None
-
-    def used(self) -> Iterator[str]:
-        """Yield the names of the keys that do not have their default values."""
-        for key in fields(self):
-            if getattr(self, key.name) != key.default:
-                yield key.name
-
-
-DEFAULT_OPTIONS = TextOptions()
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,9 @@ import pyarrow as pa
 from batchinfer.console.format import format_value, listed, near_name
 from batchinfer.errors import DataError
 from batchinfer.job.input.format import REWRITE, InputFile
-from batchinfer.job.input.formats.encoding import DEFAULT_OPTIONS, KEEP_BYTES, TextOptions, to_utf8
+from batchinfer.job.input.formats.encoding import KEEP_BYTES, to_utf8
 from batchinfer.job.input.formats.json_values import JsonText
+from batchinfer.job.input.formats.options import DEFAULT_OPTIONS, TextOptions
 from batchinfer.job.input.formats.text_file import opened, read_errors
 from batchinfer.job.input.jsonl import JsonlFormat, Line
 

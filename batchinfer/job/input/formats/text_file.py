@@ -24,14 +24,13 @@ from batchinfer.job.input.format import (
     cut,
 )
 from batchinfer.job.input.formats.encoding import (
-    DEFAULT_OPTIONS,
     KEEP_BYTES,
     BadCell,
-    TextOptions,
     check_start,
     to_utf8,
     wrong_encoding,
 )
+from batchinfer.job.input.formats.options import DEFAULT_OPTIONS, TextOptions
 from batchinfer.job.storage.reader import store_of
 
 _CHUNK = 1 << 20
