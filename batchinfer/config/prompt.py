@@ -35,7 +35,8 @@ class PromptConfig(Record):
     max_image_pixels: int = 89_478_485
     """Largest number of pixels of an image. A row with a larger image fails with invalid_image."""
     mm_processor_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """Options of the model's image processor, e.g. {max_pixels: 1003520}."""
+    """Options of the model's image processor, e.g. {size: {shortest_edge: 65536, longest_edge:
+    1003520}}."""
     adapter: str | None = None
     """Name of an adapter in ``model.adapters``, for all rows. null: the base model."""
     adapter_column: str | None = None

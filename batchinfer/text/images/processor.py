@@ -11,10 +11,12 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from batchinfer.errors import RowError, one_line
+from batchinfer.errors import RowError, UsageError, one_line
+from batchinfer.near_names import meant
 from batchinfer.text.images.files import INVALID_IMAGE, ImageMemoryError
 from batchinfer.text.images.token_counts import TOKEN_COUNTS
 
+_GROUP = "images_kwargs"
 Inputs = dict[str, npt.NDArray[Any]]
 _TRIALS = ((64, 48), (48, 200), (330, 210), (300, 1200))
 """Sizes [height, width] of the blank images that test whether ``_Repeated`` applies."""
@@ -41,13 +43,14 @@ class ImageProcessor:
         kwargs: the job's ``prompt.mm_processor_kwargs``.
 
     Raises:
+        UsageError: the processor has no option of a name in ``kwargs``.
         TypeError, ValueError, StrictDataclassError: ``kwargs`` do not fit the processor.
     """
 
     def __init__(self, processor: Any, token_id: int, kwargs: Mapping[str, Any]) -> None:
         self._processor = processor
-        merged = processor._merge_kwargs(tokenizer_init_kwargs={}, **kwargs)["images_kwargs"]
-        self._kwargs = {**merged, "return_tensors": "np"}
+        merged = processor._merge_kwargs(tokenizer_init_kwargs={}, **_options(processor, kwargs))
+        self._kwargs = {**merged[_GROUP], "return_tensors": "np"}
         if hasattr(processor, "use_image_special_tokens"):  # LFM2-VL
             self._kwargs["use_image_special_tokens"] = processor.use_image_special_tokens
         self.placeholder: str = processor.image_token
@@ -160,6 +163,28 @@ class ImageProcessor:
                 return None
             found = form
         return found
+
+
+def _options(processor: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of the image processor in ``kwargs``; they may also be in a mapping
+    ``images_kwargs``, as transformers' processors take them.
+
+    Raises:
+        UsageError: there is no option of this name; transformers would ignore it.
+    """
+    known = set(processor.image_processor.valid_kwargs.__annotations__)
+    if hasattr(processor, "valid_processor_kwargs"):
+        known |= set(processor.valid_processor_kwargs.__annotations__[_GROUP].__annotations__)
+    options = {**kwargs, **kwargs.get(_GROUP, {})}
+    options.pop(_GROUP, None)
+    for name in options:
+        if name not in known:
+            near = meant(name, sorted(known)) or f"its options are: {', '.join(sorted(known))}"
+            raise UsageError(
+                "prompt.mm_processor_kwargs: the model's image processor has no option "
+                f"{name!r}; {near}"
+            )
+    return options
 
 
 def _refused(size: tuple[int, int], error: Exception) -> RowError:
