@@ -51,8 +51,10 @@ MOST_CHARACTERS = 2000
 """Maximum number of characters of a text to read; the page shows fewer."""
 _MOST_BYTES = 32 << 20
 """Maximum size in bytes of a value that is not text, such as a conversation with images; larger
-values are not read.
-"""
+values are not read."""
+_MOST_SHOWN = 1 << 20
+"""Maximum number of characters of such a value without its images; of larger values, the page shows
+only the size."""
 
 
 def from_output(out: OutputDir, now: float) -> ReportData:
@@ -250,12 +252,12 @@ def _first_rows(
     # Show the generated column ``prompt`` like an input, because it says what a row is about.
     generated = task.spec.columns(("prompt_logprobs",))
     inputs = _columns_to_show(schema, {*generated, *pictures.columns})
-    values = ["row_id", *task.summarized, "num_prompt_tokens", "error"]
-    columns = dict.fromkeys([*inputs, *values, *pictures.read_columns(schema)])
+    columns = [*inputs, "row_id", *task.summarized, "num_prompt_tokens", "error"]
+    columns += [name for name in pictures.read_columns(schema) if name not in columns]
     with suppress(*UNREADABLE):
-        for batch in batches(out, path, [*columns], count):
+        for batch in batches(out, path, columns, count):
             rows = (batch.slice(at, 1) for at in range(len(batch)))
-            return [_example(row, inputs, values, task, pictures) for row in rows]
+            return [_example(row, inputs, task, pictures) for row in rows]
     return []
 
 
@@ -267,15 +269,12 @@ def _columns_to_show(schema: pa.Schema, generated: Collection[str]) -> list[str]
     return [field.name for field in schema if field.name in shown]
 
 
-def _example(
-    row: pa.RecordBatch,
-    inputs: Sequence[str],
-    values: Sequence[str],
-    task: Task,
-    pictures: Pictures,
-) -> Example:
+def _example(row: pa.RecordBatch, inputs: Sequence[str], task: Task, pictures: Pictures) -> Example:
     error = row.column("error")[0]
-    answer, facts = task.summarize({name: _cut(row.column(name))[0].as_py() for name in values})
+    read_by_others = {*inputs, *pictures.read_columns(row.schema)}
+    others = (name for name in row.schema.names if name not in read_by_others)
+    values = {name: _cut(row.column(name))[0].as_py() for name in others}
+    answer, facts = task.summarize(values)
     return Example(
         row_id=row.column("row_id")[0].as_py(),
         inputs=[(name, _input_text(row.column(name))) for name in inputs],
@@ -296,7 +295,8 @@ def _input_text(value: pa.Array) -> str:
     if value.nbytes > _MOST_BYTES:
         return f"({size(value.nbytes)})"
     plain = value[0].as_py()
-    return "" if plain is None else str(_without_images(plain))[:MOST_CHARACTERS]
+    text = "" if plain is None else str(_without_images(plain))
+    return text[:MOST_CHARACTERS] if len(text) <= _MOST_SHOWN else f"({size(value.nbytes)})"
 
 
 def _without_images(value: Any) -> Any:
