@@ -71,11 +71,12 @@ def test_chat_takes_images_of_several_forms(llm: LLM) -> None:
         {"type": "image_pil", "image_pil": picture(1)},
         {"type": "image", "image": png(1)},
         {"type": "image", "image": {"bytes": png(1), "path": "a.png"}},
+        {"type": "image", "image": np.asarray(picture(1))},
     ]
     talks = [[{"role": "user", "content": [part, text]}] for part in parts]
     outputs = llm.chat(talks, GREEDY, use_tqdm=False)
     expected = tokens(llm, prompt(picture(1)))[0]
-    assert [output.outputs[0].token_ids for output in outputs] == [expected] * 5
+    assert [output.outputs[0].token_ids for output in outputs] == [expected] * 6
 
 
 def test_pixels_beyond_the_limit_are_decoded_again(
@@ -154,13 +155,14 @@ def test_bad_images_are_refused(llm: LLM, bad: Any, message: str) -> None:
     [
         ({"type": "image"}, "has no image; put one into its field image"),
         ({"type": "image", "image": b"nothing"}, "an image has an unknown image format"),
+        ({"type": "image", "image": np.zeros((4, 4, 3))}, "of float64 .* pass a PIL image"),
         ({"type": "image_url", "image_url": "a.png"}, "a.png is a path .* give the bytes"),
         ({"type": "image_url", "image_url": "http://a/b.png"}, "b.png is a path or a web address"),
     ],
 )
 def test_bad_images_of_chats_are_refused(llm: LLM, part: Any, message: str) -> None:
     talk = [{"role": "user", "content": [part, {"type": "text", "text": "Which?"}]}]
-    with pytest.raises(ValueError, match=message) as told:
+    with pytest.raises((ValueError, TypeError), match=message) as told:
         llm.chat(talk, GREEDY, use_tqdm=False)
     assert str(told.value).startswith("prompt 0: ")
     assert not re.search(r"\brow\b|\binput\.|\bprompt\.", str(told.value))

@@ -160,8 +160,10 @@ class LoadedJob:
     """Loads the images of rows; None if rows have only text."""
 
     def close(self) -> None:
-        """End the processes that build prompts."""
+        """End the processes that build prompts, and downloads."""
         self.processes.close()
+        if self.images is not None:
+            self.images.close()
 
 
 def load(job: Job, build: BuildEngine) -> LoadedJob | None:
@@ -184,7 +186,9 @@ def load(job: Job, build: BuildEngine) -> LoadedJob | None:
             with_images=may_have_images(job.spec, job.source),
         )
         settings = image_settings(job.spec, job.source, context)
-        images = None if settings is None else JobImages(settings, processes)
+        images = None
+        if settings is not None:
+            images = JobImages(settings, processes, downloads=job.spec.input.media_urls)
         with phase("starting text processes"):
             processes.load(context.tokenizer, None if settings is None else settings.prepare)
         if not BOUNDS_MEMORY:
@@ -337,7 +341,8 @@ def _prompts(
         now=datetime.fromisoformat(job.manifest.planned_at),
     )
     if images is not None:
-        prompts = images.numbered(processes.prompts(partial(factory, images=images.settings)))
+        plain = processes.prompts(partial(factory, images=images.settings))
+        prompts = images.prompts(plain, config)
         return with_marked_images(prompts, job.source.schema, config.image_columns)
     if config.token_ids_column is not None and job.spec.task_spec.draws:
         return PromptBuilder(config, context.tokenizer, **factory.keywords)

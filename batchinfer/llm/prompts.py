@@ -53,7 +53,7 @@ _KEYS = ("prompt", "prompt_token_ids")
 _FORMS = "a string, a list of token ids, {'prompt': ...} or {'prompt_token_ids': ...}"
 _MESSAGES = "a list of messages such as [{'role': 'user', 'content': '...'}]"
 _FILE_KEYS = ("image", "image_pil", "bytes")
-"""Keys of a message whose bytes are the file of an image."""
+"""Keys of a message whose bytes are the file of an image, and whose arrays are pixels."""
 
 
 def read_prompts(
@@ -102,7 +102,14 @@ def read_conversations(
                     f"message {index} of conversation {at} is {kind_of(message)}; "
                     "give {'role': ..., 'content': ...}"
                 )
-    return [_plain(messages) for messages in read]
+    return [_plain_talk(messages, at) for at, messages in enumerate(read)]
+
+
+def _plain_talk(messages: Any, at: int) -> Any:
+    try:
+        return _plain(messages)
+    except TypeError as error:
+        raise TypeError(f"prompt {at}: {error}") from None
 
 
 def _plain(value: Any) -> Any:
@@ -111,7 +118,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {
             _plain(key): image_file(item)
-            if key in _FILE_KEYS and isinstance(item, bytes)
+            if key in _FILE_KEYS and isinstance(item, bytes | np.ndarray)
             else _plain(item)
             for key, item in value.items()
         }

@@ -23,7 +23,7 @@ from batchinfer.config import PromptConfig
 from batchinfer.errors import DataError, RowError, UsageError
 from batchinfer.near_names import meant
 from batchinfer.text.chat import RESERVED_KWARGS, Message
-from batchinfer.text.row_values import as_messages, require_content
+from batchinfer.text.row_values import as_messages
 from batchinfer.text.sandbox import (
     PromptEnvironment,
     UncomputedCode,
@@ -145,35 +145,36 @@ class PromptSource:
 
     Args:
         columns: the input columns that the source reads.
-        read: returns the text or conversation of a row, or raises a ``RowError``:
-            ``empty_prompt``, ``template_error``, ``unsupported_content``.
+        where: name of the source in error messages.
+        read: returns the text or conversation of a row, which may be empty, or raises a
+            ``RowError``: ``empty_prompt`` for null, ``template_error``, ``unsupported_content``.
     """
 
     columns: frozenset[str]
+    where: str
     read: Callable[[Mapping[str, Any]], str | list[Message]]
 
 
 def _column_source(name: str) -> PromptSource:
+    where = f"column {name}"
+
     def read(values: Mapping[str, Any]) -> str | list[Message]:
-        value, where = values.get(name), f"column {name}"
+        value = values.get(name)
         if value is None:
             raise RowError("empty_prompt", f"{where} is null")
         if isinstance(value, str):
-            return _require_text(value, where)
+            return value
         if isinstance(value, list):
             return as_messages(value, name)
         kind = type(value).__name__
         raise RowError("unsupported_content", f"{where}: {kind} is neither text nor a conversation")
 
-    return PromptSource(frozenset((name,)), read)
+    return PromptSource(frozenset((name,)), where, read)
 
 
 def _template_source(source: str, available: frozenset[str]) -> PromptSource:
     template = checked_template(source, "prompt.template", available)
-    return PromptSource(
-        template.columns(available),
-        lambda values: _require_text(template.render(values), template.key),
-    )
+    return PromptSource(template.columns(available), template.key, template.render)
 
 
 def _messages_source(
@@ -188,14 +189,10 @@ def _messages_source(
         templates.append((message["role"], template))
 
     def read(values: Mapping[str, Any]) -> list[Message]:
-        rendered: list[Message] = [
-            {"role": role, "content": template.render(values)} for role, template in templates
-        ]
-        require_content(rendered, "prompt.messages")
-        return rendered
+        return [{"role": role, "content": template.render(values)} for role, template in templates]
 
     columns = frozenset().union(*(template.columns(available) for _, template in templates))
-    return PromptSource(columns, read)
+    return PromptSource(columns, "prompt.messages", read)
 
 
 def make_source(config: PromptConfig, columns: Sequence[str]) -> PromptSource:
@@ -249,12 +246,6 @@ def checked_template(source: str, key: str, available: frozenset[str]) -> RowTem
         names, found = ", ".join(missing), _found(sorted(available), missing[0])
         raise UsageError(f"{key} reads {names}, which the data does not have; {found}")
     return template
-
-
-def _require_text(text: str, where: str) -> str:
-    if not text.strip():
-        raise RowError("empty_prompt", f"{where} is empty or whitespace only")
-    return text
 
 
 def _found(columns: Sequence[str], name: str = "") -> str:

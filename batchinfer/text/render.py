@@ -25,6 +25,7 @@ from batchinfer.text.row_values import (
     decoded,
     keys_in,
     map_texts,
+    require_content,
     row_token_ids,
     texts_in,
 )
@@ -149,6 +150,8 @@ class RowRenderer:
                     tools = map_texts(marks.mark, tools, keys=True)
         prompt = self._source.read(values)
         files = [] if self._images is None else self._images.in_columns(row)
+        if not files:
+            require_content(prompt, self._source.where)
         is_raw = self._chat is None and isinstance(prompt, str)
         if isinstance(prompt, str) and is_raw:
             text = prompt

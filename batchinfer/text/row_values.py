@@ -16,7 +16,7 @@ _MAX_BYTES_PER_CHAR = 4
 MAX_ROW_BYTES = 4 * _MAX_BYTES_PER_CHAR * MAX_TEXT_CHARS
 """Maximum number of bytes in all columns from which a row's prompt is made."""
 SYSTEM_ROLES = ("system", "developer")
-_IMAGE_TYPES = ("image", "image_url", "input_image", "image_pil")
+IMAGE_TYPES = ("image", "image_url", "input_image", "image_pil")
 """Types of parts that are images, in the forms of OpenAI, transformers and vLLM."""
 IMAGE_KEYS = ("image_url", "image", "image_pil", "url", "path")
 """Fields of a part that hold an image, in the same forms."""
@@ -116,17 +116,19 @@ def as_messages(value: list[Any], column: str) -> list[Message]:
     ``{"type": "image", "image": ...}``, where null stands for the next image of a column.
 
     Raises:
-        RowError: ``empty_prompt``, or ``unsupported_content`` for other content.
+        RowError: ``empty_prompt`` for null content, or ``unsupported_content`` for other content.
     """
-    messages = [
-        _as_message(item, f"column {column}, message {at}") for at, item in enumerate(value)
-    ]
-    require_content(messages, f"column {column}")
-    return messages
+    return [_as_message(item, f"column {column}, message {at}") for at, item in enumerate(value)]
 
 
-def require_content(messages: list[Message], where: str) -> None:
-    """Raise ``empty_prompt`` if a conversation has no content besides a system message."""
+def require_content(prompt: str | list[Message], where: str) -> None:
+    """Raise ``empty_prompt`` if a text is blank, or if a conversation has no content besides a
+    system message."""
+    if isinstance(prompt, str):
+        if not prompt.strip():
+            raise RowError("empty_prompt", f"{where} is empty or whitespace only")
+        return
+    messages = prompt
     spoken = [message for message in messages if message["role"] not in SYSTEM_ROLES] or messages
     if not any(_has_text(message) or message.get("tool_calls") for message in spoken):
         raise RowError("empty_prompt", f"{where}: the conversation is empty")
@@ -157,7 +159,7 @@ def _as_message(item: object, where: str) -> Message:
 
 
 def _part(part: object, where: str) -> dict[str, Any]:
-    if isinstance(part, Mapping) and part.get("type") in _IMAGE_TYPES:
+    if isinstance(part, Mapping) and part.get("type") in IMAGE_TYPES:
         given = [part[key] for key in IMAGE_KEYS if not _is_null(part.get(key))]
         image = given[0] if given else None
         if isinstance(image, Mapping) and image.get("url") is not None:

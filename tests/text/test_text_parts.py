@@ -14,7 +14,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from batchinfer.errors import ModelError, RowError
 from batchinfer.text.chat import ChatTemplate, ContentFormat
-from batchinfer.text.row_values import as_messages
+from batchinfer.text.row_values import as_messages, require_content
 from tests.text.conftest import CHATML
 
 ANY, TEXT, PARTS = ContentFormat.ANY, ContentFormat.TEXT, ContentFormat.PARTS
@@ -154,4 +154,4 @@ def test_parts_without_a_type_and_plain_texts_are_text() -> None:
 @pytest.mark.parametrize("content", [[], [{"type": "text", "text": " "}]])
 def test_a_conversation_of_empty_parts_is_empty(content: list[Any]) -> None:
     with pytest.raises(RowError, match="the conversation is empty"):
-        as_messages([{"role": "user", "content": content}], "messages")
+        require_content(as_messages([{"role": "user", "content": content}], "messages"), "")

@@ -1,71 +1,151 @@
-"""Downloads images from web addresses, in bounded time."""
+"""Downloads images from web addresses: a few at a time, each in bounded time.
+
+Downloads run in threads of the job's process, because a row may keep a text process busy only for a
+limited time (``Limits.seconds``), and any number of servers may hang.
+"""
 
 from __future__ import annotations
 
 import time
 import urllib.request
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future
 from http.client import HTTPException
-from queue import Empty, SimpleQueue
-from threading import Thread
+from queue import SimpleQueue
+from threading import Lock, Thread
+from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
 
 from batchinfer.errors import RowError, one_line
-from batchinfer.text.images.files import INVALID_IMAGE
+from batchinfer.job.images.time_limit import within
+from batchinfer.text.images.files import INVALID_IMAGE, ImageFile, shown
 from batchinfer.text.row_values import MAX_ROW_BYTES
 
 TOTAL_S = 15.0
-"""Time limit of a download, in seconds. It is short because a row with several images must not
-reach ``Limits.seconds``, which would kill its worker."""
+"""Time limit of a download, in seconds."""
+MOST_AT_ONCE = 16
+"""Number of files to download at the same time."""
+MOST_TIMEOUTS = 4
+"""If this many downloads from a host in a row take too long, further downloads fail at once."""
+AVOIDED_S = 60.0
+"""Seconds after which such a host is tried again."""
 _WAIT_S = 10.0
 """Timeout of each read from a server, in seconds."""
+_POLL_S = 0.1
 _CHUNK = 1 << 16
 _HEADERS = {"User-Agent": "batchinfer"}
 """Some servers refuse the name that urllib gives itself."""
 
-_Answer = SimpleQueue["bytes | Exception"]
+Downloaded = ImageFile | RowError
 
 
-def downloaded(url: str, where: str) -> bytes:
-    """Download a file. ``urlopen`` follows redirects only to HTTP, HTTPS and FTP.
+class Downloads:
+    """Downloads files in threads, which start with the first file. ``close`` ends them."""
 
-    A thread downloads the file, because the timeout of a socket limits neither name resolution nor
-    a server that sends one byte at a time.
+    def __init__(self) -> None:
+        self._waiting: SimpleQueue[tuple[str, Future[Downloaded]] | None] = SimpleQueue()
+        self._num_threads = 0
+        self._is_closed = False
+        self._lock = Lock()
+        self._timeouts = Counter[str]()
+        """Number of timeouts since the last answer, by host."""
+        self._avoided_until: dict[str, float] = {}
+        """Values of ``time.monotonic()``, by host."""
 
-    Raises:
-        RowError: ``invalid_image``.
-    """
-    answer: _Answer = SimpleQueue()
-    try:
-        Thread(target=_download, args=(url, answer), daemon=True).start()
-        data = answer.get(timeout=TOTAL_S)
-    except RuntimeError as error:  # no thread can be started
-        data = OSError(str(error))
-    except Empty:
-        reason = f"{urlsplit(url).hostname} did not send the image within {TOTAL_S:g} s"
-        raise RowError(INVALID_IMAGE, f"{where}: {reason}: {url[:80]}") from None
-    if isinstance(data, OSError | ValueError | HTTPException):
-        raise RowError(INVALID_IMAGE, f"{where}: {url[:80]}: {one_line(data)}")
-    if isinstance(data, Exception):
-        raise data
-    if len(data) > MAX_ROW_BYTES:
-        raise RowError(INVALID_IMAGE, f"{where}: {url[:80]} has more than {MAX_ROW_BYTES} bytes")
-    return data
+    def start(
+        self, urls: Collection[str], check_stopped: Callable[[], None]
+    ) -> Callable[[], Mapping[str, Downloaded]]:
+        """Start to download files.
+
+        Args:
+            check_stopped: called every 0.1 s while waiting; raises an error to end the waiting.
+
+        Returns:
+            A function that waits, and returns each file or the error ``invalid_image`` by URL.
+        """
+        futures: dict[str, Future[Downloaded]] = {url: Future() for url in urls}
+        for url, future in futures.items():
+            self._waiting.put((url, future))
+        while self._num_threads < min(MOST_AT_ONCE, len(futures)):
+            Thread(target=self._work, daemon=True).start()
+            self._num_threads += 1
+
+        def wait() -> Mapping[str, Downloaded]:
+            return {url: _result(future, check_stopped) for url, future in futures.items()}
+
+        return wait
+
+    def close(self) -> None:
+        """End the threads; those that are downloading end later."""
+        self._is_closed = True
+        for _ in range(self._num_threads):
+            self._waiting.put(None)
+
+    def _work(self) -> None:
+        while (item := self._waiting.get()) is not None and not self._is_closed:
+            url, future = item
+            try:
+                future.set_result(self._downloaded(url))
+            except Exception as error:
+                future.set_exception(error)
+
+    def _downloaded(self, url: str) -> Downloaded:
+        host = ""
+        try:
+            host = urlsplit(url).hostname or ""
+            if self._is_avoided(host):
+                reason = f"{host} did not send {MOST_TIMEOUTS} other images in time"
+                return RowError(INVALID_IMAGE, f"{reason}: {shown(url)}")
+            data = within(TOTAL_S, lambda: _read(url))
+        except TimeoutError:
+            self._note_timeout(host)
+            reason = f"{host} did not send the image within {TOTAL_S:g} s"
+            return RowError(INVALID_IMAGE, f"{reason}: {shown(url)}")
+        except (OSError, ValueError, HTTPException) as error:
+            self._timeouts.pop(host, None)
+            return RowError(INVALID_IMAGE, f"{shown(url)}: {one_line(error)}")
+        self._timeouts.pop(host, None)
+        if len(data) > MAX_ROW_BYTES:
+            return RowError(INVALID_IMAGE, f"{shown(url)} has more than {MAX_ROW_BYTES} bytes")
+        return ImageFile(data, url)
+
+    def _is_avoided(self, host: str) -> bool:
+        return self._avoided_until.get(host, 0.0) > time.monotonic()
+
+    def _note_timeout(self, host: str) -> None:
+        with self._lock:
+            self._timeouts[host] += 1
+            if self._timeouts[host] >= MOST_TIMEOUTS:
+                self._avoided_until[host] = time.monotonic() + AVOIDED_S
 
 
-def _download(url: str, answer: _Answer) -> None:
-    """Put the file into ``answer``, or at least ``MAX_ROW_BYTES`` + 1 bytes of a longer file, or an
-    error."""
+def _result(future: Future[Downloaded], check_stopped: Callable[[], None]) -> Downloaded:
+    while True:
+        try:
+            return future.result(_POLL_S)
+        except TimeoutError:
+            check_stopped()
+
+
+def _read(url: str) -> bytes:
+    """Return a file, or at least ``MAX_ROW_BYTES`` + 1 bytes of a longer file. ``urlopen`` follows
+    redirects only to HTTP, HTTPS and FTP."""
     end = time.monotonic() + TOTAL_S
     data = bytearray()
+    request = urllib.request.Request(url, headers=_HEADERS)
     try:
-        request = urllib.request.Request(url, headers=_HEADERS)
-        with urllib.request.urlopen(request, timeout=_WAIT_S) as response:
-            while (chunk := response.read1(_CHUNK)) and len(data) <= MAX_ROW_BYTES:
-                data += chunk
-                if time.monotonic() > end:  # nobody waits for the file any more
-                    return
-            if not chunk and getattr(response, "length", None):  # FTP responses have no length
-                raise OSError(f"the connection ended {response.length} bytes before the file's end")
-        answer.put(bytes(data))
-    except Exception as error:
-        answer.put(error)
+        response = urllib.request.urlopen(request, timeout=_WAIT_S)
+    except HTTPError as error:
+        error.close()
+        raise
+    except URLError as error:
+        raise error.reason if isinstance(error.reason, TimeoutError) else error from None
+    with response:
+        while (chunk := response.read1(_CHUNK)) and len(data) <= MAX_ROW_BYTES:
+            data += chunk
+            if time.monotonic() > end:
+                raise TimeoutError
+        if not chunk and getattr(response, "length", None):  # FTP responses have no length
+            raise OSError(f"the connection ended {response.length} bytes before the file's end")
+    return bytes(data)

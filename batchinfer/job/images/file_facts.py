@@ -9,11 +9,11 @@ from batchinfer.console.phases import phase
 from batchinfer.errors import RowError
 from batchinfer.job.images.finder import ImageFinder
 from batchinfer.job.images.job_images import may_have_images
-from batchinfer.job.images.media_files import media_root
+from batchinfer.job.images.media_files import FILE, media_root
 from batchinfer.job.input.dataset import Source
 from batchinfer.job.spec.spec import JobSpec
 from batchinfer.job.storage.urls import is_url
-from batchinfer.text.images.files import ImageFile, ImageFiles
+from batchinfer.text.images.files import ImageFile, ImageFiles, has_scheme
 
 _MOST_EMBEDDED = 64 << 20
 """Bytes of images in rows. If so many come before the first name of a file, no row is expected to
@@ -57,9 +57,11 @@ class _Names(ImageFiles):
         self._root = root
 
     def elsewhere(self, name: str, where: str) -> ImageFile:
-        if is_url(name) and not name.startswith("file://"):
+        is_file_url = has_scheme(name, FILE)
+        if is_url(name) and not is_file_url:
             return ImageFile(b"")
-        return ImageFile(None, os.path.join(self._root, name.removeprefix("file://")))
+        path = name[len(FILE) :] if is_file_url else name
+        return ImageFile(None, os.path.join(self._root, path))
 
 
 def _facts(path: str) -> bytes:

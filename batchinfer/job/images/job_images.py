@@ -13,7 +13,9 @@ import pyarrow as pa
 
 from batchinfer.config import PromptConfig
 from batchinfer.errors import ModelError, RowError
+from batchinfer.job.images.download import Downloads
 from batchinfer.job.images.media_files import MediaFiles, media_root
+from batchinfer.job.images.web_images import WebPrompts
 from batchinfer.job.input.arrow_text import is_conversation, is_text
 from batchinfer.job.input.dataset import Source
 from batchinfer.job.input.json_columns import is_json_text
@@ -49,16 +51,31 @@ class NumberedPrompts:
 
 
 class JobImages:
-    """Makes the prompts of a job whose rows may have images, and loads their pixels."""
+    """Makes the prompts of a job whose rows may have images, and loads their pixels.
 
-    def __init__(self, settings: ImageSettings, processes: TextProcesses) -> None:
+    Args:
+        downloads: True to download images from web addresses.
+    """
+
+    def __init__(
+        self, settings: ImageSettings, processes: TextProcesses, *, downloads: bool
+    ) -> None:
         self.settings = settings
         self._processes = processes
         self._numbers = ImageNumbers()
+        self._downloads = Downloads() if downloads else None
 
-    def numbered(self, prompts: Prompts) -> Prompts:
-        """Return an object that makes the same prompts, with numbered images."""
-        return NumberedPrompts(prompts, self._numbers)
+    def prompts(self, prompts: Prompts, config: PromptConfig) -> Prompts:
+        """Return an object that makes the same prompts, with downloaded and numbered images."""
+        numbered = NumberedPrompts(prompts, self._numbers)
+        if self._downloads is None:
+            return numbered
+        return WebPrompts(numbered, config, self._downloads, self._processes.check_stopped)
+
+    def close(self) -> None:
+        """End the threads that download images."""
+        if self._downloads is not None:
+            self._downloads.close()
 
     def loaded(
         self, batches: Iterator[list[PromptRow]], is_over: Callable[[], bool]
@@ -109,9 +126,7 @@ def image_settings(spec: JobSpec, source: Source, context: EngineContext) -> Ima
     return ImageSettings(
         support.folder,
         support.token_id,
-        MediaFiles(
-            media_root(spec.input.media_root, source.files[0].path), downloads=spec.input.media_urls
-        ),
+        MediaFiles(media_root(spec.input.media_root, source.files[0].path)),
         config.max_image_pixels,
         config.mm_processor_kwargs,
         _salt(support.folder, config),

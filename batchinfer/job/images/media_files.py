@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 from batchinfer.errors import JobError, RowError, one_line
-from batchinfer.job.images.download import downloaded
 from batchinfer.job.storage.urls import StorePath, is_url
 from batchinfer.job.storage.whole_files import read_whole, require_store
-from batchinfer.text.images.files import INVALID_IMAGE, ImageFile, ImageFiles
+from batchinfer.text.images.files import INVALID_IMAGE, ImageFile, ImageFiles, has_scheme, shown
 from batchinfer.text.row_values import MAX_ROW_BYTES
 
-_WEB = ("http://", "https://")
-_FILE = "file://"
+WEB = ("http://", "https://")
+"""Schemes of web addresses."""
+FILE = "file://"
 
 
 def media_root(root: str | None, first_input: str) -> str:
@@ -32,43 +32,40 @@ def media_root(root: str | None, first_input: str) -> str:
 
 
 class MediaFiles(ImageFiles):
-    """Finds images below a folder, and images on the web.
+    """Finds images below a folder.
 
     Args:
         root: folder of relative paths: a path, or a URL if the folder is in a store. A name that
             leads out of it is an error.
-        downloads: True to download images from web addresses.
 
     Raises:
         UsageError: the package that reads from the store is not installed.
     """
 
-    def __init__(self, root: str, *, downloads: bool = False) -> None:
+    def __init__(self, root: str) -> None:
         if is_url(root):
             require_store(root)
         self._root = StorePath(root) if is_url(root) else Path(root).resolve()
-        self._downloads = downloads
 
     def elsewhere(self, name: str, where: str) -> ImageFile:
-        if name.startswith(_WEB):
-            if self._downloads:
-                return ImageFile(downloaded(name, where))
+        if has_scheme(name, *WEB):
             raise RowError(
                 INVALID_IMAGE,
-                f"{where}: {name[:80]} is a web address; set input.media_urls to download images",
+                f"{where}: {shown(name)} is a web address; set input.media_urls to download images",
             )
         if isinstance(self._root, StorePath):
             return self._in_store(self._root, name, where)
-        if is_url(name) and not name.startswith(_FILE):
+        is_file_url = has_scheme(name, FILE)
+        if is_url(name) and not is_file_url:
             raise RowError(
                 INVALID_IMAGE,
-                f"{where}: {name[:80]} is in a store; set input.media_root to a folder there",
+                f"{where}: {shown(name)} is in a store; set input.media_root to a folder there",
             )
-        path = self._root / name.removeprefix(_FILE)
+        path = self._root / (name[len(FILE) :] if is_file_url else name)
         try:
             resolved = path.resolve()
         except (OSError, ValueError, RuntimeError) as error:  # too long, a zero byte, a loop
-            raise RowError(INVALID_IMAGE, f"{where}: {name[:80]!r}: {error}") from None
+            raise RowError(INVALID_IMAGE, f"{where}: {shown(name)!r}: {error}") from None
         if not resolved.is_relative_to(self._root):
             raise self._outside(name, where)
         return ImageFile(None, str(resolved))
@@ -84,7 +81,7 @@ class MediaFiles(ImageFiles):
 
     def _outside(self, name: str, where: str) -> RowError:
         return RowError(
-            INVALID_IMAGE, f"{where}: {name[:80]} is outside input.media_root, {self._root}"
+            INVALID_IMAGE, f"{where}: {shown(name)} is outside input.media_root, {self._root}"
         )
 
 
@@ -98,4 +95,4 @@ class StoreImage(ImageFile):
         try:
             return read_whole(self.path, MAX_ROW_BYTES)
         except (OSError, ValueError, JobError) as error:
-            raise RowError(INVALID_IMAGE, f"{self.path}: {one_line(error)}") from None
+            raise RowError(INVALID_IMAGE, f"{self.name}: {one_line(error)}") from None

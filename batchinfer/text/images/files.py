@@ -17,7 +17,10 @@ from batchinfer.text.row_values import MAX_ROW_BYTES
 INVALID_IMAGE = "invalid_image"
 _DATA = "data:"
 _MAX_PATH_CHARS = 4096
-"""Limit of Linux. Longer values may be data URLs with an error, too long for messages."""
+"""Limit of Linux. Longer values may be data URLs with an error."""
+_MAX_SHOWN = 160
+"""Maximum number of characters of a name in a message. The beginning and the end of a longer name
+are shown, because many paths begin alike."""
 
 
 class ImageMemoryError(MemoryError):
@@ -30,12 +33,12 @@ class ImageFile:
 
     data: bytes | None = field(repr=False)
     path: str | None = None
-    """Absolute path, if ``data`` is None."""
+    """Absolute path if ``data`` is None; else the web address of ``data``, if known."""
 
     @property
     def name(self) -> str:
         """Name of the image in error messages."""
-        return self.path or "an image"
+        return "an image" if self.path is None else shown(self.path)
 
     def read(self) -> bytes:
         """Return the bytes.
@@ -47,22 +50,21 @@ class ImageFile:
             return self.data
         assert self.path is not None
         if len(self.path) > _MAX_PATH_CHARS:
-            reason = f"{self.path[:80]}... is not an image: a path is shorter"
-            raise RowError(INVALID_IMAGE, reason)
+            raise RowError(INVALID_IMAGE, f"{self.name} is not an image: a path is shorter")
         try:
             # Without O_NONBLOCK, opening a FIFO that has no writer would block forever.
             descriptor = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK)
             try:
                 if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                    raise RowError(INVALID_IMAGE, f"{self.path} is not a file")
+                    raise RowError(INVALID_IMAGE, f"{self.name} is not a file")
                 with open(descriptor, "rb", closefd=False) as file:
                     data = file.read(MAX_ROW_BYTES + 1)
             finally:
                 os.close(descriptor)
         except OSError as error:
-            raise RowError(INVALID_IMAGE, f"{self.path}: {error.strerror}") from None
+            raise RowError(INVALID_IMAGE, f"{self.name}: {error.strerror}") from None
         if len(data) > MAX_ROW_BYTES:
-            raise RowError(INVALID_IMAGE, f"{self.path} has more than {MAX_ROW_BYTES} bytes")
+            raise RowError(INVALID_IMAGE, f"{self.name} has more than {MAX_ROW_BYTES} bytes")
         return data
 
 
@@ -81,9 +83,9 @@ class _Unprintable:
 
 def without_images(value: Any, column: str) -> Any:
     """Return the value of an image column for a template. If the template prints an image, the row
-    fails with ``unsupported_content``."""
+    fails with ``unsupported_content``; a web address can be printed."""
     if isinstance(value, ImageFile):
-        return _Unprintable(column)
+        return value.path or _Unprintable(column)
     if isinstance(value, Mapping):
         return {key: without_images(item, column) for key, item in value.items()}
     if isinstance(value, list):
@@ -109,7 +111,9 @@ class ImageFiles:
         Raises:
             RowError: ``invalid_image``.
         """
-        if value is None or (isinstance(value, Mapping) and not any(value.values())):
+        if value is None:
+            return []
+        if isinstance(value, Mapping) and all(item is None for item in value.values()):
             return []
         if isinstance(value, list | tuple):
             return [image for item in value for image in self.in_cell(item, where)]
@@ -130,12 +134,10 @@ class ImageFiles:
         return self.named(_text(value, where), where)
 
     def _in_struct(self, value: Mapping[str, Any], where: str) -> ImageFile:
-        data, path = value.get("bytes"), value.get("path")
-        if data:
-            return self._one(data, where)
-        if path is None:
+        given = [value[key] for key in ("bytes", "path") if value.get(key) is not None]
+        if not given:
             raise RowError(INVALID_IMAGE, f"{where} has neither bytes nor a path")
-        return self._one(path, where)
+        return self._one(given[0], where)
 
     def named(self, name: str, where: str) -> ImageFile:
         """Return the image that a path, a data URL or a web address names.
@@ -143,7 +145,7 @@ class ImageFiles:
         Raises:
             RowError: ``invalid_image``.
         """
-        if name.startswith(_DATA):
+        if has_scheme(name, _DATA):
             return ImageFile(_data_of(name, where))
         return self.elsewhere(name, where)
 
@@ -155,9 +157,22 @@ class ImageFiles:
         """
         raise RowError(
             INVALID_IMAGE,
-            f"{where}: {name[:80]} is a path or a web address, which is not read here; give the "
+            f"{where}: {shown(name)} is a path or a web address, which is not read here; give the "
             "bytes of the file, or a PIL image",
         )
+
+
+def has_scheme(name: str, *schemes: str) -> bool:
+    """Return True if a URL begins with one of some schemes, such as ``data:``, in any case."""
+    return name[: max(map(len, schemes))].lower().startswith(schemes)
+
+
+def shown(name: str) -> str:
+    """Return a name for messages, shortened in the middle if it is long."""
+    if len(name) <= _MAX_SHOWN:
+        return name
+    kept = (_MAX_SHOWN - 3) // 2
+    return f"{name[:kept]}...{name[-kept:]}"
 
 
 def _text(value: str | bytes, where: str) -> str:
@@ -173,7 +188,7 @@ def _data_of(url: str, where: str) -> bytes:
     try:
         if not comma:
             raise ValueError("it has no comma")
-        if head.endswith(";base64"):
+        if head.lower().endswith(";base64"):
             return base64.b64decode(data, validate=True)
         return unquote_to_bytes(data)
     except (ValueError, binascii.Error) as error:

@@ -106,6 +106,11 @@ class TextProcesses:
         self._is_stopped = True
         self._server.close()
 
+    def check_stopped(self) -> None:
+        """Raise ``StoppedError`` after a call to ``stop``."""
+        if self._is_stopped:
+            raise StoppedError
+
     def close(self) -> None:
         """End the workers immediately."""
         self.stop()
@@ -125,8 +130,7 @@ class TextProcesses:
             # A new lock, because another thread may have held the old one at the fork.
             self._lock = threading.Lock()
         with self._lock:
-            if self._is_stopped:
-                raise StoppedError
+            self.check_stopped()
             if self._server.has_failed or self._owner != os.getpid():
                 self._release()
                 self._start(self._workers.most)

@@ -5,11 +5,8 @@ from __future__ import annotations
 import base64
 import io
 import os
-import socket
 import struct
-import threading
 import zlib
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +19,11 @@ from PIL import Image
 from transformers import AutoTokenizer
 
 from batchinfer.errors import ExitCode, ModelError, RowError
-from batchinfer.job.images import download
 from batchinfer.job.images.media_files import MediaFiles
 from batchinfer.job.run.run_job import run_job
 from batchinfer.text.images.decode import OpenImage
 from batchinfer.text.images.files import ImageFile, ImageFiles
 from batchinfer.text.images.loading import load_image_processor
-from batchinfer.text.processes.limits import Limits
 from batchinfer.worker.vision.tower import VisionTower
 from tests.job.images.pictures import HUB_IMAGE, encoded, picture, png
 from tests.job.images.test_image_jobs import job, results
@@ -264,55 +259,16 @@ def test_data_urls_hold_images() -> None:
     url = "data:image/png;base64," + base64.b64encode(png(0)).decode()
     assert ImageFiles().in_cell(url, "x") == [ImageFile(png(0))]
     assert ImageFiles().in_cell(url.encode(), "x") == [ImageFile(png(0))]
+    upper = url.replace("data", "DATA").replace("base64", "BASE64")
+    assert ImageFiles().in_cell(upper, "x") == [ImageFile(png(0))]
 
 
-class Pictures(BaseHTTPRequestHandler):
-    """Serves one picture, also without its end, and refuses urllib's own name."""
-
-    def do_GET(self) -> None:
-        is_named = self.headers["User-Agent"] == "batchinfer"
-        is_known = self.path in ("/a.png", "/cut.png")
-        self.send_response((200 if is_known else 404) if is_named else 403)
-        if is_known:
-            self.send_header("Content-Length", str(len(png(0))))
-        self.end_headers()
-        if is_known:
-            self.wfile.write(png(0)[: None if self.path == "/a.png" else -7])
-
-    def log_message(self, *_: object) -> None:
-        """Write nothing."""
-
-
-def test_images_are_downloaded_only_if_the_job_says_so() -> None:
-    server = HTTPServer(("127.0.0.1", 0), Pictures)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        url = f"http://127.0.0.1:{server.server_port}/a.png"
-        files = MediaFiles(".", downloads=True)
-        assert files.in_cell(url, "x") == [ImageFile(png(0))]
-        with pytest.raises(RowError, match="404"):
-            files.in_cell(url.replace("a.png", "b.png"), "x")
-        with pytest.raises(RowError, match="ended 7 bytes before the file's end"):
-            files.in_cell(url.replace("a.png", "cut.png"), "x")
-        with pytest.raises(RowError, match=r"set input\.media_urls"):
-            MediaFiles(".").in_cell(url, "x")
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
-    with pytest.raises(RowError, match="refused"):
-        files.in_cell(url, "x")
-
-
-def test_a_server_that_hangs_costs_little_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert Limits().seconds > 3 * download.TOTAL_S
-    monkeypatch.setattr(download, "TOTAL_S", 0.05)
-    with socket.create_server(("127.0.0.1", 0)) as server:  # takes connections and never answers
-        url = f"http://127.0.0.1:{server.getsockname()[1]}/a.png"
-        with pytest.raises(RowError, match=r"x: 127\.0\.0\.1 did not send the image") as told:
-            MediaFiles(".", downloads=True).in_cell(url, "x")
-    assert told.value.code == "invalid_image"
+def test_the_scheme_of_a_url_may_have_capitals(root: Path) -> None:
+    files = MediaFiles(str(root))
+    (file,) = files.in_cell(f"File://{root}/good.png", "x")
+    assert file.read() == png(1)
+    with pytest.raises(RowError, match="is a web address"):
+        files.in_cell("HTTP://127.0.0.1/a.png", "x")
 
 
 def test_bad_paths_leave_no_descriptors_open(root: Path) -> None:
@@ -327,8 +283,9 @@ def test_bad_paths_leave_no_descriptors_open(root: Path) -> None:
 def test_a_struct_of_nulls_is_no_image() -> None:
     files = ImageFiles()
     assert files.in_cell([{"bytes": None, "path": None}, None], "x") == []
-    with pytest.raises(RowError, match="is empty"):
-        files.in_cell("", "x")
+    for empty in ("", b"", {"bytes": b"", "path": "a.png"}, {"bytes": b"", "path": None}):
+        with pytest.raises(RowError, match="is empty"):
+            files.in_cell(empty, "x")
 
 
 def test_messages_do_not_repeat_long_values(root: Path) -> None:
@@ -336,7 +293,17 @@ def test_messages_do_not_repeat_long_values(root: Path) -> None:
     (file,) = MediaFiles(str(root)).in_cell(" data:image/png;base64," + "A" * 10**6, "x")
     with pytest.raises(RowError, match="is not an image") as told:
         file.read()
-    assert len(told.value.message) < 200
+    assert len(told.value.message) < 250
+
+
+def test_messages_show_the_end_of_a_long_path(root: Path) -> None:
+    """Many paths begin alike."""
+    name = "/".join(["folder"] * 40) + "/page-17.png"
+    (file,) = MediaFiles(str(root)).in_cell(name, "x")
+    with pytest.raises(RowError, match=r"\.\.\..*/page-17\.png: No such file"):
+        file.read()
+    with pytest.raises(RowError, match=r"\.\.\..*/page-17\.png is outside"):
+        MediaFiles(str(root)).in_cell("/" + name, "x")
 
 
 def test_a_tower_that_refuses_pixels_is_not_a_bug(root: Path, llava: Path) -> None:

@@ -218,19 +218,19 @@ def test_conversations_hold_images_in_parts(tmp_path: Path, llava: Path) -> None
     text = {"type": "text", "text": "Which?", "image_url": None}
     own = {"type": "image_url", "text": None, "image_url": "a.png"}
     next_image = {"type": "image", "text": None, "image_url": None}
-    contents = [[own, text], [next_image, text], [own, next_image, text]]
+    contents = [[own, text], [next_image, text], [own, next_image, text], []]
     rows = pa.table(
         {
             "text": pa.array(
                 [[{"role": "user", "content": content}] for content in contents],
                 pa.list_(message),
             ),
-            "image": pa.array([None, png(0), png(1)], pa.binary()),
+            "image": pa.array([None, png(0), png(1), png(2)], pa.binary()),
         }
     )
     assert run_job(job(tmp_path, llava, rows), quiet=True) is ExitCode.OK
-    first, second, third = results(tmp_path)
-    assert [row["error"] for row in (first, second, third)] == [None] * 3
+    first, second, third, _ = done = results(tmp_path)
+    assert [row["error"] for row in done] == [None] * 4
     assert first["outputs"] == second["outputs"]
     assert third["num_prompt_tokens"] == first["num_prompt_tokens"] + 16
 
