@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
+
+from batchinfer.worker.oom import is_out_of_memory
 
 # Integer types, keyed by bytes per element. They replace bfloat16, which NumPy does not have.
 _INTEGERS = {2: "<i2", 4: "<i4"}
@@ -16,23 +19,25 @@ Capture = Callable[[Run], Run]
 contents of its inputs."""
 
 
+class CaptureRefusedError(RuntimeError):
+    """CUDA has refused to end a capture, because of an operation in it."""
+
+
 class CudaCapture:
     """Captures computations on the current device, and returns functions that repeat them.
 
     All graphs use the same memory, one after the other: results are valid until the next replay.
-    After a failure that CUDA itself reports, later graphs use new memory.
     """
 
     def __init__(self) -> None:
         self._pool: Any = None
-        # Graphs whose capture never ended are kept, because torch's allocator still calls them.
-        self._never_ended: list[torch.cuda.CUDAGraph] = []
+        self._never_ended: list[torch.cuda.CUDAGraph] = []  # torch still refers to these graphs
 
     def __call__(self, run: Run) -> Run:
         """Capture ``run``, which must have run once before.
 
         Raises:
-            RuntimeError: ``run`` does something that cannot be captured.
+            CaptureRefusedError: ``run`` does something that cannot be captured.
         """
         graph = torch.cuda.CUDAGraph()
         pool = torch.cuda.graph_pool_handle() if self._pool is None else self._pool
@@ -44,10 +49,12 @@ class CudaCapture:
         try:
             with here, capturing:
                 results = [result.contiguous() for result in run()]
-        except BaseException:
-            if not _has_ended(graph):  # torch will regard the pool as in use forever
-                self._pool = None
+        except BaseException as error:
+            if not _has_ended(graph):
                 self._never_ended.append(graph)
+                _end_allocation(pool)
+                if isinstance(error, RuntimeError) and not is_out_of_memory(error):
+                    raise CaptureRefusedError(str(error)) from error
             raise
         self._pool = pool  # set only now, because torch forgets a pool without graphs
         aliases = tuple(map(_alias, results))
@@ -65,6 +72,18 @@ def _has_ended(graph: torch.cuda.CUDAGraph) -> bool:
     except RuntimeError:
         return False
     return True
+
+
+def _end_allocation(pool: tuple[int, int]) -> None:
+    """End the allocation of a capture's memory, as torch does after a capture that ends.
+
+    Otherwise, torch's allocator would regard the capture as under way until the process ends: it
+    would neither return unused memory, nor free it when the device's memory is full.
+    """
+    device = torch.cuda.current_device()
+    with suppress(RuntimeError):  # the allocation may not have begun
+        torch._C._cuda_endAllocateToPool(device, pool)
+        torch._C._cuda_releasePool(device, pool)
 
 
 class _Memory:

@@ -26,7 +26,7 @@ from batchinfer.worker.attention.attention import (
 )
 from batchinfer.worker.attention.chunked import crosses_chunks
 from batchinfer.worker.attention.cuda import shares_pieces
-from batchinfer.worker.cuda_graphs.capture import Capture, CudaCapture, Run
+from batchinfer.worker.cuda_graphs.capture import Capture, CaptureRefusedError, CudaCapture, Run
 from batchinfer.worker.cuda_graphs.graph_sizes import GraphSize, GraphSizes, Kind, all_sizes
 from batchinfer.worker.cuda_graphs.step_inputs import StepInputs
 from batchinfer.worker.cuda_graphs.sync_watch import WaitsForDeviceError, run_without_waits
@@ -36,14 +36,18 @@ from batchinfer.worker.model.body import recorded_output
 from batchinfer.worker.oom import raise_out_of_memory
 
 _SECONDS_PER_LINE = 5.0
+_MOST_REFUSED = 2
+"""Number of captures that CUDA may refuse before no more are tried. All sizes run the same kind of
+operations, and each refused capture keeps memory."""
 
 
 class StepGraphs:
     """CUDA graphs of a model's steps, one per size; none before ``capture_all``.
 
     If a model's forward pass waits for the device, as in some mixtures of experts, the model gets
-    no graphs. Any other failure costs only the graph of one size. Steps of that size then use the
-    next larger graph, or launch kernels one by one.
+    no graphs. If CUDA refuses two captures, no more are tried. Any other failure costs only the
+    graph of one size. Steps without a graph use the next larger graph, or launch kernels one by
+    one.
 
     Args:
         model: called as in ``forward``.
@@ -143,6 +147,7 @@ class StepGraphs:
         """
         began = last_line = clock()
         lost: dict[str, list[GraphSize]] = {}
+        num_refused = 0
         for done, size in enumerate(self.sizes):
             if clock() - last_line >= _SECONDS_PER_LINE:
                 last_line = clock()
@@ -154,7 +159,11 @@ class StepGraphs:
                 return
             except (RuntimeError, OutOfMemory) as error:
                 lost.setdefault(str(error), []).append(size)
+                num_refused += isinstance(error, CaptureRefusedError)
             captured()
+            if num_refused == _MOST_REFUSED:
+                log(f"CUDA graphs: only {done + 1} of {len(self.sizes)} sizes were tried")
+                break
         for reason, sizes in lost.items():
             log(f"CUDA graphs could not be captured for steps of {_listed(sizes)}: {reason}")
         log(f"CUDA graphs: {self.num_captured} sizes captured in {clock() - began:.0f} s")
