@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import time
+from bisect import bisect_right
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -34,7 +35,10 @@ class HostBlocks:
         self._stream: torch.cuda.Stream | None = None
         if blocks.is_cuda and num_blocks > 0:
             self._stream = torch.cuda.Stream(blocks.device)  # type: ignore[no-untyped-call]
-        self._blocks = _allocate_host_blocks(blocks, num_blocks)  # [host slot, layer, elements]
+        self._num_blocks = num_blocks
+        # Pieces [host slots, layer, elements], and the first slot of each
+        self._pieces = _allocate_host_blocks(blocks, num_blocks)
+        self._starts = [0, *accumulate(map(len, self._pieces))][:-1]
 
     def copy(self, outs: Int32, ins: Int32) -> None:
         """Copy blocks out, then in. Device work that is queued later runs after the copies.
@@ -56,7 +60,7 @@ class HostBlocks:
 
     def measure(self) -> float:
         """Measure the time to copy a block, in seconds: the mean of both directions."""
-        max_pairs = min(len(self._blocks), len(self._pool) - 1)
+        max_pairs = min(self._num_blocks, len(self._pool) - 1)
         count = min(max_pairs, max(1, _MEASURED_BYTES // self._pool[0].nbytes))
         if count == 0:
             return 0.0
@@ -73,24 +77,43 @@ class HostBlocks:
 
     def _copy_each(self, outs: Int32, ins: Int32) -> None:
         for slot, host_slot in outs.tolist():
-            self._blocks[host_slot].copy_(self._pool[slot], non_blocking=True)
+            self._block(host_slot).copy_(self._pool[slot], non_blocking=True)
         for host_slot, slot in ins.tolist():
-            self._pool[slot].copy_(self._blocks[host_slot], non_blocking=True)
+            self._pool[slot].copy_(self._block(host_slot), non_blocking=True)
+
+    def _block(self, host_slot: int) -> torch.Tensor:
+        piece = bisect_right(self._starts, host_slot) - 1
+        return self._pieces[piece][host_slot - self._starts[piece]]
 
 
-def _allocate_host_blocks(blocks: torch.Tensor, num_blocks: int) -> torch.Tensor:
-    """Return uninitialized memory [num_blocks, layer, elements of a layer]."""
-    shape = (num_blocks, *blocks.shape[1:])
-    num_bytes = math.prod(shape) * blocks.element_size()
+def _allocate_host_blocks(blocks: torch.Tensor, num_blocks: int) -> list[torch.Tensor]:
+    """Return uninitialized memory for blocks, in pieces [blocks, layer, elements of a layer]."""
+    num_bytes = num_blocks * blocks[0].nbytes
     try:
-        if blocks.is_cuda or num_blocks == 0:
-            return torch.empty(shape, dtype=blocks.dtype, pin_memory=num_blocks > 0)
+        if blocks.is_cuda:
+            counts = pinned_pieces(num_blocks, blocks[0].nbytes)
+            shapes = [(count, *blocks.shape[1:]) for count in counts]
+            return [torch.empty(shape, dtype=blocks.dtype, pin_memory=True) for shape in shapes]
         # NumPy requests huge pages from Linux; torch does not.
         raw = torch.from_numpy(np.empty(num_bytes, dtype=np.uint8))
-        return raw.view(blocks.dtype).view(shape)
+        return [raw.view(blocks.dtype).view(num_blocks, *blocks.shape[1:])] if num_blocks else []
     except (MemoryError, RuntimeError) as error:
         raise DeviceError(
             f"the host has no room for a swap space of {num_blocks} blocks "
             f"({num_bytes / 2**30:.2f} GiB)",
             hint="lower engine.swap_space; 0 disables it",
         ) from error
+
+
+def pinned_pieces(num_blocks: int, block_bytes: int) -> list[int]:
+    """Divide pinned memory, whose allocations torch rounds up to powers of two bytes.
+
+    Returns:
+        The number of blocks in each piece. Rounding wastes less than a block in each piece.
+    """
+    pieces = []
+    while num_blocks:
+        rounded_down = 1 << ((num_blocks * block_bytes).bit_length() - 1)
+        pieces.append(max(1, rounded_down // block_bytes))
+        num_blocks -= pieces[-1]
+    return pieces

@@ -59,6 +59,11 @@ class FakeCuda:
             stack.enter_context(self._operations)
             yield
 
+    @property
+    def pinned_bytes(self) -> int:
+        """Bytes of pinned memory, of which torch allocates powers of two."""
+        return self._pinned.nbytes
+
     @contextmanager
     def loading(self) -> Iterator[None]:
         """Let the host wait for the device inside the ``with`` block."""

@@ -77,6 +77,11 @@ class PinnedMemory:
         self._storages[tensor.untyped_storage().data_ptr()] = tensor
         return tensor
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all allocations, which torch rounds up to powers of two."""
+        return sum(1 << (tensor.nbytes - 1).bit_length() for tensor in self._storages.values())
+
     def holds(self, tensor: torch.Tensor) -> bool:
         if isinstance(tensor, FakeTensor) or tensor.device.type != "cpu":
             return False

@@ -6,7 +6,8 @@ import torch
 
 from batchinfer.engine.kv.layout import KVLayout
 from batchinfer.errors import DeviceError
-from batchinfer.worker import kv_cache
+from batchinfer.worker import host_blocks, kv_cache
+from batchinfer.worker.host_blocks import pinned_pieces
 from batchinfer.worker.kv_cache import KVCache
 from tests.devices import CPU_AND_CUDA
 
@@ -193,6 +194,32 @@ def test_swapped_block_returns_unchanged(layer_major: bool, device: str) -> None
     cache.host.copy(pairs(), pairs((2, 1), (0, 0)))
     assert torch.equal(cache.blocks[[1, 0]], before[[0, 3]])
     assert cache.blocks[2:4].isnan().all()
+
+
+def test_blocks_are_swapped_to_every_piece_of_host_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def in_two_pieces(blocks: torch.Tensor, num_blocks: int) -> list[torch.Tensor]:
+        whole = allocate(blocks, num_blocks)[0]
+        return [whole[:2], whole[2:].clone()]
+
+    allocate = host_blocks._allocate_host_blocks
+    monkeypatch.setattr(host_blocks, "_allocate_host_blocks", in_two_pieces)
+    cache = make(num_host_blocks=4)
+    cache.pool.copy_(torch.randn_like(cache.pool))
+    before = cache.blocks.clone()
+    cache.host.copy(pairs((0, 0), (1, 1), (2, 2), (3, 3)), pairs((3, 0), (2, 1), (1, 2), (0, 3)))
+    assert torch.equal(cache.blocks[:4], before[[3, 2, 1, 0]])
+
+
+@pytest.mark.parametrize("num_blocks", [0, 1, 2, 3, 5, 33, 1000, 10_240])
+@pytest.mark.parametrize("block_bytes", [2**21, 1000, 1, 2**21 + 2**19])
+def test_pinned_memory_is_hardly_larger_than_its_blocks(num_blocks: int, block_bytes: int) -> None:
+    pieces = pinned_pieces(num_blocks, block_bytes)
+    assert sum(pieces) == num_blocks
+    pinned = sum(1 << (count * block_bytes - 1).bit_length() for count in pieces)
+    assert pinned - num_blocks * block_bytes < max(1, len(pieces)) * block_bytes
+    assert len(pieces) <= 15
 
 
 @in_both_orders

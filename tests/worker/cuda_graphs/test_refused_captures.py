@@ -48,9 +48,7 @@ def allocator(monkeypatch: pytest.MonkeyPatch) -> Allocator:
 
         def pool(self) -> None:
             if not self.ended:
-                raise RuntimeError(
-                    "the capture has not ended"
-                )
+                raise RuntimeError("the capture has not ended")
 
     @contextmanager
     def capturing(graph: Graph, *, pool: Any, capture_error_mode: str) -> Iterator[None]:
