@@ -182,7 +182,7 @@ def build_engine(
         layout,
         numbers=loaded.adapters,
         check=partial(check_adapter, loaded, device.type),
-        added=lambda count: runner.use_graphs(capture(count)),
+        added=lambda count: runner.recapture(partial(capture, count)),
         kernel=loaded.kernels.kernel,
     )
     threads = None

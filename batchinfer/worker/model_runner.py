@@ -54,9 +54,11 @@ class ModelRunner:
         self._scorer = PromptScorer(model)
         self._images = images
 
-    def use_graphs(self, graphs: StepGraphs | None) -> None:
-        """Set the graphs to replay from the next step on."""
-        self._graphs = graphs
+    def recapture(self, capture: Callable[[], StepGraphs | None]) -> None:
+        """Replace the graphs. The old graphs are freed before ``capture`` makes the new ones,
+        because the memory plan has room for only one set."""
+        self._graphs = None
+        self._graphs = capture()
 
     def submit(self, step: Step) -> Pending:
         """Start a step. The result of a step without samples is empty.

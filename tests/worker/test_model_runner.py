@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -54,6 +56,23 @@ def generate(family: str, prompts: list[list[int]], num_tokens: int, chunk: int)
         for sequence, _ in parts:
             if sequence.num_computed == len(sequence.token_ids):
                 sequence.token_ids.append(next(tokens))
+
+
+def test_graphs_are_freed_before_others_are_captured() -> None:
+    runner, _ = make_runner("llama")
+
+    class Graphs:
+        pass
+
+    def capture() -> Any:
+        freed.append(first() is None)
+        return Graphs()
+
+    made, freed = [Graphs()], list[bool]()
+    first = weakref.ref(made[0])
+    runner.recapture(made.pop)  # type: ignore[arg-type]
+    runner.recapture(capture)
+    assert freed == [True]
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "gemma2", "gpt_oss", "gpt2"])
