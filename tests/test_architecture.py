@@ -215,6 +215,11 @@ HEAVY = {
     "report": {"torch", "transformers"},
     "pooling": {"torch", "transformers", "pyarrow", "polars"},
 }
+OF_EXTRAS = {
+    *("PIL", "deltalake", "jsonschema_rs", "llguidance", "obstore", "prometheus_client"),
+    *("pyiceberg", "ray", "torchao"),
+}
+"""Packages that only extras install."""
 PLANES = ("engine", "worker", "job")
 """Planes: each folder and each other module directly within them is a room."""
 
@@ -244,9 +249,9 @@ def nodes(path: Path) -> list[ast.AST]:
     return list(ast.walk(tree))
 
 
-def imported(path: Path) -> Iterator[str]:
-    """Yield the full names of the modules that a module imports."""
-    for node in nodes(path):
+def imported(path: Path, *, at_import_only: bool = False) -> Iterator[str]:
+    """Yield the full names of the modules that a module imports, also in its functions."""
+    for node in ast.parse(path.read_text()).body if at_import_only else nodes(path):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -332,6 +337,20 @@ def test_modules_have_no_circular_imports() -> None:
         for name, path in MODULES.items()
     }
     list(TopologicalSorter(graph).static_order())  # CycleError names the modules of a cycle
+
+
+@pytest.mark.parametrize(
+    "start", ["__main__", "cli.commands", "job.run.run_job", "llm", "builders.engine"]
+)
+def test_packages_of_extras_are_imported_only_when_they_are_used(start: str) -> None:
+    waiting, reached = [start], {start}
+    while waiting:
+        path = MODULES[waiting.pop()]
+        for whole in imported(path, at_import_only=True):
+            assert whole.partition(".")[0] not in OF_EXTRAS, f"{path} imports {whole}"
+            if (found := known(whole)) and found not in reached:
+                reached.add(found)
+                waiting.append(found)
 
 
 def test_docstrings_describe_only_existing_arguments() -> None:

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from batchinfer.errors import RowError
-from batchinfer.text.images.decode import OpenImage
 from batchinfer.text.images.files import INVALID_IMAGE
 from batchinfer.text.images.row_images import ImageSettings, RowImage
 from batchinfer.text.images.shared_arrays import SharedArrays
@@ -35,6 +34,8 @@ class PixelBuilder:
         return [self._made(image) for image in images]
 
     def _made(self, image: RowImage) -> SharedArrays | RowError:
+        from batchinfer.text.images.decode import OpenImage  # needs Pillow, which is optional
+
         name = image.file.name
         try:
             data = image.file.read()
