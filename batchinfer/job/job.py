@@ -190,7 +190,7 @@ def load(job: Job, build: BuildEngine) -> LoadedJob | None:
         if settings is not None:
             images = JobImages(settings, processes, downloads=job.spec.input.media_urls)
         with phase("starting text processes"):
-            processes.load(context.tokenizer, None if settings is None else settings.prepare)
+            processes.load(context.tokenizer, settings)
         if not BOUNDS_MEMORY:
             log.append(
                 "this system cannot limit the memory of a process, so a malicious row "

@@ -189,8 +189,8 @@ class LLM(GenerationCalls, PoolingCalls):
         self._images = None
         if self._context.images is not None:
             self._images = CallImages(self._context.images, self._processes)
-        prepare = None if self._images is None else self._images.settings.prepare
-        self._processes.load(self._context.tokenizer, prepare)
+        settings = None if self._images is None else self._images.settings
+        self._processes.load(self._context.tokenizer, settings)
         self._adapters = Adapters(self._model.adapters, self._context)
         self._settings = without_secrets({"model": asdict(self._model), "engine": asdict(engine)})
         self._calls = Calls(self._context, refused_calls(self._model.runner))

@@ -18,9 +18,13 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from batchinfer.process.process import SIGNALS
+
+BYTES_PER_PIXEL = 24
+"""Address space to prepare an image, per pixel. The processors of the supported families need up to
+18 bytes: Pillow's picture has 4, and several copies exist while a processor works."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +42,11 @@ class Limits:
     """Seconds of wall-clock time for a row that runs again after it exceeded ``seconds``."""
     memory_bytes: int = 2**30
     """Bytes of address space that the process may use beyond its size at the start."""
+
+    def for_images(self, max_pixels: int) -> Limits:
+        """Return limits under which the process can prepare images of ``max_pixels`` pixels."""
+        needed = BYTES_PER_PIXEL * max_pixels
+        return replace(self, memory_bytes=max(self.memory_bytes, needed))
 
 
 BOUNDS_MEMORY = sys.platform == "linux"

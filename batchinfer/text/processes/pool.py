@@ -13,6 +13,7 @@ from functools import partial
 
 from batchinfer.errors import RowError
 from batchinfer.process.cpus import available_cpus
+from batchinfer.text.images.row_images import ImageSettings
 from batchinfer.text.processes.limits import Limits
 from batchinfer.text.processes.server_process import ServerProcess, StoppedError, not_started
 from batchinfer.text.processes.worker import BuilderFactory, Result
@@ -55,17 +56,21 @@ class TextProcesses:
         self._is_stopped = False
         self._start(most or min(available_cpus(), MAX_WORKERS))
 
-    def load(self, tokenizer: Tokenizer, prepare: Callable[[], object] | None = None) -> None:
+    def load(self, tokenizer: Tokenizer, images: ImageSettings | None = None) -> None:
         """Send workers their tokenizer; call it once, before any other method.
 
         Args:
-            prepare: see ``ServerProcess.load``.
+            images: settings of the images that workers prepare; None if there are none.
 
         Raises:
             DeviceError: worker processes cannot be started.
         """
-        self._tokenizer, self._prepare = tokenizer, prepare
-        self._server.load(tokenizer, prepare)
+        self._tokenizer = tokenizer
+        if images is not None:
+            self._prepare = images.prepare
+            self._limits = self._limits.for_images(images.max_pixels)
+            self._server.limits = self._workers.limits = self._limits
+        self._server.load(tokenizer, self._prepare)
 
     def prompts(self, factory: BuilderFactory) -> WorkerPrompts:
         """Return an object that makes prompts in workers, with the factory's builder.

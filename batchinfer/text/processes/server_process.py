@@ -55,7 +55,7 @@ class ServerProcess:
     """A fork server. It starts at once, and ends with this process. Thread-safe."""
 
     def __init__(self, limits: Limits) -> None:
-        self._limits = limits
+        self.limits = limits
         self._lock = threading.Lock()
         """Lock that is held from each request until its answer."""
         self._pids: set[int] = set()
@@ -98,7 +98,7 @@ class ServerProcess:
                 self._wait()
                 if self._read_greeting() != GREETING:
                     raise OSError(f"{sys.executable} is not a Python interpreter")
-                self._control.send((tokenizer, self._limits, prepare))
+                self._control.send((tokenizer, self.limits, prepare))
             except (OSError, EOFError) as error:
                 raise self._failed(error) from error
 

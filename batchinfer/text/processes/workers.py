@@ -47,7 +47,7 @@ class Workers:
     def __init__(self, server: ServerProcess, limits: Limits, most: int) -> None:
         self.most = most
         self._server = server
-        self._limits = limits
+        self.limits = limits
         self._idle: list[_Worker] = []
         self._num_lent = 0
         self._changed = Condition()
@@ -82,7 +82,7 @@ class Workers:
         """
         if len(rows) > 1:
             with self._lent() as worker:
-                answer = self._ask(worker, factory, rows, self._limits.seconds)
+                answer = self._ask(worker, factory, rows, self.limits.seconds)
             if not isinstance(answer, Death):
                 results: list[Result] = answer
                 return results
@@ -97,14 +97,14 @@ class Workers:
 
     def _alone(self, factory: bytes, rows: Sequence[bytes]) -> Any:
         """Send at most one row; return the answer, or the error of a row that kills workers."""
-        seconds, num_outside, needs_new = self._limits.seconds, 0, False
+        seconds, num_outside, needs_new = self.limits.seconds, 0, False
         while True:
             with self._lent(needs_new) as worker:
                 is_first = not worker.has_worked
                 answer = self._ask(worker, factory, rows, seconds)
             if not isinstance(answer, Death):
                 return answer
-            is_hasty = answer.is_out_of_time and seconds < self._limits.patient_seconds
+            is_hasty = answer.is_out_of_time and seconds < self.limits.patient_seconds
             if answer.outside is not None:
                 num_outside += 1
                 if num_outside == _MAX_OUTSIDE:
@@ -121,7 +121,7 @@ class Workers:
                     return RowError("tokenizer_error", f"the tokenizer {answer.predicate}")
                 return RowError("template_error", f"the template {answer.predicate}")
             if is_hasty:
-                seconds = self._limits.patient_seconds
+                seconds = self.limits.patient_seconds
             needs_new = True
 
     def _ask(self, worker: _Worker, factory: bytes, rows: Sequence[bytes], seconds: float) -> Any:
@@ -148,7 +148,7 @@ class Workers:
         worker.connection.close()
         end = self._server.end(worker.pid)
         cause_of_death = death(
-            self._limits, seconds, end, tuple(values) if kind == "failed" else None
+            self.limits, seconds, end, tuple(values) if kind == "failed" else None
         )
         if cause_of_death.is_bug:
             raise RuntimeError(f"in a child process: {cause_of_death.predicate}")

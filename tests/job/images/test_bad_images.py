@@ -18,12 +18,14 @@ import torch
 from PIL import Image
 from transformers import AutoTokenizer
 
+from batchinfer.config import PromptConfig
 from batchinfer.errors import ExitCode, ModelError, RowError
 from batchinfer.job.images.media_files import MediaFiles
 from batchinfer.job.run.run_job import run_job
 from batchinfer.text.images.decode import OpenImage
 from batchinfer.text.images.files import ImageFile, ImageFiles
 from batchinfer.text.images.loading import load_image_processor
+from batchinfer.text.processes.limits import Limits
 from batchinfer.worker.vision.tower import VisionTower
 from tests.job.images.pictures import HUB_IMAGE, encoded, picture, png
 from tests.job.images.test_image_jobs import job, results
@@ -334,8 +336,11 @@ def test_names_in_stores_need_a_folder_in_the_store() -> None:
 
 
 @pytest.mark.long
-def test_an_image_that_is_too_large_for_the_processor_is_a_bad_image(tmp_path: Path) -> None:
+def test_an_image_that_is_too_large_for_the_processor_is_a_bad_image(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Prompts of LFM2-VL need a blank picture of the image's size."""
+    monkeypatch.setattr("batchinfer.text.processes.limits.BYTES_PER_PIXEL", 1)
     model = make_vision_folder("lfm2_vl", tmp_path / "model")
     rows = pa.table({"text": ["a", "b"], "image": [png_of(9400, 9500), png(1)]})
     assert run_job(job(tmp_path, model, rows), quiet=True) is ExitCode.OK
@@ -343,6 +348,23 @@ def test_an_image_that_is_too_large_for_the_processor_is_a_bad_image(tmp_path: P
     assert second is None
     assert first["code"] == "invalid_image"
     assert first["message"].startswith("preparing an image needed more than 1024 MiB of memory; ")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", ["mistral3", "lfm2_vl"])
+def test_an_image_of_the_largest_size_is_prepared(tmp_path: Path, family: str) -> None:
+    model = make_vision_folder(family, tmp_path / "model")
+    largest = Image.new("1", (9459, 9459))
+    rows = pa.table({"text": ["a"], "image": [encoded(largest)]})
+    assert run_job(job(tmp_path, model, rows), quiet=True) is ExitCode.OK
+    assert results(tmp_path)[0]["error"] is None
+
+
+def test_large_images_get_the_memory_that_processors_need() -> None:
+    """Mistral 3's processor needs 18 bytes per pixel, the most of all families."""
+    most = PromptConfig().max_image_pixels
+    assert Limits().for_images(most).memory_bytes > 18 * most + 2**28
+    assert Limits().for_images(10**6) == Limits()
 
 
 def test_the_error_of_a_refused_size_names_width_and_height(tmp_path: Path) -> None:
