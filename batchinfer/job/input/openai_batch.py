@@ -23,6 +23,7 @@ from pydantic_core import from_json, to_json
 from batchinfer.console.format import format_value
 from batchinfer.errors import DataError, JobError, RowError
 from batchinfer.job.input.format import InputFile, ReadRequest, Row, Rows
+from batchinfer.job.input.formats.encoding import KEEP_BYTES
 from batchinfer.job.input.formats.text_file import opened
 from batchinfer.job.input.json_columns import json_text
 from batchinfer.job.input.jsonl import JsonlFormat, Line, split_lines
@@ -96,7 +97,7 @@ class OpenAIFormat(JsonlFormat):
 
     def __init__(self) -> None:
         super().__init__()
-        self.errors = "surrogateescape"  # a line that is not UTF-8 becomes an error row
+        self.errors = KEEP_BYTES  # a line that is not UTF-8 becomes an error row
         self._ids = CustomIds()
 
     def inspect(self, path: str) -> tuple[InputFile, pa.Schema]:

@@ -58,13 +58,22 @@ def to_utf8(chunks: Iterable[bytes], encoding: str, errors: str) -> Iterator[byt
     """Decode a file's chunks and encode them as UTF-8.
 
     Args:
-        errors: an error handler of Python's ``decode``, or ``KEEP_BYTES``.
+        errors: ``strict``, ``replace`` or ``KEEP_BYTES``.
 
     Raises:
         UnicodeError: bytes are not valid in the encoding.
     """
-    for text in codecs.iterdecode(chunks, encoding, errors):
-        yield text.encode("utf-8", "surrogateescape")
+    if encoding != "utf-8" or errors == "replace":
+        for text in codecs.iterdecode(chunks, encoding, errors):
+            yield text.encode("utf-8", "surrogateescape")
+    elif errors == KEEP_BYTES:
+        yield from chunks
+    else:
+        decoder = codecs.getincrementaldecoder(encoding)()
+        for chunk in chunks:
+            decoder.decode(chunk)
+            yield chunk
+        decoder.decode(b"", final=True)
 
 
 def is_utf8(text: bytes) -> bool:

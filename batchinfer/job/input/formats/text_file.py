@@ -51,7 +51,7 @@ class TextFormat(Format, Generic[Record]):
     def __init__(self, options: TextOptions = DEFAULT_OPTIONS) -> None:
         self.options = options
         self.errors: str = options.encoding_errors
-        """An error handler of Python's ``decode``."""
+        """``strict``, ``replace`` or ``KEEP_BYTES``."""
 
     @abstractmethod
     def records(self, chunks: Iterable[bytes], path: str) -> Iterator[list[Record]]:
@@ -118,7 +118,9 @@ class TextFormat(Format, Generic[Record]):
         with read_errors(file.path):
             check_unchanged(file)
             with opened(file.path) as chunks:
-                decoded = to_utf8(chunks, self.options.encoding, self.errors)
+                # ``read_whole`` has checked the encoding.
+                errors = "replace" if self.errors == "replace" else KEEP_BYTES
+                decoded = to_utf8(chunks, self.options.encoding, errors)
                 for records in self.records(decoded, file.path):
                     yield from cut(records, row, wanted)
                     row += len(records)
