@@ -56,9 +56,10 @@ def bench(
     began = time.perf_counter()
     built = ready(model, device, dtype, settings)
     start = {
+        "ok": built.is_complete,
         "seconds": time.perf_counter() - began,
         "graphs_captured": built.graphs.num_captured if built.graphs else 0,
-        "fused": built.fused,
+        "fused_layers": built.fused_layers,
         "num_blocks": built.num_blocks,
     }
     results.add("bench", f"{model} start", start)
@@ -226,7 +227,7 @@ def _tokens(device: torch.device, jobs: list[Job]) -> dict[str, Any]:
         same += out[0, len(ids) :].tolist() == got[row]
     captured = built.graphs.num_captured if built.graphs else 0
     return {
-        "ok": same == len(jobs),
+        "ok": same == len(jobs) and built.is_complete,
         "rows": len(jobs),
         "same": same,
         "graphs_captured": captured,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ from batchinfer.engine.scheduler.sequence_table import SequenceTable
 from batchinfer.worker.attention.attention import ATTENTION_NAME, register
 from batchinfer.worker.cuda_graphs.step_graphs import StepGraphs
 from batchinfer.worker.fusion.fuse import fuse
+from batchinfer.worker.fusion.fused_modules import FusedAttention, FusedDecoderLayer, FusedGatedMLP
 from batchinfer.worker.kv_cache import KVCache
 from batchinfer.worker.memory import DeviceMemory, fit_memory, model_bytes
 from batchinfer.worker.model_runner import ModelRunner
@@ -112,7 +114,14 @@ class Ready:
     graphs: StepGraphs | None
     num_blocks: int
     vocab: int
-    fused: bool
+    fused_layers: int
+    layers: int
+
+    @property
+    def is_complete(self) -> bool:
+        """True if all layers are fused, and all graphs captured."""
+        graphs = self.graphs is None or self.graphs.num_captured == len(self.graphs.sizes)
+        return graphs and self.fused_layers == self.layers
 
 
 def ready(name: str, device: torch.device, dtype: torch.dtype, settings: EngineConfig) -> Ready:
@@ -121,9 +130,11 @@ def ready(name: str, device: torch.device, dtype: torch.dtype, settings: EngineC
     config = model.config.to_dict()
     dtype_name = str(dtype).removeprefix("torch.")
     layout = KVLayout.from_config(config, block_size=settings.block_size, dtype=dtype_name)
-    fused = fuse(model, layout, MAX_MODEL_LEN)
-    if not fused:
+    if not fuse(model, layout, MAX_MODEL_LEN, print):
+        print("no modules are fused, because the model's logits would change")
         model = random_model(name, device, dtype)
+    kinds = Counter(map(type, model.modules()))
+    fused = min(kinds[kind] for kind in (FusedAttention, FusedGatedMLP, FusedDecoderLayer))
     if device.type == "cuda":
         torch.cuda.empty_cache()
     weight_bytes = model_bytes(model)
@@ -151,4 +162,11 @@ def ready(name: str, device: torch.device, dtype: torch.dtype, settings: EngineC
     table = SequenceTable(settings.max_num_seqs, MAX_MODEL_LEN, settings.block_size)
     scheduler = Scheduler(pool, table, settings.max_num_batched_tokens)
     engine = Engine(scheduler, runner, runs_ahead=device.type == "cuda")
-    return Ready(engine, graphs, memory.num_blocks, config["vocab_size"], fused)
+    return Ready(
+        engine,
+        graphs,
+        memory.num_blocks,
+        vocab=config["vocab_size"],
+        fused_layers=fused,
+        layers=config["num_hidden_layers"],
+    )

@@ -139,7 +139,7 @@ ROOMS = [
         ("errors", "engine.kv", "worker"),
     ),
     described("worker.linear", ("errors", "console", "kernels", "engine.kv", "worker")),
-    described("worker.fusion", ("kernels", "engine.kv", "engine.step", "worker")),
+    described("worker.fusion", ("errors", "kernels", "engine.kv", "engine.step", "worker")),
     described("worker.lora", ("errors", "kernels", "engine.kv", "worker")),
     Room("worker.memory", "where a device's memory goes", ("config", "errors", "engine", "worker")),
     described("worker.encoder", ("config", "errors", "console", "kernels", "engine", "worker")),

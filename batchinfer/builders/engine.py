@@ -120,6 +120,8 @@ def build_engine(
         random_weights=random_weights,
     )
     log(str(loaded.kernels))
+    for note in loaded.notes:
+        log(note)
     for kind in loaded.kernel_names.keys() & {"int8", "int4", "fp8"}:
         log(f"quantized linear layers use {loaded.kernel_names[kind]}")
     layout = loaded.layout(engine.block_size, engine.kv_cache_dtype)

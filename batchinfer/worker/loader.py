@@ -25,7 +25,7 @@ from batchinfer.worker.attention.latent import check_latents, keep_latents
 from batchinfer.worker.attention.temperature import temper_queries
 from batchinfer.worker.family_check import check_against_eager, check_attention
 from batchinfer.worker.fusion.activations import replace_activations
-from batchinfer.worker.fusion.fuse import fuse
+from batchinfer.worker.fusion.fuse import fuse, fused_line
 from batchinfer.worker.fusion.native_delta_layers import fuse_native_delta_layers
 from batchinfer.worker.fusion.native_layers import fuse_native_layers, join_native_layers
 from batchinfer.worker.linear.fp8_linear import quantize_fp8
@@ -123,6 +123,8 @@ class LoadedModel(ModelDescription):
     """Names of the linear layers' kernels, keyed by the weights' dtype or quantization."""
     facts: Mapping[str, Any]
     """Values for summary.json: name, revision, family, parameters, bytes."""
+    notes: tuple[str, ...]
+    """Lines about fused modules, for the log."""
 
 
 def describe_model(
@@ -209,8 +211,12 @@ def load_model(
         latent=description.latent,
     )
     _check_family(description, model, layout)
-    if not fuse(model, layout, description.max_model_len):
+    notes: list[str] = []
+    if not fuse(model, layout, description.max_model_len, notes.append):
+        notes.append("no modules are fused, because the model's logits would change")
         model = load()
+    if device.type == "cuda":
+        notes.append(fused_line(model))
     kernel, names = _pack(model, description, device, choice.quantization, kernels)
     weight_bytes = model_bytes(model)
     if device.type == "cpu":
@@ -239,6 +245,7 @@ def load_model(
             "max_model_len": description.max_model_len,
             **({"longrope": True} if uses_longrope(description.pretrained) else {}),
         },
+        notes=tuple(notes),
     )
 
 

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from batchinfer import SamplingParams
 from tests.fake_cuda.device import FakeCuda
 from tests.fake_cuda.models import QWEN3_06B, load_model
 
 
-def test_qwen3_loads_fused_and_replays_graphs(fake_cuda: FakeCuda, tmp_path: Path) -> None:
-    llm = load_model(fake_cuda, tmp_path, "qwen3", QWEN3_06B)
+def test_qwen3_loads_fused_and_replays_graphs(
+    fake_cuda: FakeCuda, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", "batchinfer.llm"):
+        llm = load_model(fake_cuda, tmp_path, "qwen3", QWEN3_06B)
+    fused = "fused modules: 1 x attention, 1 x gated MLP, 3 x norm, 1 x layer"
+    assert fused in caplog.messages
     loading = fake_cuda.take_launches()
     assert {"_rotary_write_kernel", "_silu_mul_kernel", "_rms_norm_kernel"} <= loading.keys()
     prompts = [{"prompt_token_ids": [7] * length} for length in (20, 3)]

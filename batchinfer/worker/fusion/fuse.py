@@ -10,6 +10,7 @@ Modules whose results differ are not replaced, so an unknown family runs as in t
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -18,10 +19,12 @@ import torch
 from torch import nn
 
 from batchinfer.engine.kv.layout import KVLayout
+from batchinfer.errors import one_line
 from batchinfer.worker.attention.variant import AttentionVariant
 from batchinfer.worker.fusion.fused_modules import (
     LOGITS_TOLERANCE,
     FusedAttention,
+    FusedDecoderLayer,
     FusedGatedMLP,
     FusedRMSNorm,
     fuse_layers,
@@ -45,12 +48,19 @@ _Factory = Callable[[Any, AttentionVariant | None], nn.Module]
 the module computes."""
 
 
-def fuse(model: nn.Module, layout: KVLayout, max_model_len: int) -> bool:
+def fuse(
+    model: nn.Module,
+    layout: KVLayout,
+    max_model_len: int,
+    log: Callable[[str], None] = lambda line: None,
+) -> bool:
     """Replace a model's modules with fused modules, one after the other, and then its layers.
 
     Args:
         layout: KV layout of a pool for the model.
         max_model_len: longest sequence in tokens; positions up to it are tested.
+        log: receives a line for each kind of module whose fused module raises an error, for example
+            because the device cannot run its kernel.
 
     Returns:
         True if the model's logits stayed the same; if False, the model must be loaded again.
@@ -60,6 +70,8 @@ def fuse(model: nn.Module, layout: KVLayout, max_model_len: int) -> bool:
         modules.fuse_children(model)
         if modules.layers_add_plainly():
             fuse_layers(model, layout)
+        for kind, reason in modules.errors.items():
+            log(f"modules of the kind {kind} are not fused, because this fails: {reason}")
         tolerance = LOGITS_TOLERANCE[next(model.parameters()).dtype]
         return verify(modules.logits_before, modules.logits(), tolerance)
 
@@ -79,6 +91,8 @@ class _ModuleFusion:
             self.logits_before = probe.logits(attention)
         self._calls = {call.module: call for call in calls}
         self._variants = {call.layer: call.variant for call in attention.calls}
+        self.errors: dict[str, str] = {}
+        """The first error of a fused module, keyed by the class that it would replace."""
 
     def fuse_children(self, parent: nn.Module) -> None:
         """Try an outer module before its children, because a fused module replaces these too."""
@@ -104,7 +118,8 @@ class _ModuleFusion:
                 same = all(self._agree(original, candidate, call, scale) for scale in _SCALES)
             except torch.OutOfMemoryError:
                 raise
-            except Exception:  # the module has other parameters or is called in another way
+            except Exception as error:  # also if the module is called in another way
+                self._note(module, error)
                 continue
             if same:
                 return make_fused(module, variant)
@@ -124,9 +139,13 @@ class _ModuleFusion:
                     return False
             except torch.OutOfMemoryError:
                 raise
-            except Exception:  # the layer is called with other arguments
+            except Exception as error:  # also if the layer is called with other arguments
+                self._note(layer, error)
                 return False
         return True
+
+    def _note(self, module: nn.Module, error: Exception) -> None:
+        self.errors.setdefault(type(module).__name__, f"{type(error).__name__}: {one_line(error)}")
 
     def _agree(
         self, original: nn.Module, candidate: nn.Module, call: ModuleCall, scale: float
@@ -214,3 +233,17 @@ def _is_norm(module: Any) -> bool:
     weights = dict(module.named_parameters())
     has_eps = hasattr(module, "variance_epsilon") or hasattr(module, "eps")
     return type(module).__name__.endswith("RMSNorm") and [*weights] == ["weight"] and has_eps
+
+
+def fused_line(model: nn.Module) -> str:
+    """Return a line with the number of fused modules of each kind, for the log."""
+    kinds = {
+        FusedAttention: "attention",
+        FusedGatedMLP: "gated MLP",
+        FusedGatedDeltaNet: "Gated DeltaNet",
+        FusedRMSNorm: "norm",
+        FusedDecoderLayer: "layer",
+    }
+    counts = Counter(map(type, model.modules()))
+    listed = [f"{counts[kind]} x {name}" for kind, name in kinds.items() if counts[kind]]
+    return f"fused modules: {', '.join(listed) or 'none'}"

@@ -16,10 +16,12 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 from batchinfer.engine.kv.layout import KVLayout
 from batchinfer.engine.step import Step
 from batchinfer.kernels.cpu import paged_attention as cpu_attention
+from batchinfer.worker import kv_cache
 from batchinfer.worker.attention.attention import ATTENTION_NAME, make_backend, register
 from batchinfer.worker.attention.temperature import temper_queries
 from batchinfer.worker.forward import forward
-from batchinfer.worker.fusion.fuse import fuse
+from batchinfer.worker.fusion import fused_modules
+from batchinfer.worker.fusion.fuse import fuse, fused_line
 from batchinfer.worker.fusion.fused_modules import FusedAttention, FusedGatedMLP, FusedRMSNorm
 from batchinfer.worker.kv_cache import KVCache
 from batchinfer.worker.verify import probe_step
@@ -93,9 +95,26 @@ def test_logits_still_equal_transformers(family: str) -> None:
 @dtypes
 @pytest.mark.parametrize("family", SWAPPED)
 def test_fusion_replaces_the_expected_modules(family: str, dtype: torch.dtype) -> None:
-    model = prepared(tiny_model(family).to(dtype))
-    assert fuse(model, layout_of(model), MAX_MODEL_LEN)
+    model, lines = prepared(tiny_model(family).to(dtype)), list[str]()
+    assert fuse(model, layout_of(model), MAX_MODEL_LEN, lines.append)
     assert swapped(model) == SWAPPED[family]
+    assert lines == []
+
+
+def test_kernels_that_fail_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("out of resource: shared memory")
+
+    monkeypatch.setattr(kv_cache, "rotary_write", fail)
+    monkeypatch.setattr(fused_modules, "silu_mul", fail)
+    model, lines = prepared(tiny_model("llama")), list[str]()
+    assert fuse(model, layout_of(model), MAX_MODEL_LEN, lines.append)
+    reason = "because this fails: RuntimeError: out of resource: shared memory"
+    assert lines == [
+        f"modules of the kind {kind} are not fused, {reason}"
+        for kind in ("LlamaAttention", "LlamaMLP")
+    ]
+    assert fused_line(model) == "fused modules: 7 x norm, 3 x layer"
 
 
 def test_parameters_are_stored_once() -> None:
