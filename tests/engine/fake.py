@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import zlib
 from collections.abc import Callable
 from dataclasses import replace
@@ -296,6 +297,7 @@ def make_engine(
     windows: tuple[int, ...] = (0,),
     slots_per_state: int = 0,
     preemption: Preemption = "recompute",
+    clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[Engine, FakeRunner]:
     """Return an engine, and the ``FakeRunner`` that it uses."""
     pool = BlockPool(
@@ -309,7 +311,7 @@ def make_engine(
     table = SequenceTable(max_num_seqs, max_model_len, block_size, windows, slots_per_state)
     runner = FakeRunner(num_blocks, block_size, next_token, host_blocks, windows, slots_per_state)
     scheduler = Scheduler(pool, table, max_tokens, PreemptionPolicy(preemption, block_copy_s=1e-6))
-    return Engine(scheduler, runner, runs_ahead=runs_ahead), runner
+    return Engine(scheduler, runner, clock, runs_ahead=runs_ahead), runner
 
 
 def run_all(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from threading import Event
 
 from batchinfer.console.meter import Counts
@@ -20,6 +21,7 @@ from batchinfer.job.rows.task import LoadedTask
 from batchinfer.job.run.dedup import RequestDeduplicator, copy_result
 from batchinfer.job.run.threads import Prefetcher
 from batchinfer.job.storage.failpoints import failpoint
+from batchinfer.job.tokens.pace import ResumePace
 from batchinfer.requests.requests import PromptRow
 
 _WAIT_S = 0.1  # longest wait for rows before ``stop`` is checked again
@@ -57,6 +59,8 @@ class EngineLoop:
     """Maximum number of rows in the engine's queue, which lets the engine look ahead."""
     admit: Callable[[list[int]], None]
     """Called with the ids of rows that are about to be given to the engine."""
+    pace: ResumePace
+    """Limits how many interrupted rows are resumed at once."""
 
     def __post_init__(self) -> None:
         self._deduplicator = RequestDeduplicator()
@@ -95,7 +99,10 @@ class EngineLoop:
     def _take(self, rows: Prefetcher[list[PromptRow]], timeout_s: float) -> list[PromptRow] | None:
         if not self._taken:
             self._taken.extend(rows.take(timeout_s) or ())
-        count = min(BATCH_ROWS, len(self._taken))
+        num_running = self.engine.num_running + self.engine.num_waiting
+        count = self.pace.num_ready(islice(self._taken, BATCH_ROWS), num_running)
+        if not count and self._taken and not self.engine.num_unfinished:
+            count = 1  # the engine must not idle
         self.num_given += count
         return [self._taken.popleft() for _ in range(count)] or None
 
@@ -124,6 +131,8 @@ class EngineLoop:
         outcome = self.engine.step()
         for completion in outcome.completions:
             done += self._finished_by(completion)
+        if outcome.stats is not None:
+            self.pace.stepped(outcome.stats)
         self._report(Counts(rows=len(done), tokens=outcome.output_tokens), outcome.stats)
         return TurnResult(done, outcome.stats, outcome.recovered)
 
@@ -153,6 +162,7 @@ class EngineLoop:
         del self._in_flight[row_id]
         _drop_images(result)
         drawn = sum(map(_drawn_tokens, result.completions))
+        self.pace.finished(drawn, sum(self._most_tokens(one.request) for one in result.completions))
         self._added += Counts(ended=1, settled_tokens=drawn)
         waited = self._deduplicator.release(row_id)
         return [result, *(RowResult(row, copy_result(row, result.completions)) for row in waited)]

@@ -234,7 +234,10 @@ class RowPipeline:
         return not self.stop.is_set()
 
     def _take_up(self, claim: PartsToMake) -> None:
-        self._tokens.add(self.token_files.recover(claim.missing, claim.other_writers))
+        kept, pace = self.token_files.recover(claim.missing, claim.other_writers)
+        self._tokens.add(kept)
+        if pace is not None:
+            self._tokens.pace.follow(pace)
         self.in_flight.at_once = claim.crashes.is_held
         missing = sum(map(self.job.source.count, claim.missing))
         self._num_coming += missing - len(claim.crashes.given_up)
@@ -271,6 +274,7 @@ class RowPipeline:
             self.stop,
             max_waiting=waiting if self.queue.is_shared else 2 * spec.engine.max_num_seqs,
             admit=self.in_flight.note,
+            pace=self._tokens.pace,
         )
 
         def write(finished: _ToWrite) -> None:
@@ -382,7 +386,7 @@ class RowPipeline:
             rows = row_keys(self.job, loaded.context).with_keys(rows)
             if self.reuse is not None:
                 rows = self.reuse.without_found(rows, found)
-            yield from plan_windows(
+            windows = plan_windows(
                 rows,
                 claim.parts,
                 spec.engine.order_window,
@@ -391,6 +395,7 @@ class RowPipeline:
                 with_branch_points=loaded.context.slots_per_state > 0,
                 is_starved=is_starved,
             )
+            yield from map(self._tokens.pace.ordered, windows)
 
 
 def _count(ranges: Sequence[range]) -> int:

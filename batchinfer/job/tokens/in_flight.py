@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, count, takewhile
 
 from batchinfer.console.meter import Counts
 from batchinfer.console.progress import Progress
@@ -17,12 +17,16 @@ from batchinfer.engine.output_tracker import OutputIncrement, OutputTracker
 from batchinfer.engine.request import Completion, PartialOutput, Request
 from batchinfer.engine.sequence import RequestState
 from batchinfer.errors import JobError
+from batchinfer.job.tokens.pace import ResumePace, RunPace
 from batchinfer.job.tokens.record import KeptOutput, RequestId
 
 _FLUSH_SHARE = 0.8
 """Share of ``most_lost_s`` after which tokens are flushed. The rest is for the running step and for
 writing the file.
 """
+_LEAST_EVERY_S = 1.0
+"""Seconds between flushes at the start of a run. If runs are killed soon after their start, they
+then lose little."""
 ALONE_S = 1.0
 """Seconds between flushes while a row runs alone because it may have killed earlier runs. Kept
 tokens then show that the row did not kill its run. If tokens were flushed at once, a row that kills
@@ -43,6 +47,8 @@ class TokenUpdate:
     increments: Sequence[OutputIncrement]
     replaces_all: bool
     """True if the increments hold all tokens in use, so that older files can be deleted."""
+    pace: RunPace
+    """Age of the run, and the time of its steps."""
 
 
 class TokensInFlight:
@@ -68,6 +74,7 @@ class TokensInFlight:
         self._every_s = _FLUSH_SHARE * most_lost_s
         self._progress = progress
         self._kept = dict(kept)
+        self.pace = ResumePace(self._num_kept, clock)
         self._clock = clock
         self._flushed_at = clock()
         self._drawn_at: float | None = None
@@ -97,10 +104,10 @@ class TokensInFlight:
             yield
         except JobError:
             with suppress(JobError):  # the first error is more important
-                self._flush([])
+                self._flush([], is_ending=True)
             raise
         else:
-            self._flush([])
+            self._flush([], is_ending=True)
         finally:
             engine.observer = None
 
@@ -113,6 +120,10 @@ class TokensInFlight:
             return None
         self._progress.update(Counts(kept_tokens=kept.num_drawn(request)), None)
         return kept.partial()
+
+    def _num_kept(self, row_id: int) -> int:
+        outputs = map(self._kept.get, ((row_id, number) for number in count()))
+        return sum(kept.num_tokens for kept in takewhile(bool, outputs) if kept)
 
     def stepped(
         self, states: Collection[RequestState], ended: Sequence[Completion], output_tokens: int
@@ -133,9 +144,10 @@ class TokensInFlight:
         if self.is_row_alone:
             every_s = min(self._every_s, ALONE_S)
             return self._drawn_at is not None and now - self._drawn_at >= every_s
-        return now - self._flushed_at >= self._every_s
+        every_s = min(self._every_s, max(_LEAST_EVERY_S, self.pace.age_s / 8))
+        return now - self._flushed_at >= every_s
 
-    def _flush(self, just_ended: Sequence[list[Completion]]) -> None:
+    def _flush(self, just_ended: Sequence[list[Completion]], *, is_ending: bool = False) -> None:
         self._flushed_at, self._drawn_at = self._clock(), None
         ended = [*chain.from_iterable((*self._ended.values(), *just_ended))]
         increments = self._tracker.take(self._states, ended)
@@ -149,4 +161,5 @@ class TokensInFlight:
         if increments:
             samples = [sample for increment in increments for _, sample in increment.samples]
             self._cost += _FILE_COST_TOKENS + sum(len(sample.token_ids) for sample in samples)
-        self._hand_over(TokenUpdate(increments, replaces_all))
+        pace = self.pace.pace(is_ending=is_ending)
+        self._hand_over(TokenUpdate(increments, replaces_all, pace))

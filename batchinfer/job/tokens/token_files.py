@@ -14,6 +14,7 @@ from pathlib import PurePath
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from pydantic import TypeAdapter
 
 from batchinfer.engine.output_tracker import OutputIncrement
 from batchinfer.job.manifest import Manifest
@@ -23,10 +24,13 @@ from batchinfer.job.row_ids import sorted_row_ids, within
 from batchinfer.job.run_ids import writer_of
 from batchinfer.job.storage.filesystem import read_file, storage_errors
 from batchinfer.job.tokens.in_flight import TokenUpdate
+from batchinfer.job.tokens.pace import RunPace
 from batchinfer.job.tokens.record import SCHEMA, KeptOutput, RequestId, from_table, to_table
 
 _NAME = re.compile(r"(?P<run>run-\d+(?:-[a-z]\w*)?)-\d{6,}-(?P<digest>[0-9a-f]+)\.parquet")
 _PLAN = b"batchinfer.plan"
+_PACES = TypeAdapter(RunPace)
+_PACE = b"batchinfer.pace"
 
 
 class TokenFiles:
@@ -56,8 +60,9 @@ class TokenFiles:
 
     def recover(
         self, missing: Sequence[range], other_writers: Collection[str] | None = None
-    ) -> dict[RequestId, KeptOutput]:
-        """Return the tokens that earlier runs kept; if none are needed, delete the token files.
+    ) -> tuple[dict[RequestId, KeptOutput], RunPace | None]:
+        """Return the tokens that earlier runs kept, and the pace of the last of these runs; None
+        if there is no file. If no kept token is needed, delete the token files.
 
         Args:
             missing: the unfinished rows that this run computes, in order.
@@ -68,11 +73,14 @@ class TokenFiles:
             StorageError: a file cannot be read or deleted.
         """
         kept: dict[RequestId, KeptOutput] = {}
+        pace: RunPace | None = None
         for path in self._out.files.entries(self._out.tokens):
             run, writer = run_of_tokens(path.name), writer_of(run_of_tokens(path.name))
             if run == self._run_id or writer in (other_writers or ()):
                 continue
-            size, increments = self._read(path)
+            size, increments, of_run = self._read(path)
+            if of_run is not None:
+                pace = of_run
             if other_writers is None and self._out.writer in ("", writer):
                 self._sizes[path] = size
             row_ids = sorted_row_ids(increment.row_id for increment in increments)
@@ -82,7 +90,7 @@ class TokenFiles:
                     _add(kept, run, increment)
         if not kept and other_writers is None:
             self._delete(list(self._sizes))
-        return kept
+        return kept, pace
 
     def write(self, update: TokenUpdate) -> None:
         """Write tokens to disk, then delete the files that they replace.
@@ -95,7 +103,8 @@ class TokenFiles:
         """
         replaced = list(self._sizes) if update.replaces_all else []
         if update.increments:
-            table = to_table(update.increments).replace_schema_metadata({_PLAN: self._plan})
+            metadata = {_PLAN: self._plan, _PACE: _PACES.dump_json(update.pace)}
+            table = to_table(update.increments).replace_schema_metadata(metadata)
             data = parquet_bytes([table])
             name = f"{self._run_id}-{self._num_written:06d}-{_digest(data)}.parquet"
             self._num_written += 1
@@ -110,20 +119,22 @@ class TokenFiles:
                 self._out.files.delete(path)
             del self._sizes[path]
 
-    def _read(self, path: PurePath) -> tuple[int, list[OutputIncrement]]:
-        """Return a file's size and increments; (0, []) if it is damaged or has another plan."""
+    def _read(self, path: PurePath) -> tuple[int, list[OutputIncrement], RunPace | None]:
+        """Return a file's size, its increments, and the pace of its run; (0, [], None) if the file
+        is damaged or has another plan."""
         named = _NAME.fullmatch(path.name)
         try:
             data = read_file(self._out.files, path)
             if named is None or _digest(data) != named["digest"]:
-                return 0, []
+                return 0, [], None
             with pq.ParquetFile(pa.BufferReader(data)) as reader:
                 metadata = reader.metadata.metadata or {}
                 if metadata.get(_PLAN) != self._plan or not reader.schema_arrow.equals(SCHEMA):
-                    return 0, []
-                return len(data), list(from_table(reader.read(use_threads=False)))
+                    return 0, [], None
+                pace = _PACES.validate_json(metadata[_PACE])
+                return len(data), list(from_table(reader.read(use_threads=False))), pace
         except (OSError, pa.ArrowException):
-            return 0, []
+            return 0, [], None
 
 
 def _add(kept: dict[RequestId, KeptOutput], run: str, increment: OutputIncrement) -> None:

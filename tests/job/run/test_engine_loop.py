@@ -10,6 +10,7 @@ from batchinfer.job.rows.finished_row import RowFinisher
 from batchinfer.job.rows.generate import Generation
 from batchinfer.job.run.engine_loop import EngineLoop, TurnResult
 from batchinfer.job.run.threads import BackgroundConsumer, Prefetcher
+from batchinfer.job.tokens.pace import ResumePace
 from batchinfer.requests.requests import PromptRow, RequestMaker
 from tests.job.fakes import FakeBuild, grammars
 
@@ -40,6 +41,7 @@ def test_loop_stopped_while_reading_is_incomplete() -> None:
         stop,
         max_waiting=4,
         admit=lambda row_ids: None,
+        pace=ResumePace(lambda row_id: 0, lambda: 0.0),
     )
     written: list[TurnResult] = []
     with StoppedWhileReading(stop) as rows, BackgroundConsumer(written.append, depth=1) as writer:

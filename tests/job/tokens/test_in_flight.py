@@ -41,7 +41,7 @@ def observer(most_lost_s: float = 0.0, kept: Any = None, **options: Any) -> Toke
 @pytest.mark.parametrize(
     ("most_lost_s", "is_alone", "dues"),
     [
-        (5.0, False, [4.0, 8.0]),
+        (5.0, False, [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]),
         (5.0, True, [3.0, 4.5, 6.0, 7.5]),
         (60.0, True, [3.0, 4.5, 6.0, 7.5]),
     ],
@@ -102,7 +102,7 @@ def test_tokens_of_crashed_runs_are_drawn_once_and_obsolete_files_deleted(
     for number in range(40):
         files = TokenFiles(out, PLAN, {}, f"run-{number:05d}")
         missing = [range(row.row_id, row.row_id + 1) for row in rows if row.row_id not in found]
-        tokens = observer(kept=files.recover(missing))
+        tokens = observer(kept=files.recover(missing)[0])
         engine, _ = make_engine(256, next_token=never_ends)
         death = random.randrange(2, 12)
         with tokens.observing(engine, files.write):
@@ -132,7 +132,7 @@ def test_finished_samples_are_kept_while_the_row_has_further_requests(out: Outpu
         run(engine, 3)
         engine.add_request(replace(first, number=1, first_sample=2))
         run(engine, 2)
-    kept = TokenFiles(out, PLAN, {}, "run-00002").recover([range(1)])
+    kept = TokenFiles(out, PLAN, {}, "run-00002").recover([range(1)])[0]
     assert [len(one.token_ids) for one in kept[0, 0].partial().finished] == [3, 3]
     assert [len(one.token_ids) for one in kept[0, 1].partial().samples] == [2, 2]
     again, runner = make_engine(64, next_token=never_ends)
@@ -143,6 +143,22 @@ def test_finished_samples_are_kept_while_the_row_has_further_requests(out: Outpu
     assert not runner.steps
 
 
+def test_tokens_of_a_row_that_resumes_after_a_flush_are_kept(out: OutputDir) -> None:
+    """The flush writes the row's kept tokens; the tokens drawn afterwards continue them."""
+    first, second = (make_request(row, [5, row], max_tokens=20) for row in range(2))
+    for number, steps in enumerate([3, 4], start=1):
+        files = TokenFiles(out, PLAN, {}, f"run-{number:05d}")
+        tokens = observer(kept=files.recover([range(2)])[0])
+        engine, _ = make_engine(64, next_token=never_ends)
+        with tokens.observing(engine, files.write):
+            engine.add_request(first)
+            run(engine, 1)  # flushes before the engine gets the second row
+            engine.add_request(second)
+            run(engine, steps)
+    kept, _ = TokenFiles(out, PLAN, {}, "run-00003").recover([range(2)])
+    assert kept[1, 0].num_tokens == 3 + 4
+
+
 @pytest.mark.parametrize("same_key", [True, False])
 def test_request_with_another_key_ignores_kept_tokens(out: OutputDir, same_key: bool) -> None:
     files = TokenFiles(out, PLAN, {}, "run-00001")
@@ -151,6 +167,6 @@ def test_request_with_another_key_ignores_kept_tokens(out: OutputDir, same_key: 
     with observer().observing(engine, files.write):
         engine.add_request(request)
         run(engine, 3)
-    tokens = observer(kept=TokenFiles(out, PLAN, {}, "run-00002").recover([range(1)]))
+    tokens = observer(kept=TokenFiles(out, PLAN, {}, "run-00002").recover([range(1)])[0])
     request = request if same_key else replace(request, key=bytes(16))
     assert (tokens.partial_output(request) is not None) == same_key

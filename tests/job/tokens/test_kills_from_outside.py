@@ -57,10 +57,10 @@ def build(monkeypatch: pytest.MonkeyPatch) -> SlowBuild:
     return build
 
 
-def long_job(folder: Path, num_rows: int) -> JobSpec:
+def long_job(folder: Path, num_rows: int, max_tokens: int = MOST_TOKENS) -> JobSpec:
     prompts = [f"{row} asks" for row in range(num_rows)]
     write_parquet(folder / "in" / "x.parquet", {"prompt": prompts})
-    sampling = {"temperature": 1.0, "seed": 7, "ignore_eos": True, "max_tokens": MOST_TOKENS}
+    sampling = {"temperature": 1.0, "seed": 7, "ignore_eos": True, "max_tokens": max_tokens}
     return job(folder, sampling=sampling, errors={"max_error_rate": 1.0})
 
 
@@ -84,7 +84,7 @@ def test_rows_of_externally_killed_runs_are_not_given_up(tmp_path: Path, build: 
 
     The job has two rows, because a single row would finish before enough runs have died.
     """
-    spec = long_job(tmp_path, num_rows=2)
+    spec = long_job(tmp_path, num_rows=2, max_tokens=80)
     build.most_steps = 14
     kills = kills_until_done(lambda: run_job(spec, build=build, quiet=True), 100)
     assert kills >= 2 + 1 + 2, "two deaths together, one in halves, two alone would condemn a row"

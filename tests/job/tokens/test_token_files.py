@@ -19,12 +19,14 @@ from batchinfer.engine.request import (
 from batchinfer.job.manifest import Manifest
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.tokens.in_flight import TokenUpdate
+from batchinfer.job.tokens.pace import RunPace, StepTimes
 from batchinfer.job.tokens.token_files import TokenFiles
 from batchinfer.protocols import StopMatch
 from tests.job.fakes import begin
 
 PLAN = Manifest("f", {}, (), (), 1000, 100, "2026-11-20T10:00:00")
 ALL = [range(0, 1000)]
+PACE = RunPace(7.5, StepTimes(3, 6, 0.3, 12, 0.6))
 KEY = b"sixteen bytes...."[:16]
 
 
@@ -51,12 +53,12 @@ def increment(
 
 
 def write(files: TokenFiles, *increments: OutputIncrement, replaces_all: bool = False) -> None:
-    files.write(TokenUpdate(increments, replaces_all))
+    files.write(TokenUpdate(increments, replaces_all, PACE))
 
 
 def tokens_of(out: OutputDir, row_id: int) -> list[list[int]]:
     """Return the tokens from which a run would resume each sample of a row."""
-    kept = TokenFiles(out, PLAN, {}, "run-00009").recover(ALL).get((row_id, 0))
+    kept = TokenFiles(out, PLAN, {}, "run-00009").recover(ALL)[0].get((row_id, 0))
     return [] if kept is None else [one.token_ids.tolist() for one in kept.partial().samples]
 
 
@@ -107,7 +109,7 @@ def test_token_files_keep_samples_unchanged(out: OutputDir) -> None:
     samples = [(0, one) for one in (*ended, going)]
     files = TokenFiles(out, PLAN, {}, "run-00001")
     write(files, OutputIncrement(3, 1, KEY, 0, stats, samples))
-    kept = TokenFiles(out, PLAN, {}, "run-00002").recover(ALL)[3, 1]
+    kept = TokenFiles(out, PLAN, {}, "run-00002").recover(ALL)[0][3, 1]
     partial = kept.partial()
     assert (kept.key, partial.stats) == (KEY, stats)
     for before, after in zip((*ended, going), (*partial.finished, *partial.samples), strict=True):
@@ -122,7 +124,7 @@ def test_token_files_keep_samples_unchanged(out: OutputDir) -> None:
 def test_token_files_with_other_adapter_numbers_are_ignored(out: OutputDir) -> None:
     first = TokenFiles(out, PLAN, {"formal": 1, "short": 2}, "run-00001")
     write(first, increment(3, [(0, [5])]))
-    assert not TokenFiles(out, PLAN, {"formal": 2, "short": 1}, "run-00002").recover(ALL)
+    assert not TokenFiles(out, PLAN, {"formal": 2, "short": 1}, "run-00002").recover(ALL)[0]
 
 
 def test_token_files_keep_nothing_of_finished_rows(out: OutputDir) -> None:
@@ -130,6 +132,13 @@ def test_token_files_keep_nothing_of_finished_rows(out: OutputDir) -> None:
     for row_id in (3, 4):
         write(files, increment(row_id, [(0, [5])]))
     later = TokenFiles(out, PLAN, {}, "run-00002")
-    assert set(later.recover([range(0, 4), range(5, 1000)])) == {(3, 0)}
-    assert not later.recover([range(5, 1000)])
+    assert set(later.recover([range(0, 4), range(5, 1000)])[0]) == {(3, 0)}
+    assert not later.recover([range(5, 1000)])[0]
     assert not out.files.entries(out.tokens)
+
+
+def test_next_run_knows_the_pace_of_the_last_one(out: OutputDir) -> None:
+    files = TokenFiles(out, PLAN, {}, "run-00001")
+    assert files.recover(ALL) == ({}, None)
+    write(files, increment(3, [(0, [5])]))
+    assert TokenFiles(out, PLAN, {}, "run-00002").recover(ALL)[1] == PACE
