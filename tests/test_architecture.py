@@ -174,7 +174,7 @@ ROOMS = [
         ("config", "errors", "console", "text", "requests", "builders", "job"),
     ),
     described("job.stats", ("errors", "process", "console", "engine", "text", "builders", "job")),
-    described("job.tokens", ("errors", "console", "engine", "protocols", "job")),
+    described("job.tokens", ("errors", "console", "engine", "protocols", "requests", "job")),
     described(
         "job.run",
         ("config", "errors", "process", "console", "text", "engine", "requests", "builders", "job"),
