@@ -18,7 +18,7 @@ from batchinfer.engine.simulate.dry_run import (
     make_dry_engine,
 )
 from batchinfer.engine.simulate.model_cost import ModelCost, encoder_cost
-from batchinfer.engine.simulate.roofline import DEVICES, Device
+from batchinfer.engine.simulate.roofline import DEVICES, Device, TowerCost
 from batchinfer.errors import DeviceError, UsageError
 from batchinfer.worker.encoder.description import describe_encoder, is_run_as_encoder
 from batchinfer.worker.loader import describe_model
@@ -38,6 +38,8 @@ class SimulatedEngine(EngineContext):
     simulated_share: float = 1.0
     """Share of the KV cache's blocks that are simulated. Blocks that sequences cannot fill are left
     out."""
+    tower: TowerCost | None = None
+    """Cost of the vision tower; None if rows have no images."""
 
 
 def build_dry_engine(
@@ -57,8 +59,7 @@ def build_dry_engine(
         device: device to simulate. A simulated CPU has as much memory as this machine has free.
         end_after: number of output tokens after which a sample that may end draws ``END_TOKEN``;
             None: samples run to ``max_tokens``.
-        with_images: True to leave memory for the vision tower of a vision-language model. The time
-            of encoding images is not simulated.
+        with_images: True to leave memory for the vision tower of a vision-language model.
 
     Raises:
         ModelError: the config or the tokenizer cannot be read, or the model cannot be run.
@@ -126,6 +127,9 @@ def build_dry_engine(
         simulated_share=num_blocks / memory.num_blocks,
         runner=runner,
         images=image_support(described.folder, described.pretrained),
+        tower=TowerCost(tower_bytes // cost.element_bytes, device.flops[cost.element_bytes])
+        if tower_bytes
+        else None,
     )
 
 

@@ -26,6 +26,7 @@ PLAN: dict[str, Any] = {
     **{"mean_waste": 0.063, "contiguous_waste": 0.149},
     **{"sharing_saving": 0.512, "prefix_hit_rate": 0.646},
     "sharing": {"planned_rate": 0.650, "deduplicated_rows": 0},
+    "images": 0,
     **{"time_s": 17.69, "bound_s": 8.37, "workers": 1, "cost": None, "output_bytes": 726_370},
 }
 """The values of ``plan_job`` that the page shows."""

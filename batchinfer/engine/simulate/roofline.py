@@ -90,6 +90,23 @@ from this estimate by -10 to +7 %."""
 
 
 @dataclass(frozen=True, slots=True)
+class TowerCost:
+    """Cost of encoding images with a vision tower.
+
+    It counts the multiplications of each patch with all parameters, not the attention between
+    patches. Parts that read fewer tokens, such as the projector, therefore count too much.
+    """
+
+    parameters: int
+    flops: float
+    """``Device.flops`` for the tower's dtype."""
+
+    def seconds(self, num_patches: float, efficiency: Efficiency = PERFECT) -> float:
+        """Return the seconds to encode images with ``num_patches`` patches together."""
+        return 2 * self.parameters * num_patches / (self.flops * efficiency.gemm_flops)
+
+
+@dataclass(frozen=True, slots=True)
 class StepWork:
     """Amount of work in a step."""
 

@@ -68,6 +68,10 @@ class Census:
     scored_tokens: int = 0
     """Number of tokens that get log-probabilities with ``task: score``."""
     prompt_characters: int = 0
+    images: int = 0
+    """Number of different images."""
+    image_tokens: int = 0
+    """Number of tokens of different images."""
     truncated: int = 0
     control_text: int = 0
     errors: Counter[str] = field(default_factory=Counter)
@@ -91,6 +95,9 @@ class Census:
         for batch in batches:
             self.distinct_tokens += sum(row.distinct_tokens for row in batch)
             yield batch
+
+    def __post_init__(self) -> None:
+        self._seen: set[int] = set()
 
     @property
     def too_long(self) -> int:
@@ -129,6 +136,11 @@ class Census:
                 self.scored_tokens += length - request.scored_from + 1
             self.output_tokens += self.lengths.output_tokens(length, params)
             self.drawn_tokens += self.lengths.drawn_tokens(length, params)
+        for image in prompt.images:
+            if image.number not in self._seen:
+                self._seen.add(image.number)
+                self.images += 1
+                self.image_tokens += image.num_tokens
         self.prompt_characters += len(prompt.text or "")
         self.truncated += prompt.truncated
         self.control_text += prompt.has_control_text

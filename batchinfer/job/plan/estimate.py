@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from batchinfer.console.format import duration, pool_blocks, printable, size
 from batchinfer.console.table import SummaryLine
 from batchinfer.engine.metrics import prefix_sharing
+from batchinfer.engine.simulate.roofline import PERFECT, WELL_BUILT, Efficiency
 from batchinfer.job.job import Job
 from batchinfer.job.plan.census import Census, output_bytes
 from batchinfer.job.plan.simulation import Simulation
@@ -30,6 +31,8 @@ class Outcome:
     """True if all rows that were read were simulated."""
     reuse: RowReuse | None = None
     """Finds rows that need not run; the census omits these rows."""
+    patches_per_token: float = 0.0
+    """Patches that the vision tower reads for each token of an image."""
 
     def data(self) -> dict[str, Any]:
         """Return the plan as JSON data, with counts scaled to the whole dataset."""
@@ -43,6 +46,7 @@ class Outcome:
         step_scale = scale / self._simulated
         cached = tokens["prompt_cached"] if self.complete else prompt * kv["prefix_hit_rate"]
         errors = census.errors + simulation.refused
+        encode_s = self._encode_s(WELL_BUILT) * scale
         return {
             "rows": num_rows,
             # Counts samples, not rows, as ``num_running`` of a run's steps does.
@@ -74,8 +78,11 @@ class Outcome:
             "swap_preemptions": round(kv["swap_preemptions"] * step_scale),
             "swapped_blocks": round(kv["swapped_blocks"] * step_scale),
             "steps": round(simulation.steps * step_scale),
-            "time_s": self.context.runner.seconds * step_scale,
-            "bound_s": self.context.runner.bound_s * step_scale,
+            "images": round(census.images * scale),
+            "image_tokens": round(census.image_tokens * scale),
+            "encode_s": encode_s,
+            "time_s": self.context.runner.seconds * step_scale + encode_s,
+            "bound_s": self.context.runner.bound_s * step_scale + self._encode_s(PERFECT) * scale,
             "output_bytes": output_bytes(self.job.spec, self.job.source, self.job.table, census),
             "token_histogram": census.histogram(scale),
             "too_long": round(census.too_long * scale),
@@ -101,6 +108,11 @@ class Outcome:
     @property
     def _num_read(self) -> int:
         return self.census.rows + (0 if self.reuse is None else self.reuse.num_reused)
+
+    def _encode_s(self, efficiency: Efficiency) -> float:
+        """Return the seconds to encode each different image of the rows that were read once."""
+        tower, num_patches = self.context.tower, self.census.image_tokens * self.patches_per_token
+        return 0.0 if tower is None else tower.seconds(num_patches, efficiency)
 
     def _why_not_reused(self) -> Iterator[str]:
         if self.job.spec.output.reuse and self.reuse is None:
@@ -136,6 +148,13 @@ def plan_facts(plan: dict[str, Any], currency: str = "USD") -> Iterator[SummaryL
         f", {plan['prompt_computed']:,} of them to compute"
         + (f"; {answers} {plan['output_tokens']:,} in answers" if plan["output_tokens"] else ""),
     )
+    if plan["images"]:
+        yield SummaryLine(
+            "images",
+            f"{plan['images']:,} different ones",
+            f" with {plan['image_tokens']:,} tokens; encoding takes about "
+            f"{duration(plan['encode_s'])} of the time",
+        )
     weight_bytes = plan["model"]["weight_bytes"] + plan["model"]["adapter_bytes"]
     quantization = plan["model"]["quantization"]
     weights = f"weights {size(weight_bytes)}" + (f" ({quantization})" if quantization else "")

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from batchinfer.console.format import did_you_mean
 from batchinfer.engine.simulate.roofline import DEVICES, Device
-from batchinfer.errors import UsageError
+from batchinfer.errors import RowError, UsageError
 from batchinfer.job.images.job_images import may_have_images
 from batchinfer.job.input.format import BATCH_ROWS
 from batchinfer.job.input.unique_ids import HASHES_AT_ONCE, find_bad_ids
@@ -115,7 +115,8 @@ def plan_job(
         complete = simulation.run(batches)
         for _ in batches:  # count the rows that the simulation did not reach
             pass
-    plan = Outcome(job, context, census, simulation, complete, reuse).data()
+    patches = _patches_per_token(loaded)
+    plan = Outcome(job, context, census, simulation, complete, reuse, patches).data()
     workers = workers or (1 if spec.scale.workers == "auto" else spec.scale.workers)
     cost = None if price_per_hour is None else plan["time_s"] / 3600 * price_per_hour
     # A worker makes whole parts. With several parts each, workers end at about the same time.
@@ -128,6 +129,17 @@ def plan_job(
         "max_rows_per_part": most_rows if has_few_parts else None,
         "cost": cost,
     }
+
+
+def _patches_per_token(loaded: LoadedJob | None) -> float:
+    """Return the patches that the vision tower reads for each token of an image; 0 without one."""
+    if loaded is None or loaded.images is None or loaded.context.images is None:
+        return 0.0
+    size = loaded.context.images.patch_size
+    try:
+        return 1.0 if size is None else loaded.images.settings.processor().patches_per_token(size)
+    except RowError:  # with do_resize: false, the processor may refuse the trial's size
+        return 1.0
 
 
 def _lengths(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -73,6 +74,17 @@ class ImageProcessor:
     def num_tokens(self, size: tuple[int, int]) -> int:
         """Return the number of embeddings of an image."""
         return self.replacement(size).count(self._token)
+
+    def patches_per_token(self, patch_size: int) -> float:
+        """Return about how many patches the vision tower reads for each token of an image.
+
+        Args:
+            patch_size: rows and columns of pixels of a patch.
+        """
+        size = _TRIALS[-1]
+        arrays = self.inputs(_blank(size), self.num_tokens(size))
+        pixels = [array for name, array in arrays.items() if name.startswith("pixel_values")]
+        return sum(_num_patches(array, patch_size) for array in pixels) / self.num_tokens(size)
 
     def inputs(self, picture: Image.Image, num_tokens: int) -> Inputs:
         """Return the arguments of the vision tower for one picture.
@@ -163,6 +175,15 @@ class ImageProcessor:
                 return None
             found = form
         return found
+
+
+def _num_patches(pixels: npt.NDArray[Any], patch_size: int) -> int:
+    """Count the patches of images [..., channels, height, width], or of rows of patches [...,
+    values of a patch]."""
+    if pixels.ndim < 4:
+        return math.prod(pixels.shape[:-1])
+    num_pixels = math.prod(pixels.shape[:-3]) * math.prod(pixels.shape[-2:])
+    return num_pixels // patch_size**2
 
 
 def _options(processor: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:

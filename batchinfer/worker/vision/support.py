@@ -26,6 +26,8 @@ class ImageSupport:
     covers."""
     attends_both_ways: bool = False
     """True if adjacent tokens of an image attend to each other in both directions."""
+    patch_size: int | None = None
+    """Rows and columns of pixels of a patch; None if the tower's config does not tell."""
 
 
 def image_support(folder: Path, config: PreTrainedConfig) -> ImageSupport | None:
@@ -39,9 +41,15 @@ def image_support(folder: Path, config: PreTrainedConfig) -> ImageSupport | None
         config.image_token_index if token_id is None else token_id,
         config.vision_config.spatial_merge_size if config.model_type in GRID_FAMILIES else None,
         _attends_both_ways(config),
+        _patch_size(config.vision_config),
     )
 
 
 def _attends_both_ways(config: PreTrainedConfig) -> bool:
     asked = getattr(config.get_text_config(), "use_bidirectional_attention", None)
     return config.model_type in BOTH_WAYS_FAMILIES or asked == "vision"  # as in Gemma 4
+
+
+def _patch_size(config: PreTrainedConfig) -> int | None:
+    size = getattr(config, "patch_size", None)
+    return size[0] if isinstance(size, list | tuple) else size

@@ -15,8 +15,10 @@ import torch
 from PIL import Image
 from transformers import AutoModelForImageTextToText
 
+from batchinfer.engine.simulate.roofline import DEVICES
 from batchinfer.errors import ExitCode, ModelError, UsageError
 from batchinfer.job.output.directory import OutputDir
+from batchinfer.job.plan.estimate import plan_facts
 from batchinfer.job.plan.plan import plan_job
 from batchinfer.job.run.run_job import run_job
 from batchinfer.job.spec.load import load_job
@@ -161,6 +163,15 @@ def test_plan_counts_the_tokens_of_the_run(tmp_path: Path, llava: Path) -> None:
     assert plan["prompt_tokens"] == summary["tokens"]["prompt"]
     steps = pq.read_table(tmp_path / "out" / "stats" / "steps.parquet")
     # Rows 0 and 3 are equal, and so are the first images of rows 0 and 6.
+    assert plan["images"] == sum(steps["images_encoded"].to_pylist()) == 5
+    assert plan["image_tokens"] == 16 * plan["images"]
+    parameters = vision_tower_bytes(load_config(llava), "float32") // 4
+    rate = 0.8 * DEVICES["cpu"].flops[4]
+    assert plan["encode_s"] == pytest.approx(2 * parameters * plan["image_tokens"] / rate)
+    assert plan["encode_s"] < plan["time_s"]
+    assert "images      5 different ones with 80 tokens" in "\n".join(
+        f"{line.label:<11} {line.value}{line.note}" for line in plan_facts(plan)
+    )
     computed = sum(steps["image_tokens"].to_pylist())
     assert 0 < computed <= 16 * sum(map(len, IMAGES_OF_ROWS))
     assert sum(steps["images"].to_pylist()) >= 5
