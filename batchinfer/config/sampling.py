@@ -27,6 +27,7 @@ _NOT_WITH_BEAMS = (
     "presence_penalty",
     "frequency_penalty",
     "repetition_penalty",
+    "no_repeat_ngram_size",
     "stop",
     "logprobs",
     "prompt_logprobs",
@@ -63,6 +64,9 @@ class SamplingParams(Record):
     repetition_penalty: float = 1.0
     """Number that divides the positive logits, and multiplies the negative logits, of tokens in the
     prompt or the output."""
+    no_repeat_ngram_size: int = 0
+    """Do not draw a token if it ends a sequence of this many tokens that is already in the prompt
+    or the output, as in transformers; 0: draw any token."""
     stop: tuple[str, ...] = ()
     """Strings that end a sample."""
     stop_token_ids: tuple[int, ...] = ()
@@ -127,6 +131,8 @@ class SamplingParams(Record):
             self._require(name, -2.0 <= getattr(self, name) <= 2.0, "from -2 to 2")
         positive = 1 / HUGE <= self.repetition_penalty <= HUGE
         self._require("repetition_penalty", positive, f"more than 0 and at most {HUGE:g}")
+        size = self.no_repeat_ngram_size
+        self._require("no_repeat_ngram_size", 0 <= size < 2**31, "from 0 to 2**31 - 1")
         self._require("seed", self.seed is None or 0 <= self.seed < 2**64, "from 0 to 2**64 - 1")
         self._check_logprobs()
         for name in ("stop", "bad_words"):

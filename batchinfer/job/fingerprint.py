@@ -57,6 +57,7 @@ _FILE_KEYS = ("format", "rows_per_part", "explode", "rename")
 _LATER: Mapping[tuple[str, str], Any] = {
     ("sampling", "key"): "position",
     ("sampling", "max_reasoning_tokens"): None,
+    ("sampling", "no_repeat_ngram_size"): 0,
     ("prompt", "tools"): None,
     ("prompt", "tools_column"): None,
     ("prompt", "tool_choice"): "auto",

@@ -325,7 +325,11 @@ class SequenceTable:
         self.has_processors[row] = bool(request.logits_processors)
         self.names_tokens[row] = bool(request.named_token_ids)
         self.logprobs_mode[row] = request.logprobs_mode
-        looks_back = params.has_penalties or bool(request.bad_words_token_ids)
+        looks_back = (
+            params.has_penalties
+            or params.no_repeat_ngram_size > 0
+            or bool(request.bad_words_token_ids)
+        )
         needs_values = looks_back or self.is_beam[row] or self.has_grammar[row]
         self.needs_values[row] = needs_values or self.has_processors[row]
         self.edits_logits[row] = bool(

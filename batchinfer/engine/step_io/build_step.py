@@ -25,6 +25,7 @@ from batchinfer.engine.step import (
     Step,
 )
 from batchinfer.engine.step_io.in_flight import SampledRows, snapshot_rows
+from batchinfer.engine.step_io.ngrams import repeating_tokens
 from batchinfer.engine.step_io.scored_prompts import ScoredSpan, scored_spans, scored_tokens
 from batchinfer.engine.step_io.shared_prefix import PrefixTree
 from batchinfer.engine.step_io.structured_output import grammar_masks
@@ -267,8 +268,8 @@ class _Entries:
 
 
 def _add_biases(sequence: Sequence, position: int, sample: int, bias: _Entries) -> None:
-    """Add a sample's logit biases. Ban last tokens of bad words, and stop tokens if the output has
-    fewer than ``min_tokens`` tokens."""
+    """Add a sample's logit biases. Ban last tokens of bad words and of repeated n-grams, and stop
+    tokens if the output has fewer than ``min_tokens`` tokens."""
     request, params = sequence.request, sequence.request.params
     if params.logit_bias:
         bias.add(sample, list(params.logit_bias), list(params.logit_bias.values()))
@@ -277,6 +278,8 @@ def _add_biases(sequence: Sequence, position: int, sample: int, bias: _Entries) 
         for word in request.bad_words_token_ids
         if _ends_with(sequence.output_ids, word[:-1])
     }
+    if size := params.no_repeat_ngram_size:
+        banned |= repeating_tokens(request.prompt_token_ids, sequence.output_ids, size)
     # If there is a grammar, its mask already bans stop tokens.
     if position < params.min_tokens and request.grammar is None:
         banned.update(request.stop_token_ids)

@@ -27,7 +27,8 @@ _NAN: Failure = ("nan_logits", "the logits contain NaN or infinity")
 _GRAMMAR_ERROR = "invalid_structured_output"
 _NO_TOKEN: Failure = (
     "no_token_left",
-    "bad_words, allowed_token_ids, min_tokens or the grammar exclude every next token",
+    "bad_words, no_repeat_ngram_size, allowed_token_ids, min_tokens or the grammar exclude every "
+    "next token",
 )
 
 

@@ -22,6 +22,7 @@ _NO_EDITS: _Unset = {
     "presence_penalty": (0.0,),
     "frequency_penalty": (0.0,),
     "repetition_penalty": (1.0,),
+    "no_repeat_ngram_size": (0,),
     "logit_bias": (None, {}),
     "allowed_token_ids": (None,),
 }

@@ -1,0 +1,39 @@
+"""Finds tokens that would repeat an n-gram (``no_repeat_ngram_size``).
+
+The rule is that of transformers' ``NoRepeatNGramLogitsProcessor``, which counts the prompt too.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from batchinfer.engine.step import Int32
+
+_IMAGE = -1
+"""Stands for all tokens of images, which have the same id in the model's vocabulary."""
+
+
+def repeating_tokens(prompt: Int32, output: list[int], size: int) -> set[int]:
+    """Return the next tokens that would end an n-gram which a sequence already has.
+
+    Args:
+        prompt: [P] token ids of the prompt.
+        output: token ids of the output so far.
+        size: number of tokens of an n-gram, at least 1.
+    """
+    tokens = np.concatenate([np.maximum(prompt, _IMAGE), np.asarray(output, np.int32)])
+    return set(_ends_of(tokens, size)) - {_IMAGE}
+
+
+def _ends_of(tokens: Int32, size: int) -> list[int]:
+    """Return the last tokens of the n-grams whose first ``size`` - 1 tokens end ``tokens``."""
+    num_ngrams = len(tokens) - size + 1
+    if num_ngrams < 1:
+        return []
+    starts = np.arange(num_ngrams)
+    for offset, token in enumerate(tokens[num_ngrams:]):
+        starts = starts[tokens[starts + offset] == token]
+        if not len(starts):
+            break
+    found: list[int] = tokens[starts + size - 1].tolist()
+    return found
