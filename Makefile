@@ -32,6 +32,12 @@ test: setup
 test-long: setup
 	$(PYTEST) -m long
 
+# Runs clients of vLLM (lm-eval, EvalPlus, distilabel) on batchinfer, and compares their results with
+# transformers. On first use, creates an environment of 3 GB in out/clients.
+.PHONY: clients
+clients: setup
+	.venv/bin/python -m tests.clients
+
 # Builds a wheel, to install elsewhere with `pip install 'dist/batchinfer-...whl[s3]'`.
 .PHONY: wheel
 wheel: setup

@@ -23,7 +23,11 @@ from batchinfer.vllm.names import MODULES, VERSION
 
 @pytest.fixture(autouse=True)
 def imports_are_restored(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
+    """Remove the alias before each test, because the documentation's examples install it too."""
+    others = [f for f in sys.meta_path if type(f).__module__ != "batchinfer.vllm.alias"]
+    monkeypatch.setattr(sys, "meta_path", others)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
+        monkeypatch.delitem(sys.modules, name)
     yield
     for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
         del sys.modules[name]
