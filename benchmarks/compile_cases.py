@@ -1,7 +1,7 @@
 """Calls of all kernels at the shapes of real models, for ``compile_report.py``.
 
-Tensors have 16 bits, or 8 bits in the cases with ``fp8`` in their names. No case has float32
-attention, which is only for tests and comparisons.
+Tensors have 16 bits, or 8 bits in the cases with ``fp8`` in their names. Cases with ``f32`` are
+those of a model that is loaded: its modules are compared with their fused modules in float32.
 """
 
 from __future__ import annotations
@@ -70,22 +70,30 @@ class Case:
     launch: Callable[[], Any]
 
 
-def _attention(name: str, *kernels: str, fp8: bool = False, **shape: Any) -> Case:
-    """A step with a decode and a chunk; `shape` has further arguments of `AttentionCase`."""
+def _attention(
+    name: str,
+    *kernels: str,
+    fp8: bool = False,
+    dtype: torch.dtype = _DTYPE,
+    copies: int = 1,
+    **shape: Any,
+) -> Case:
+    """A step with as many decodes as chunks; `shape` has further arguments of `AttentionCase`."""
 
     def launch() -> None:
-        case = AttentionCase(name, ((1, 40), (20, 40)), **shape)
-        inputs = build_attention(case, "cpu", _DTYPE, FP8 if fp8 else None)
+        case = AttentionCase(name, ((1, 40), (20, 40)) * copies, **shape)
+        inputs = build_attention(case, "cpu", dtype, FP8 if fp8 else None)
         attend_paged(**inputs.arguments | {"max_context_len": _MAX_CONTEXT})
 
     return Case(name, kernels, launch)
 
 
-def _shared(name: str, *kernels: str, fp8: bool = False, **shape: Any) -> Case:
-    """A step with two decodes that share a piece of their contexts."""
+def _shared(name: str, *kernels: str, fp8: bool = False, decodes: int = 2, **shape: Any) -> Case:
+    """A step of decodes, the first two of which share a piece of their contexts."""
 
     def launch() -> None:
-        case = SharedCase(AttentionCase(name, ((1, 40), (1, 40)), **shape), (0, 1), (0, 32))
+        attention = AttentionCase(name, ((1, 40),) * decodes, **shape)
+        case = SharedCase(attention, tuple(range(decodes)), (0, 32, *[0] * (decodes - 2)))
         inputs = build_shared(case, "cpu", _DTYPE, FP8 if fp8 else None)
         attend_paged(**inputs.arguments | {"max_context_len": _MAX_CONTEXT})
 
@@ -117,19 +125,34 @@ def _mla(name: str, *kernels: str, num_heads: int) -> Case:
 
 
 def _rotary(
-    name: str, heads: int, kv_heads: int, width: int, norms: bool = False, fp8: bool = False
+    name: str,
+    heads: int,
+    kv_heads: int,
+    width: int,
+    norms: bool = False,
+    fp8: bool = False,
+    dtype: torch.dtype = _DTYPE,
 ) -> Case:
     def launch() -> None:
         case = RotaryCase(name, 16, heads, kv_heads, width, norms=norms)
-        rotary_write(**build_rotary_write(case, "cpu", _DTYPE, FP8 if fp8 else None)[1])
+        rotary_write(**build_rotary_write(case, "cpu", dtype, FP8 if fp8 else None)[1])
 
     return Case(name, ("_rotary_write_kernel",), launch)
 
 
-def _kv_write(name: str, kv_heads: int, width: int, fp8: bool = False) -> Case:
+def _kv_write(
+    name: str,
+    kv_heads: int,
+    width: int,
+    fp8: bool = False,
+    dtype: torch.dtype = _DTYPE,
+    block_size: int = 16,
+) -> Case:
     def launch() -> None:
-        case = WriteCase(name, 4, kv_heads, width, width, 16)
-        kv_write(**build_write(case, "cpu", _DTYPE, FP8 if fp8 else None)[1])
+        case = WriteCase(name, 4, kv_heads, width, width, block_size)
+        arguments = build_write(case, "cpu", dtype, FP8 if fp8 else None)[1]
+        contiguous = {part: arguments[part].contiguous() for part in ("key", "value")}
+        kv_write(**arguments | contiguous)
 
     return Case(name, ("_kv_write_kernel",), launch)
 
@@ -147,15 +170,15 @@ def _row_stats(vocabulary: int) -> Case:
     return Case(f"row_stats_{vocabulary}", ("_row_stats_kernel",), launch)
 
 
-def _rows(kernel: str, width: int) -> Case:
-    name = f"{kernel}_{width}"
+def _rows(kernel: str, width: int, dtype: torch.dtype = _DTYPE) -> Case:
+    name = f"{kernel}_{width}{'_f32' if dtype is torch.float32 else ''}"
 
     def launch() -> None:
         case = RowCase(name, 4, width)
         if kernel == "rms_norm":
-            rms_norm(**build_rms_norm(case, "cpu", _DTYPE))
+            rms_norm(**build_rms_norm(case, "cpu", dtype))
         else:
-            silu_mul(**build_silu_mul(case, "cpu", _DTYPE))
+            silu_mul(**build_silu_mul(case, "cpu", dtype))
 
     return Case(name, (f"_{kernel}_kernel",), launch)
 
@@ -248,7 +271,7 @@ def _token_bitmask() -> Case:
 def _unpack_block_tables() -> Case:
     def launch() -> None:
         unpack_block_tables(
-            **build_tables(TablesCase("unpack_block_tables", 1, 2, 128, 4, 256), "cpu")
+            **build_tables(TablesCase("unpack_block_tables", 1, 2, 128, 4, 2560), "cpu")
         )
 
     return Case("unpack_block_tables", ("_unpack_block_tables_kernel",), launch)
@@ -278,11 +301,13 @@ def _run_layer(kernel: Callable[..., None], layer: Callable[..., Any], shape: An
 _DECODE, _CHUNK, _SHARED = "_decode_kernel", "_chunk_kernel", "_shared_kernel"
 _SAMPLE, _BATCH_INVARIANT = "_sample_kernel", "_batch_invariant_kernel"
 _MERGE, _PLAN, _PLAN_CHUNKS = "_merge_kernel", "_plan_kernel", "_plan_chunks_kernel"
+_LOADING = _PLAN_CHUNKS, _CHUNK, _DECODE
 _MLA_DECODE, _MLA_CHUNK = "_mla_decode_kernel", "_mla_chunk_kernel"
 _CONVOLUTION = "_conv_kernel", "_update_kernel"
 _MAMBA2_CHUNKS = "_sum_steps_kernel", "_multiply_chunks_kernel", "_chunk_mamba2_kernel"
 _DELTA = "_gated_delta_kernel", "_solve_chunks_kernel", "_chunk_gated_delta_kernel"
 _D128 = {"num_heads": 32, "num_kv_heads": 8, "key_width": 128}  # Llama-3.1-8B, Qwen3-8B
+_D128_G2 = {"num_heads": 16, "num_kv_heads": 8, "key_width": 128}  # Qwen3-0.6B
 _D64 = {"num_heads": 32, "num_kv_heads": 8, "key_width": 64}  # Llama-3.2-1B
 _D256 = {"num_heads": 16, "num_kv_heads": 8, "key_width": 256}  # Gemma 2 9B
 
@@ -300,6 +325,7 @@ CASES = (
         "d64_window_sinks", _DECODE, _CHUNK,
         num_heads=64, num_kv_heads=8, key_width=64, sliding_window=128, sinks=True,
     ),
+    _attention("d128_g2", _DECODE, _MERGE, _PLAN_CHUNKS, _CHUNK, **_D128_G2),
     _attention("d64", _DECODE, _CHUNK, **_D64),
     # Phi-3-mini
     _attention("d96", _DECODE, _CHUNK, num_heads=32, num_kv_heads=32, key_width=96),
@@ -323,6 +349,11 @@ CASES = (
     _attention("d96_fp8", _DECODE, _CHUNK, fp8=True, num_heads=32, num_kv_heads=32, key_width=96),
     _attention("d16_fp8", _DECODE, _CHUNK, fp8=True, num_heads=8, num_kv_heads=1, key_width=16),
     _shared("shared_d128", _PLAN, _SHARED, **_D128),
+    _shared("shared_d128_g2", _SHARED, **_D128_G2),
+    # More than 64 sequences
+    _shared("many_shared_d128", _PLAN, decodes=66, **_D128),
+    _attention("many_d128", _PLAN, _PLAN_CHUNKS, copies=33, **_D128),
+    _attention("many_d128_g2", _PLAN_CHUNKS, copies=33, **_D128_G2),
     _shared("shared_d256", _SHARED, **_D256),
     _shared(
         "shared_d192_128", _SHARED,
@@ -354,6 +385,7 @@ CASES = (
     _mla("mla_16", _MLA_DECODE, num_heads=16),
     _rotary("rotary_d128", 32, 8, 128),
     _rotary("rotary_d128_norms", 32, 8, 128, norms=True),
+    _rotary("rotary_d128_norms_g2", 16, 8, 128, norms=True),
     _rotary("rotary_d128_fp8", 32, 8, 128, fp8=True),
     _kv_write("kv_write_d128", 8, 128),
     _kv_write("kv_write_d128_fp8", 8, 128, fp8=True),
@@ -366,7 +398,9 @@ CASES = (
     _sample("sample_greedy", _SAMPLE, draws=False, filters=False),
     _sample("sample_temperature", _SAMPLE, filters=False),
     _sample("sample_filters", _SAMPLE, "_sample_rest_kernel"),
-    _sample("sample_edited", _SAMPLE, "_penalties_kernel", edited=True),
+    _sample("sample_edited", _SAMPLE, "_sample_rest_kernel", "_penalties_kernel", edited=True),
+    _sample("sample_edited_greedy", _SAMPLE, draws=False, filters=False, edited=True),
+    _sample("sample_edited_temperature", _SAMPLE, filters=False, edited=True),
     _token_bitmask(),
     _block_copy(),
     _unpack_block_tables(),
@@ -381,6 +415,19 @@ CASES = (
     *_fp8_linears("v3_o", 7168, 16384, 1, 64, 256, 4096),  # DeepSeek-V3
     *_fp8_linears("v3_kv_a", 576, 7168, 64),  # DeepSeek-V3: a last block of 64 rows
     _sum_pieces(),
+    # Comparisons when Qwen3-0.6B and Llama-3.1-8B are loaded
+    _attention("d128_g2_f32", _CHUNK, dtype=torch.float32, **_D128_G2),
+    _attention("d128_g2_b8_f32", *_LOADING, dtype=torch.float32, block_size=8, **_D128_G2),
+    _attention("d128_f32", _CHUNK, dtype=torch.float32, **_D128),
+    _attention("d128_b8_f32", *_LOADING, dtype=torch.float32, block_size=8, **_D128),
+    _kv_write("kv_write_d128_f32", 8, 128, dtype=torch.float32),
+    _kv_write("kv_write_d128_b8_f32", 8, 128, dtype=torch.float32, block_size=8),
+    _rotary("rotary_d128_norms_g2_f32", 16, 8, 128, norms=True, dtype=torch.float32),
+    _rotary("rotary_d128_f32", 32, 8, 128, dtype=torch.float32),
+    _rows("rms_norm", 1024, torch.float32),
+    _rows("rms_norm", 4096, torch.float32),
+    _rows("silu_mul", 3072, torch.float32),
+    _rows("silu_mul", 14336, torch.float32),
     # Qwen3.6-35B-A3B and Qwen3-Next; Nemotron 3 Nano, whose norms span 8 heads
     _gated_delta(
         "gated_delta_128", *_CONVOLUTION, *_DELTA, "_gated_norm_kernel",

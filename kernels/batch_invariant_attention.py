@@ -40,8 +40,9 @@ from batchinfer.kernels.attention_loop import (
     padded,
 )
 from batchinfer.kernels.decode_plan import (
-    SEQUENCES_AT_ONCE,
     append_items,
+    counters_block,
+    sequences_at_once,
     set_counters,
     shared_rows,
 )
@@ -130,11 +131,11 @@ def plan_batch_invariant(
         max_items,
         max_pieces,
         sliding_window or None,
-        NUM_COUNTERS=1 + num_launches,
-        COUNTERS_BLOCK=triton.next_power_of_2(1 + num_launches),
+        1 + num_launches,
+        COUNTERS_BLOCK=counters_block(num_launches),
         PIECE=piece,
         TOKENS=tokens,
-        SEQUENCES=min(SEQUENCES_AT_ONCE, triton.next_power_of_2(num_sequences)),
+        SEQUENCES=sequences_at_once(num_sequences),
         **OPTIONS,
     )
     return work
@@ -371,17 +372,19 @@ def _batch_invariant_kernel(
         ticket = tl.atomic_add(counters_ptr, 1)
 
 
-@triton.jit(do_not_specialize=["num_sequences", "max_items", "max_pieces", "window"])
+@triton.jit(
+    do_not_specialize=["num_sequences", "max_items", "max_pieces", "window", "num_counters"]
+)
 def _plan_batch_invariant_kernel(
     query_starts_ptr,  # [S + 1] int32
     context_lens_ptr,  # [S] int32
     items_ptr,  # [max_items, 2] int32
-    counters_ptr,  # [NUM_COUNTERS] int32
+    counters_ptr,  # [num_counters] int32
     num_sequences,
     max_items,
     max_pieces,
     window,  # or None
-    NUM_COUNTERS: tl.constexpr,
+    num_counters,
     COUNTERS_BLOCK: tl.constexpr,
     PIECE: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -399,4 +402,4 @@ def _plan_batch_invariant_kernel(
         count = tl.where(max_pieces > 1, count, 1)
         count = tl.where(query_len == 1, count, tl.cdiv(query_len, TOKENS))
         num_items = append_items(items_ptr, num_items, max_items, sequences, count * 0, count)
-    set_counters(counters_ptr, tl.minimum(num_items, max_items), NUM_COUNTERS, COUNTERS_BLOCK)
+    set_counters(counters_ptr, tl.minimum(num_items, max_items), num_counters, COUNTERS_BLOCK)

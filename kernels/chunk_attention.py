@@ -22,7 +22,7 @@ from batchinfer.kernels.attention_loop import (
     load_query,
     padded,
 )
-from batchinfer.kernels.decode_plan import SEQUENCES_AT_ONCE, append_items
+from batchinfer.kernels.decode_plan import append_items, sequences_at_once
 from batchinfer.kernels.launch import OPTIONS
 
 
@@ -64,7 +64,7 @@ def plan_chunks(
         num_sequences,
         max_items,
         TOKENS=tokens,
-        SEQUENCES=min(SEQUENCES_AT_ONCE, triton.next_power_of_2(num_sequences)),
+        SEQUENCES=sequences_at_once(num_sequences),
         **OPTIONS,
     )
     return work

@@ -26,7 +26,9 @@ from batchinfer.kernels.launch import OPTIONS
 from batchinfer.kernels.split_kv import MAX_WORKSPACE_BYTES, Partials, pieces
 
 DECODE_PIECE = 512  # in tokens; a multiple of every tile size
-SEQUENCES_AT_ONCE = 1024  # sequences that a planning program processes at a time
+SEQUENCES_AT_ONCE = 1024  # sequences that a planning program processes at a time, at most
+_FEW_SEQUENCES = 64
+_COUNTERS_BLOCK = 128
 # Rows of a shared piece's tile: the smallest number that a Hopper warp group can multiply.
 _SHARED_ROWS = 64
 
@@ -110,13 +112,26 @@ def plan_decode(
         sliding_window or None,
         num_splits,
         work.tile_sequences,
-        NUM_COUNTERS=1 + num_launches,
-        COUNTERS_BLOCK=triton.next_power_of_2(1 + num_launches),
+        1 + num_launches,
+        COUNTERS_BLOCK=counters_block(num_launches),
         PIECE=DECODE_PIECE,
-        SEQUENCES=min(SEQUENCES_AT_ONCE, triton.next_power_of_2(num_sequences)),
+        SEQUENCES=sequences_at_once(num_sequences),
         **OPTIONS,
     )
     return work
+
+
+def sequences_at_once(num_sequences: int) -> int:
+    """Return the number of sequences to list at a time. There are only two values, because Triton
+    compiles the kernels again for each."""
+    few = num_sequences <= _FEW_SEQUENCES
+    return min(SEQUENCES_AT_ONCE, _FEW_SEQUENCES) if few else SEQUENCES_AT_ONCE
+
+
+def counters_block(num_launches: int) -> int:
+    """Return a power of two that is at least the number of counters. It is the same for nearly all
+    models, so that they share compiled kernels."""
+    return max(_COUNTERS_BLOCK, int(triton.next_power_of_2(1 + num_launches)))
 
 
 def default_num_splits(num_sequences: int, num_heads: int, value_width: int, reach: int) -> int:
@@ -160,10 +175,10 @@ def append_items(
 
 
 @triton.jit
-def set_counters(counters_ptr, num_items, NUM: tl.constexpr, BLOCK: tl.constexpr):
+def set_counters(counters_ptr, num_items, num_counters, BLOCK: tl.constexpr):
     """Write the number of items, and 0 for the items that each launch has taken."""
     places = tl.arange(0, BLOCK)
-    tl.store(counters_ptr + places, tl.where(places == 0, num_items, 0), mask=places < NUM)
+    tl.store(counters_ptr + places, tl.where(places == 0, num_items, 0), mask=places < num_counters)
 
 
 @triton.jit
@@ -241,7 +256,9 @@ def _list_shared(
     return num_items
 
 
-@triton.jit(do_not_specialize=["num_sequences", "window", "max_pieces", "tile_sequences"])
+@triton.jit(
+    do_not_specialize=["num_sequences", "window", "max_pieces", "tile_sequences", "num_counters"]
+)
 def _plan_kernel(
     query_starts_ptr,  # [S + 1] int32
     context_lens_ptr,  # [S] int32
@@ -249,12 +266,12 @@ def _plan_kernel(
     shared_lens_ptr,  # [S] int32 or None
     decode_shared_ptr,  # [S] int32 or None: output
     items_ptr,  # [S * max_pieces, 2] int32
-    counters_ptr,  # [2, NUM_COUNTERS] int32
+    counters_ptr,  # [2, num_counters] int32
     num_sequences,
     window,  # or None
     max_pieces,
     tile_sequences,
-    NUM_COUNTERS: tl.constexpr,
+    num_counters,
     COUNTERS_BLOCK: tl.constexpr,
     PIECE: tl.constexpr,
     SEQUENCES: tl.constexpr,  # sequences to list at a time
@@ -296,6 +313,6 @@ def _plan_kernel(
             decode_shared_ptr, items_ptr, num_single, max_items, num_sequences, tile_sequences,
             PIECE, SEQUENCES,
         )  # fmt: skip
-    set_counters(counters_ptr, num_single, NUM_COUNTERS, COUNTERS_BLOCK)
+    set_counters(counters_ptr, num_single, num_counters, COUNTERS_BLOCK)
     num_shared = num_items - num_single
-    set_counters(counters_ptr + NUM_COUNTERS, num_shared, NUM_COUNTERS, COUNTERS_BLOCK)
+    set_counters(counters_ptr + num_counters, num_shared, num_counters, COUNTERS_BLOCK)

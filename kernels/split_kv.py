@@ -34,8 +34,9 @@ class Partials(NamedTuple):
     ) -> "Partials":
         """Allocate the states. If contexts have only one piece, no states are needed."""
         shape = (num_sequences, num_heads, max_pieces) if max_pieces > 1 else (1, 1, 1)
-        out = torch.empty(*shape, value_width, dtype=torch.float32, device=device)
-        return cls(out, *torch.empty((2, *shape), dtype=torch.float32, device=device).unbind())
+        shapes = ((*shape, value_width), shape, shape)
+        # Separate memory keeps each aligned. Triton compiles kernels again for other addresses.
+        return cls(*(torch.empty(each, dtype=torch.float32, device=device) for each in shapes))
 
 
 def merge_partials(

@@ -7,7 +7,15 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tests.fake_cuda.compiled import TARGETS, compiled_signatures
 from tests.fake_cuda.device import FakeCuda
+from tests.fake_cuda.launches import Signature
+
+
+@pytest.fixture(scope="session")
+def compiled() -> dict[int, frozenset[Signature]]:
+    """Return the signatures of kernels that the compile report compiles, for each target."""
+    return {target: compiled_signatures(target) for target in TARGETS}
 
 
 @pytest.fixture(params=[90])

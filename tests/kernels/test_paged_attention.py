@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from batchinfer.kernels import attention_loop, chunk_attention, decode_plan
+from batchinfer.kernels import attention_loop, decode_plan
 from batchinfer.kernels.attention_loop import Heads, tile_tokens
 from batchinfer.kernels.chunk_attention import ChunkWork, chunk_config, plan_chunks
 from batchinfer.kernels.decode_attention import decode_config
@@ -206,7 +206,7 @@ def test_chunk_plan_skips_decodes_and_lists_last_tiles_first(interpreter: str) -
 def test_chunk_plan_lists_every_tile_once(
     interpreter: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chunk_attention, "SEQUENCES_AT_ONCE", 4)
+    monkeypatch.setattr(decode_plan, "SEQUENCES_AT_ONCE", 4)
     query_lens = torch.randint(0, 40, (37,), generator=torch.Generator().manual_seed(0)).tolist()
     work, items = tiles(query_lens, 7)
     expected = [
