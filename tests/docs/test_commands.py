@@ -43,7 +43,7 @@ BASE: dict[str, Any] = {
     "output": {"path": "out"},
 }
 
-CLIENTS = ("pip install lm-eval", "python -m batchinfer.vllm -m lm_eval run --model vllm ", "  --")
+CLIENTS = ("pip install lm-eval", "python -m batchinfer.vllm -m lm_eval run --model vllm ")
 """Starts of commands that `make clients` runs."""
 
 Run = Callable[[str], None]
