@@ -238,6 +238,7 @@ def test_every_parameter_except_seed_and_length_is_in_the_text(name: str) -> Non
         "presence_penalty": 1.0,
         "frequency_penalty": 1.0,
         "repetition_penalty": 1.5,
+        "no_repeat_ngram_size": 3,
         "stop": ("a",),
         "stop_token_ids": (3,),
         "include_stop_str_in_output": True,
