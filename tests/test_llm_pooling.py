@@ -263,7 +263,7 @@ def test_runner_auto_follows_the_model_class(tmp_path: Path, config: Any, runner
     assert choose_runner("generate", None, str(tmp_path), None) == "generate"
 
 
-def test_modules_json_chooses_the_pooling(tmp_path: Path) -> None:
+def test_modules_json_chooses_pooling_and_norm(tmp_path: Path) -> None:
     folder = make_encoder(tmp_path / "mean", "llama", causal=True)
     module = {"path": "1_Pooling", "type": "sentence_transformers.models.Pooling"}
     (folder / "modules.json").write_text(json.dumps([module]))
@@ -274,7 +274,12 @@ def test_modules_json_chooses_the_pooling(tmp_path: Path) -> None:
     (states,) = reference_states(folder, [tokenizer("a b c")["input_ids"]])
     llm = LLM(folder, dtype="float32", device="cpu")
     (output,) = llm.embed("a b c", use_tqdm=False)
+    assert output.outputs.embedding == pytest.approx(states.mean(0).tolist(), abs=1e-5)
+    normalized = PoolingParams(use_activation=True)
+    (output,) = llm.embed("a b c", pooling_params=normalized, use_tqdm=False)
     assert output.outputs.embedding == pytest.approx(unit(states.mean(0)).tolist(), abs=1e-5)
+    (score,) = llm.score("a b c", "a b c", use_tqdm=False)
+    assert score.outputs.score == pytest.approx(1.0), "a score is a cosine, whatever the norm"
     with pytest.raises(ValueError, match="generates no text"):
         llm.generate("a")
 

@@ -44,11 +44,12 @@ class EmbedConfig(Record):
     prompt_name: str | None = None
     """Name of a prompt in the model's config_sentence_transformers.json. Each text then starts with
     this prompt. null: the file's default prompt, unless prompt.template is set. "": no prompt."""
-    normalize: bool = True
-    """Scale every embedding to length 1."""
+    normalize: bool | None = None
+    """Scale every embedding to length 1. null: only if the model's modules.json lists a Normalize
+    module, or if the model has no modules.json."""
     dimensions: int | None = None
     """Keep only this many leading numbers of every embedding, before normalizing (Matryoshka).
-    null: keep all."""
+    null: keep as many as truncate_dim in the model's config_sentence_transformers.json, or all."""
     dtype: Literal["float32", "float16"] = "float32"
     """Type of the numbers in the output."""
 

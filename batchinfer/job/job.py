@@ -127,7 +127,7 @@ def open_job(
     facts = {}
     if facts_of is not None:
         media_root = media_root_fact(spec, source)
-        facts = fingerprint_facts(spec, facts_of(spec.model), media_root)
+        facts = fingerprint_facts(task.with_defaults(spec), facts_of(spec.model), media_root)
     manifest = Manifest(
         fingerprint=digest(facts) if facts else "",
         job=facts,

@@ -52,6 +52,11 @@ class EmbeddingModules:
     pooling: tuple[str, ...] = ("lasttoken",)
     """Modes whose vectors are concatenated."""
     dense: tuple[Dense, ...] = ()
+    normalizes: bool = True
+    """True if embeddings are scaled to length 1 by default."""
+    truncate_dim: int | None = None
+    """Default number of leading numbers to keep; None to keep all
+    (``config_sentence_transformers.json``)."""
     prompts: Mapping[str, str] = field(default_factory=dict)
     """Prefixes to put before texts, keyed by their names."""
     default_prompt: str | None = None
@@ -92,15 +97,23 @@ class Embedder:
     @property
     def width(self) -> int:
         """Number of dimensions of an embedding."""
-        return self.config.dimensions or self.modules.width
+        return self.config.dimensions or min(
+            self.modules.width, self.modules.truncate_dim or self.modules.width
+        )
+
+    @property
+    def normalizes(self) -> bool:
+        """True if embeddings are scaled to length 1."""
+        default = self.modules.normalizes
+        return default if self.config.normalize is None else self.config.normalize
 
     def __call__(self, hidden_state: Float32) -> npt.NDArray[Any]:
         """Return the embedding [dimensions] of a hidden state [H]: truncated, then normalized."""
         values = hidden_state
         for dense in self.modules.dense:
             values = dense(values)
-        values = values[: self.config.dimensions]
-        if self.config.normalize:
+        values = values[: self.width]
+        if self.normalizes:
             length = float(np.linalg.norm(values.astype(np.float64)))
             # The same as torch.nn.functional.normalize.
             values = values / np.float32(max(length, 1e-12))
@@ -117,13 +130,14 @@ def read_embedding_modules(name: str, revision: str | None) -> EmbeddingModules:
     hidden_size, both_ways = _hidden_size(folder)
     pooling: tuple[str, ...] = ("mean",) if both_ways else ("lasttoken",)
     listed = read_json(folder / "modules.json")
-    prompts, default_prompt = _prompts(folder / "config_sentence_transformers.json")
+    defaults = _Defaults.read(folder / "config_sentence_transformers.json")
     if listed is None:
         return EmbeddingModules(
             hidden_size,
             pooling,
-            prompts=prompts,
-            default_prompt=default_prompt,
+            truncate_dim=defaults.truncate_dim,
+            prompts=defaults.prompts,
+            default_prompt=defaults.prompt_name,
             attends_both_ways=both_ways,
         )
     if not (isinstance(listed, list) and all(isinstance(module, Mapping) for module in listed)):
@@ -161,8 +175,10 @@ def read_embedding_modules(name: str, revision: str | None) -> EmbeddingModules:
         hidden_size,
         pooling,
         tuple(dense),
-        prompts,
-        default_prompt,
+        "Normalize" in kinds,
+        defaults.truncate_dim,
+        defaults.prompts,
+        defaults.prompt_name,
         longest,
         attends_both_ways=both_ways,
         pools_prompt=pools_prompt,
@@ -170,18 +186,34 @@ def read_embedding_modules(name: str, revision: str | None) -> EmbeddingModules:
     )
 
 
-def _prompts(path: Path) -> tuple[dict[str, str], str | None]:
-    content = read_json(path)
-    values = content if isinstance(content, Mapping) else {}
-    prompts = values.get("prompts") or {}
-    if not isinstance(prompts, Mapping) or not all(isinstance(p, str) for p in prompts.values()):
-        raise ModelError(f"{path}: prompts must map names to texts; fetch the model again")
-    default = values.get("default_prompt_name")
-    if default is not None and default not in prompts:
-        raise ModelError(
-            f"{path}: default_prompt_name is {str(default)[:80]!r}, which is not a name in prompts"
-        )
-    return dict(prompts), default
+@dataclass(frozen=True, slots=True)
+class _Defaults:
+    """Content of ``config_sentence_transformers.json``."""
+
+    prompts: Mapping[str, str]
+    prompt_name: str | None
+    truncate_dim: int | None
+
+    @classmethod
+    def read(cls, path: Path) -> _Defaults:
+        content = read_json(path)
+        values = content if isinstance(content, Mapping) else {}
+        prompts = values.get("prompts") or {}
+        is_text = isinstance(prompts, Mapping) and all(isinstance(p, str) for p in prompts.values())
+        if not is_text:
+            raise ModelError(f"{path}: prompts must map names to texts; fetch the model again")
+        name = values.get("default_prompt_name")
+        if name is not None and name not in prompts:
+            raise ModelError(
+                f"{path}: default_prompt_name is {str(name)[:80]!r}, which is not a name in prompts"
+            )
+        truncate_dim = values.get("truncate_dim")
+        if truncate_dim is not None and (type(truncate_dim) is not int or truncate_dim < 1):
+            raise ModelError(
+                f"{path}: truncate_dim is {str(truncate_dim)[:80]!r}; it must be a number of "
+                "dimensions, 1 or more"
+            )
+        return cls(dict(prompts), name, truncate_dim)
 
 
 def _hidden_size(folder: Path) -> tuple[int, bool]:

@@ -45,6 +45,8 @@ class Task:
     """Raises DataError if an input column that only this task reads cannot be used."""
     prompt_config: Callable[[JobSpec], PromptConfig] = lambda job: job.prompt
     """Returns the job's prompt section, with the changes that the task's own section requires."""
+    with_defaults: Callable[[JobSpec], JobSpec] = lambda job: job
+    """Returns the job with the defaults that the model's folder gives to the task's section."""
     runner: Callable[[JobSpec], Runner] = lambda job: job.task_spec.runner
     """Returns the mode in which the model runs."""
 

@@ -30,7 +30,8 @@ class PoolingParams:
     dimensions: int | None = None
     """Keep only the first dimensions of an embedding (Matryoshka)."""
     use_activation: bool | None = None
-    """False: embeddings are not normalized, and logits are returned instead of scores."""
+    """False: embeddings are not normalized, and logits are returned instead of scores. None: scores
+    are returned, and embeddings are normalized if the model's folder says so, or says nothing."""
     normalize: bool | None = None
     """The earlier name of ``use_activation`` for embeddings."""
     activation: bool | None = None
@@ -52,9 +53,9 @@ class PoolingParams:
             )
 
     @property
-    def activates(self) -> bool:
-        """True if embeddings are normalized and logits become scores."""
-        return next(iter(self._given().values()), True)
+    def activates(self) -> bool | None:
+        """True if embeddings are normalized and logits become scores; None for the default."""
+        return next(iter(self._given().values()), None)
 
     def _given(self) -> dict[str, bool]:
         values = {name: getattr(self, name) for name in _ACTIVATES}

@@ -111,7 +111,7 @@ class PoolingRunner:
             )
         if self._random_weights:
             raise NotYetError("LLM(load_format='dummy') for a model that classifies or scores")
-        return self._classifier(params.activates)
+        return self._classifier(params.activates is not False)
 
     def run(
         self,

@@ -18,6 +18,7 @@ from transformers import AutoModel, AutoTokenizer
 
 from batchinfer.config import EmbedConfig
 from batchinfer.errors import ExitCode, JobError, ModelError, UsageError
+from batchinfer.job.job import open_input, open_job
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.output.resume import plan_of
 from batchinfer.job.plan.plan import plan_job
@@ -177,6 +178,65 @@ def test_half_precision_rounds_the_finished_embedding(size: float) -> None:
     vector = embed(np.full(4, size, np.float32))
     assert vector.dtype == np.float16
     assert vector.tolist() == [0.5] * 4
+
+
+def without_normalize(folder: Path) -> None:
+    modules = json.loads((folder / "modules.json").read_bytes())
+    (folder / "modules.json").write_text(json.dumps(modules[:-1]))
+
+
+@pytest.mark.parametrize(
+    ("lists_normalize", "embed", "is_unit"),
+    [
+        (True, "", True),
+        (False, "", False),
+        (True, "embed: {normalize: false}\n", False),
+        (False, "embed: {normalize: true}\n", True),
+    ],
+)
+def test_embeddings_have_length_1_if_the_model_or_the_job_says_so(
+    tmp_path: Path, model: Path, lists_normalize: bool, embed: str, is_unit: bool
+) -> None:
+    dense = with_modules(tmp_path / "model", model)
+    if not lists_normalize:
+        without_normalize(tmp_path / "model")
+    assert run_job(job(tmp_path, tmp_path / "model", [TEXT], embed), quiet=True) is ExitCode.OK
+    with torch.no_grad():
+        expected = dense(torch.from_numpy(hidden_state(model, TEXT))).tanh()
+    expected = expected / expected.norm() if is_unit else expected
+    (row,) = rows_of(tmp_path)
+    assert row["embedding"] == pytest.approx(expected.tolist(), abs=1e-5)
+
+
+def test_truncate_dim_of_the_model_is_the_default_of_dimensions(
+    tmp_path: Path, model: Path
+) -> None:
+    with_modules(tmp_path / "model", model)
+    path = tmp_path / "model" / "config_sentence_transformers.json"
+    path.write_text('{"truncate_dim": 8}')
+    modules = read_embedding_modules(str(tmp_path / "model"), None)
+    assert Embedder(modules, EmbedConfig()).width == 8
+    assert Embedder(modules, EmbedConfig(dimensions=16)).width == 16
+    path.write_text('{"truncate_dim": 100}')
+    modules = read_embedding_modules(str(tmp_path / "model"), None)
+    assert Embedder(modules, EmbedConfig()).width == 24, "the model has no more"
+    path.write_text('{"truncate_dim": 0}')
+    with pytest.raises(ModelError, match="truncate_dim is '0'; it must be"):
+        read_embedding_modules(str(tmp_path / "model"), None)
+
+
+def test_fingerprint_says_whether_embeddings_are_normalized(tmp_path: Path, model: Path) -> None:
+    def fingerprint(folder: Path, embed: str = "") -> str:
+        spec = job(tmp_path, folder, [TEXT], embed)
+        return open_job(spec, open_input(spec)).manifest.fingerprint
+
+    folder = tmp_path / "model"
+    with_modules(folder, model)
+    listed = fingerprint(folder, "embed: {dtype: float32}\n")
+    assert listed == fingerprint(folder, "embed: {normalize: true}\n")
+    assert listed != fingerprint(folder, "embed: {normalize: false}\n")
+    without_normalize(folder)
+    assert listed != fingerprint(folder, "embed: {dtype: float32}\n")
 
 
 def test_named_prompts_are_prepended_to_texts(tmp_path: Path, model: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,20 @@ def _config(job: JobSpec) -> EmbedConfig:
 
 def _embedder(job: JobSpec) -> Embedder:
     return Embedder(checked_modules(job), _config(job))
+
+
+def _with_defaults(job: JobSpec) -> JobSpec:
+    """Return the job with the defaults of the model's folder.
+
+    A job without ``embed`` and with the first version's defaults stays as it is, because its
+    fingerprint must not change.
+    """
+    embedder, config = _embedder(job), _config(job)
+    dimensions = embedder.width if config.dimensions or embedder.modules.truncate_dim else None
+    filled = replace(config, normalize=embedder.normalizes, dimensions=dimensions)
+    if job.embed is None and filled == EmbedConfig(normalize=True):
+        return job
+    return job.model_copy(update={"embed": filled})
 
 
 def _runner(job: JobSpec) -> Runner:
@@ -125,5 +140,6 @@ EMBED_TASK = Task(
     _summarize,
     ("embedding.list.element",),
     _FAILED,
+    with_defaults=_with_defaults,
     runner=_runner,
 )
