@@ -7,17 +7,23 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 
 from batchinfer.config import PromptConfig
-from batchinfer.errors import RowError
+from batchinfer.errors import ExitCode, RowError
 from batchinfer.job.images import download
 from batchinfer.job.images.download import MOST_AT_ONCE, Downloads
 from batchinfer.job.images.web_images import WebPrompts
+from batchinfer.job.plan.plan import plan_job
+from batchinfer.job.run.run_job import run_job
 from batchinfer.text.images.files import ImageFile
 from tests.job.images.pictures import png
+from tests.job.images.test_image_jobs import job, results
+from tests.vision_folders import make_vision_folder
 
 
 class Pictures(BaseHTTPRequestHandler):
@@ -172,3 +178,18 @@ def test_files_replace_addresses_in_the_places_of_images(
 
     assert prompts.start([row(url), row(url.encode())])() == [row(file)] * 2
     assert prompts.start([row("a.png")])() == [row("a.png")]
+
+
+def test_a_job_downloads_images_only_if_it_says_so(tmp_path: Path) -> None:
+    model = make_vision_folder("llava", tmp_path / "model")
+    with pictures() as server:
+        names = [f"{server}/a.png", f"{server}/b.png"]
+        rows = pa.table({"text": [*"ab"], "image": names})
+        urls: dict[str, Any] = {"input": {"media_urls": True}}
+        plain = {"output": {"path": str(tmp_path / "plain")}}
+        assert run_job(job(tmp_path, model, rows, **urls), quiet=True) is ExitCode.OK
+        good, missing = (row["error"] for row in results(tmp_path))
+        prompts = plan_job(job(tmp_path, model, rows, **plain))
+    assert good is None
+    assert "404" in missing["message"]
+    assert prompts["errors"] == {"invalid_image": 2}
