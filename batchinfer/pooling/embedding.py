@@ -19,9 +19,15 @@ import numpy as np
 import numpy.typing as npt
 
 from batchinfer.config import EmbedConfig, attends_both_ways, longest_text
-from batchinfer.errors import ModelError, one_line
+from batchinfer.errors import ModelError
 from batchinfer.pooling.layers import Dense, Layer, gelu, identity, relu, sigmoid, silu
-from batchinfer.pooling.model_folder import Float32, find_folder, read_config, read_json
+from batchinfer.pooling.model_folder import (
+    Float32,
+    find_folder,
+    find_tensor,
+    read_config,
+    read_json,
+)
 
 _PATTERNS = ("*.json", "*_Dense/*.safetensors")
 _ORDER = ("Transformer", "Pooling", "Dense", "Normalize")
@@ -269,16 +275,12 @@ def _dense(path: Path, width: int) -> Dense:
             f"{path}/config.json: activation_function {name[:80]} is not yet supported by "
             "this version"
         )
-    from safetensors.numpy import load_file
-
-    try:
-        tensors = load_file(weights)
-        weight = tensors["linear.weight"].astype(np.float32)
-    # Several libraries raise errors, for example for dtypes that numpy lacks.
-    except Exception as error:
-        raise ModelError(f"{weights} cannot be read: {one_line(error)}") from error
+    stored, stored_bias = find_tensor(path, "linear.weight"), find_tensor(path, "linear.bias")
+    if stored is None:
+        raise ModelError(f"{weights} has no tensor linear.weight; fetch the model again")
+    weight = stored.read()
     if weight.ndim != 2 or weight.shape[1] != width:
         shape = " x ".join(map(str, weight.shape))
         raise ModelError(f"{weights}: linear.weight is {shape}; its second size must be {width}")
-    bias = tensors.get("linear.bias", np.zeros(len(weight)))
-    return Dense(weight, bias.astype(np.float32), activation)
+    bias = np.zeros(len(weight), np.float32) if stored_bias is None else stored_bias.read()
+    return Dense(weight, bias, activation)

@@ -21,7 +21,7 @@ from batchinfer.errors import ModelError, one_line
 
 Float32 = npt.NDArray[np.float32]
 
-_DTYPES = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
+_DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 _LENGTH_BYTES = 8
 _MAX_HEADER = 100 << 20  # limit of the safetensors format
 

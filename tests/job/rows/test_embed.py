@@ -208,6 +208,14 @@ def test_embeddings_have_length_1_if_the_model_or_the_job_says_so(
     assert row["embedding"] == pytest.approx(expected.tolist(), abs=1e-5)
 
 
+def test_dense_layer_may_be_in_bfloat16(tmp_path: Path, model: Path) -> None:
+    dense = with_modules(tmp_path / "model", model).bfloat16()
+    tensors = {f"linear.{name}": value for name, value in dense.state_dict().items()}
+    save_file(tensors, tmp_path / "model" / "2_Dense" / "model.safetensors")
+    (layer,) = read_embedding_modules(str(tmp_path / "model"), None).dense
+    assert np.array_equal(layer.weight, dense.weight.detach().float().numpy())
+
+
 def test_truncate_dim_of_the_model_is_the_default_of_dimensions(
     tmp_path: Path, model: Path
 ) -> None:
