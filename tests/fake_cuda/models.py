@@ -11,6 +11,7 @@ from tests.models import tiny_config
 
 # A fake device computes large models as fast as tiny ones.
 QWEN3_06B: dict[str, Any] = {
+    "num_hidden_layers": 1,
     "hidden_size": 1024,
     "num_attention_heads": 16,
     "num_key_value_heads": 8,
@@ -21,6 +22,7 @@ QWEN3_06B: dict[str, Any] = {
     "tie_word_embeddings": True,
 }
 LLAMA_8B: dict[str, Any] = {
+    "num_hidden_layers": 1,
     "hidden_size": 4096,
     "num_attention_heads": 32,
     "num_key_value_heads": 8,
@@ -34,14 +36,13 @@ _FEW = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "swap_space": 0, "num_k
 def load_model(
     fake_cuda: FakeCuda, folder: Path, family: str, shape: dict[str, Any], **settings: Any
 ) -> LLM:
-    """Load a model of one layer with a few small CUDA graphs.
+    """Load a model with a few small CUDA graphs.
 
     Args:
         shape: values of the model's config that replace those of ``tiny_config``.
         settings: arguments of ``LLM``.
     """
-    config = {"num_hidden_layers": 1, "dtype": "bfloat16"} | shape
-    tiny_config(family, **config).save_pretrained(folder)
+    tiny_config(family, **{"dtype": "bfloat16"} | shape).save_pretrained(folder)
     with fake_cuda.loading():
         return LLM(
             folder, load_format="dummy", device="cuda", skip_tokenizer_init=True, **_FEW | settings

@@ -1,0 +1,59 @@
+"""Features run on a fake CUDA device: other dtypes, sampling of all kinds, beams and scores."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from batchinfer import BeamSearchParams, SamplingParams
+from batchinfer.worker.linear import batch_invariance
+from tests.fake_cuda.device import FakeCuda
+from tests.fake_cuda.models import QWEN3_06B, load_model
+
+pytestmark = pytest.mark.long
+
+PROMPTS = [{"prompt_token_ids": [7] * length} for length in (20, 3)]
+GREEDY = SamplingParams(temperature=0, max_tokens=3)
+
+
+@pytest.mark.parametrize(
+    ("settings", "kernel"),
+    [
+        ({"kv_cache_dtype": "fp8"}, "_decode_kernel"),
+        ({"quantization": "fp8"}, "_fp8_linear_kernel"),
+        ({"deterministic": True}, "_batch_invariant_kernel"),
+    ],
+    ids=["fp8_cache", "fp8_linears", "deterministic"],
+)
+def test_settings_choose_other_kernels(
+    settings: dict[str, Any],
+    kernel: str,
+    fake_cuda: FakeCuda,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Fake tensors also call operations to name their device.
+    monkeypatch.setattr(batch_invariance, "check_operations", lambda *_: None)
+    llm = load_model(fake_cuda, tmp_path, "qwen3", QWEN3_06B, **settings)
+    fake_cuda.take_launches()
+    outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [3, 3]
+    assert fake_cuda.take_launches()[kernel] > 0
+    assert fake_cuda.num_replays == 4
+
+
+def test_sampling_beams_and_scores_do_not_wait(fake_cuda: FakeCuda, tmp_path: Path) -> None:
+    llm = load_model(fake_cuda, tmp_path, "qwen3", QWEN3_06B, max_num_seqs=4)
+    params = [
+        SamplingParams(n=2, top_p=0.9, min_p=0.1, presence_penalty=0.5, max_tokens=2),
+        SamplingParams(temperature=0, prompt_logprobs=2, logprobs=3, max_tokens=2),
+        SamplingParams(logit_bias={3: 1.0}, allowed_token_ids=[3, 4, 5], max_tokens=2),
+    ]
+    outputs = llm.generate([*PROMPTS, PROMPTS[0]], params, use_tqdm=False)
+    assert [len(output.outputs) for output in outputs] == [2, 1, 1]
+    beams = llm.beam_search(PROMPTS[:1], BeamSearchParams(beam_width=2, max_tokens=2))
+    assert len(beams[0].outputs) == 2
+    launches = fake_cuda.take_launches()
+    assert {"_penalties_kernel", "_sample_rest_kernel", "_row_stats_kernel"} <= launches.keys()
