@@ -14,7 +14,7 @@ from pathlib import PurePath
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 
 from batchinfer.engine.output_tracker import OutputIncrement
 from batchinfer.job.manifest import Manifest
@@ -120,8 +120,8 @@ class TokenFiles:
             del self._sizes[path]
 
     def _read(self, path: PurePath) -> tuple[int, list[OutputIncrement], RunPace | None]:
-        """Return a file's size, its increments, and the pace of its run; (0, [], None) if the file
-        is damaged or has another plan."""
+        """Return a file's size, its increments, and the pace of its run, which older versions did
+        not store; (0, [], None) if the file is damaged or has another plan."""
         named = _NAME.fullmatch(path.name)
         try:
             data = read_file(self._out.files, path)
@@ -131,10 +131,17 @@ class TokenFiles:
                 metadata = reader.metadata.metadata or {}
                 if metadata.get(_PLAN) != self._plan or not reader.schema_arrow.equals(SCHEMA):
                     return 0, [], None
-                pace = _PACES.validate_json(metadata[_PACE])
+                pace = _pace_from(metadata.get(_PACE))
                 return len(data), list(from_table(reader.read(use_threads=False))), pace
         except (OSError, pa.ArrowException):
             return 0, [], None
+
+
+def _pace_from(stored: bytes | None) -> RunPace | None:
+    try:
+        return None if stored is None else _PACES.validate_json(stored)
+    except ValidationError:
+        return None
 
 
 def _add(kept: dict[RequestId, KeptOutput], run: str, increment: OutputIncrement) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 
 from batchinfer.engine.output_tracker import OutputIncrement
@@ -18,6 +20,7 @@ from batchinfer.engine.request import (
 )
 from batchinfer.job.manifest import Manifest
 from batchinfer.job.output.directory import OutputDir
+from batchinfer.job.output.parquet_bytes import parquet_bytes
 from batchinfer.job.tokens.in_flight import TokenUpdate
 from batchinfer.job.tokens.pace import RunPace, StepTimes
 from batchinfer.job.tokens.token_files import TokenFiles
@@ -142,3 +145,20 @@ def test_next_run_knows_the_pace_of_the_last_one(out: OutputDir) -> None:
     assert files.recover(ALL) == ({}, None)
     write(files, increment(3, [(0, [5])]))
     assert TokenFiles(out, PLAN, {}, "run-00002").recover(ALL)[1] == PACE
+
+
+@pytest.mark.parametrize("stored", [None, b'{"life": 5}'])
+def test_tokens_of_other_versions_are_kept(out: OutputDir, stored: bytes | None) -> None:
+    """Older versions did not store the pace of a run."""
+    write(TokenFiles(out, PLAN, {}, "run-00001"), increment(3, [(0, [5])]))
+    (path,) = out.files.entries(out.tokens)
+    table = pq.read_table(path)
+    metadata = {key: value for key, value in table.schema.metadata.items() if b"pace" not in key}
+    metadata |= {} if stored is None else {b"batchinfer.pace": stored}
+    data = parquet_bytes([table.replace_schema_metadata(metadata)])
+    digest = hashlib.sha256(data).hexdigest()[:16]
+    out.write(out.tokens / f"run-00001-000000-{digest}.parquet", data)
+    out.files.delete(path)
+    kept, pace = TokenFiles(out, PLAN, {}, "run-00002").recover(ALL)
+    assert kept[3, 0].num_tokens == 1
+    assert pace is None
