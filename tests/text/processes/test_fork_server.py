@@ -43,9 +43,9 @@ def test_silent_fork_server_raises_device_error_and_is_replaced(
 ) -> None:
     prompts = prompts_of(make_processes(byte_level()))
     below = [fork_server(), *workers()]
+    below[0].suspend()  # first, because the server would replace a dead worker
     for worker in below[1:]:  # a living worker might make all prompts without the server
         worker.kill()
-    below[0].suspend()
 
     with monkeypatch.context() as patch:
         patch.setattr("batchinfer.text.processes.server_process._ANSWER_S", 0.5)
@@ -60,9 +60,9 @@ def test_silent_fork_server_raises_device_error_and_is_replaced(
 def test_stop_ends_the_wait_for_a_silent_fork_server(make_processes: MakeProcesses) -> None:
     processes = make_processes(byte_level())
     prompts = prompts_of(processes)
+    fork_server().suspend()  # first, because the server would replace a dead worker
     for worker in workers():  # a living worker might make all prompts without the server
         worker.kill()
-    fork_server().suspend()
     threading.Timer(0.2, processes.stop).start()
 
     with pytest.raises(StoppedError):
