@@ -164,7 +164,7 @@ def test_outlines_backend_uses_its_json_whitespace(model: Path) -> None:
 
 def test_llm_schema_defaults_apply_to_calls(model: Path) -> None:
     wanted = ("disable_any_whitespace", "disable_additional_properties")
-    config = SimpleNamespace(backend="auto", **dict.fromkeys(wanted, True))
+    config = SimpleNamespace(backend="xgrammar", **dict.fromkeys(wanted, True))
     with pytest.warns(UserWarning, match="structured_outputs_backend has no effect"):
         llm = LLM(model, num_kv_blocks=32, structured_outputs_config=config)
     objects = {"type": "object", "properties": {"a": {"type": "null"}}, "required": ["a"]}

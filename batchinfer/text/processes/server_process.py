@@ -64,6 +64,7 @@ class ServerProcess:
         self._closed_for: Exception | None = None
         self.has_failed = False
         """True if the server can no longer be used."""
+        self._failed_for = ""
         _require_interpreter()
         _occupy_standard_streams()
         self._stderr = _unnamed_file()  # a file, because a full pipe would stop the server
@@ -204,7 +205,13 @@ class ServerProcess:
         """End a dead or misbehaving server; return an error with the reason."""
         if self._closed_for is not None:
             return self._closed_for
-        self.has_failed = True
+        if not self.has_failed:  # a later error only says that the server has ended
+            self.has_failed = True
+            self._failed_for = self._end_after(error)
+        return not_started(self._failed_for)
+
+    def _end_after(self, error: Exception) -> str:
+        """End the server, and return the reason of its failure."""
         self._hang_up()
         has_ended = isinstance(error, EOFError | ConnectionError)
         if has_ended:
@@ -214,9 +221,9 @@ class ServerProcess:
         lines = self._last_written().strip().splitlines()
         if has_ended:
             code = self._process.returncode
-            return not_started(lines[-1] if lines else f"it ended (exit code {code})")
+            return lines[-1] if lines else f"it ended (exit code {code})"
         written = f"; it wrote: {lines[-1]}" if lines else ""
-        return not_started(f"{error}{written}")
+        return f"{error}{written}"
 
     def _last_written(self) -> str:
         size = self._stderr.seek(0, os.SEEK_END)

@@ -57,6 +57,19 @@ def test_silent_fork_server_raises_device_error_and_is_replaced(
     assert isinstance(prompts.build([{"text": b"a"}])[0], Prompt)
 
 
+def test_later_calls_repeat_why_the_fork_server_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of several threads that wait for a silent server, the first one kills it."""
+    server = ServerProcess(Limits())
+    server.load(byte_level())
+    server.fork()
+    fork_server().suspend()
+    monkeypatch.setattr("batchinfer.text.processes.server_process._ANSWER_S", 0.2)
+    for _ in range(2):
+        with pytest.raises(DeviceError, match=r"cannot run: it has not answered for 0\.2 s"):
+            server.fork()
+    server.close()
+
+
 def test_stop_ends_the_wait_for_a_silent_fork_server(make_processes: MakeProcesses) -> None:
     processes = make_processes(byte_level())
     prompts = prompts_of(processes)
