@@ -114,7 +114,7 @@ def test_mamba2_of_other_shapes(shape: dict[str, Any], dtype: torch.dtype, devic
 
 
 @on_both(interpreted=FLOAT32)
-@pytest.mark.parametrize("kind", ["gated_delta", "mamba2"])
+@pytest.mark.parametrize("kind", ["gated_delta", pytest.param("mamba2", marks=pytest.mark.long)])
 def test_steps_between_chunks_change_no_bits(kind: str, dtype: torch.dtype, device: str) -> None:
     make = {"gated_delta": small_gated_delta, "mamba2": small_mamba2}[kind]
     layer = make([130, 2], dtype)
