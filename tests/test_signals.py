@@ -13,6 +13,7 @@ import pytest
 
 from batchinfer.errors import ExitCode
 from batchinfer.process.process import SIGNALS, leave_on_signals, stop_signals
+from tests.console.terminal import PseudoTerminal
 
 
 def run(script: str, number: signal.Signals) -> subprocess.CompletedProcess[str]:
@@ -35,16 +36,16 @@ def test_leave_on_signals_ends_the_process_with_code_75(number: signal.Signals) 
 
 
 @pytest.mark.parametrize(("term", "before"), [("xterm", "\r\x1b[K"), ("dumb", "\r\n")])
-def test_last_message_clears_the_terminal_line(term: str, before: str) -> None:
-    controller, terminal = os.openpty()
+def test_last_message_clears_the_terminal_line(
+    term: str, before: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     script = "from batchinfer.process.process import leave_on_signals\nimport os, signal\n"
     script += "leave_on_signals()\nos.write(2, b'waiting^C')\nos.kill(os.getpid(), signal.SIGINT)"
     environment = {**os.environ, "TERM": term}
-    subprocess.run([sys.executable, "-c", script], stderr=terminal, check=False, env=environment)
-    written = os.read(controller, 1000).decode()
-    os.close(controller)
-    os.close(terminal)
-    assert written == f"waiting^C{before}stopped; run the same command again\r\n"
+    with PseudoTerminal(monkeypatch) as pseudo:
+        command = [sys.executable, "-c", script]
+        subprocess.run(command, stderr=pseudo.terminal, check=False, env=environment)
+    assert pseudo.text == f"waiting^C{before}stopped; run the same command again\r\n"
 
 
 def test_signals_are_handled_before_heavy_imports() -> None:

@@ -67,8 +67,9 @@ class StepTimes:
         count = self.count + 1
         seconds = self.seconds * (1 + _FIXED_SHARE / self.count)
         spread = self.squared_sequences - self.sequences**2 / count
-        slope = (self.sequences_seconds - self.sequences * seconds / count) / spread
-        return seconds / count + max(slope, 0.0) * (sequences - self.sequences / count)
+        covariance = self.sequences_seconds - self.sequences * seconds / count
+        slope = max(covariance, 0.0) / spread if spread else 0.0
+        return seconds / count + slope * (sequences - self.sequences / count)
 
 
 @dataclass(frozen=True, slots=True)

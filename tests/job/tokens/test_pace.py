@@ -62,6 +62,10 @@ def test_steps_of_one_size_are_assumed_to_have_a_fixed_share() -> None:
     assert times.expected_s(0) == pytest.approx(0.25)
 
 
+def test_steps_without_sequences_have_no_slope() -> None:
+    assert StepTimes().plus(decode_step(0, 1.0)).expected_s(100) == pytest.approx(0.625)
+
+
 def test_tokens_of_prompts_cost_the_time_beyond_a_decode_step() -> None:
     times = StepTimes().plus(decode_step(10, 1.0))
     times = times.plus(replace(decode_step(10, 1.5), prefill_tokens=100))
