@@ -51,7 +51,7 @@ _KEYS: Mapping[str, tuple[str, ...] | None] = {
 _ROW_SECTIONS = ("input", "prompt", "sampling", "score")
 """Sections that determine the prompt and the parameters of each row."""
 _ROW_MODEL_KEYS = ("max_model_len", "adapters", "served_model_name")
-"""Fields of ``model`` that each row's key covers, or that only name the model."""
+"""Fields of ``model`` that are part of each row's key, or that only give the model a name."""
 _FILE_KEYS = ("format", "rows_per_part", "explode", "rename")
 """Fields of ``output`` that change the files but not the answers."""
 _LATER: Mapping[tuple[str, str], Any] = {
@@ -73,8 +73,8 @@ _LATER: Mapping[tuple[str, str], Any] = {
     ("input", "delimiter"): None,
     ("input", "json_field"): None,
 }
-"""Fields that were added later, with their neutral values. The fingerprint leaves out neutral
-values, so that older jobs keep their fingerprints.
+"""Fields that later versions added, each with the value that leaves the output unchanged. The
+fingerprint leaves out fields that have this value, so that older jobs keep their fingerprints.
 """
 _REQUEST_OUTPUTS = ("logprobs", "prompt_logprobs")
 """Outputs that a request of an OpenAI batch file may ask for."""
@@ -98,7 +98,7 @@ def fingerprint_facts(
     """
     everything = resolved(spec)
     facts: dict[str, Any] = {"batchinfer_major_version": MAJOR_VERSION}
-    # A newer task's section is included only for that task, so that older fingerprints stay valid.
+    # Include the section of a newer task only for that task, so that older fingerprints stay valid.
     task_section = {spec.task_spec.section: None} if spec.task_spec.section else {}
     for section, keys in {**_KEYS, **task_section}.items():
         value = everything[section]
@@ -128,7 +128,7 @@ def digest(facts: Mapping[str, Any]) -> str:
 def answer_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
     """Return the part of ``fingerprint_facts`` that affects the answers of all rows alike.
 
-    The result omits prompts and parameters, which the key of each row covers, and paths and file
+    The result omits prompts and parameters, which are part of each row's key, and paths and file
     layout, which do not affect answers.
     """
     output = facts["output"]
@@ -165,10 +165,11 @@ def differences(
 
 
 def comparable(facts: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``fingerprint_facts`` without facts about the model's content that ``other`` lacks,
-    and without the model's revision if both have its commit.
+    """Return the facts that can be compared with ``other``; both are ``fingerprint_facts``.
 
-    Older versions did not hash the content of weight files, and the commit may be unknown offline.
+    Facts about the model's content that ``other`` lacks are left out: older versions did not hash
+    the content of weight files, and the commit may be unknown offline. If both have the model's
+    commit, its revision is left out too.
     """
     model_facts = {**_mapping(facts.get("model_facts"))}
     model = _mapping(model_facts.get("model"))

@@ -70,7 +70,7 @@ class OutputJob(Job):
 
     out: OutputDir
     combined_output: PurePath | None = None
-    """File that also gets all lines of the OpenAI output and error files, in input order."""
+    """Extra file that receives all lines of the OpenAI output and error files, in input order."""
 
 
 def open_input(spec: JobSpec) -> Source:
@@ -93,7 +93,7 @@ def open_input(spec: JobSpec) -> Source:
 
 
 def identified(source: Source, planned: Manifest | None) -> Source:
-    """Return a dataset with hashes of its files' content.
+    """Return a dataset with a content hash for each of its files.
 
     Args:
         planned: an earlier plan, whose hashes of unchanged files are reused.
@@ -114,7 +114,7 @@ def open_job(
     """Check a job's columns and model files, without writing anything.
 
     Args:
-        facts_of: returns facts that identify the model; if None, the manifest has no fingerprint.
+        facts_of: returns facts that identify the model. With None, the manifest has no fingerprint.
 
     Raises:
         JobError: the job cannot be run.
@@ -152,7 +152,7 @@ class LoadedJob:
     log: Sequence[str]
     """Lines for the user about how the device's memory is used."""
     seconds: float
-    """Seconds that loading took."""
+    """Loading time in seconds."""
     processes: TextProcesses
     phases: Phases | None = None
     """Durations of the phases of loading."""
@@ -160,7 +160,7 @@ class LoadedJob:
     """Loads the images of rows; None if rows have only text."""
 
     def close(self) -> None:
-        """End the processes that build prompts, and downloads."""
+        """Stop the processes that build prompts and the threads that download images."""
         self.processes.close()
         if self.images is not None:
             self.images.close()
@@ -211,7 +211,7 @@ def load(job: Job, build: BuildEngine) -> LoadedJob | None:
 def row_keys(job: Job, context: EngineContext) -> RowKeys:
     """Return an object that makes row keys for a job and its model.
 
-    If the manifest has no fingerprint, the keys can only be compared within this job.
+    If the manifest has no fingerprint, the keys can be compared only with keys of the same job.
     """
     facts = job.manifest.job or fingerprint_facts(job.spec, {"adapters": job.spec.model.adapters})
     return RowKeys(
@@ -223,7 +223,7 @@ def row_keys(job: Job, context: EngineContext) -> RowKeys:
 
 
 def _warm_up(job: Job, compile_for: WarmUp) -> None:
-    """Compile the sampling steps that the job's rows may need."""
+    """Compile the sampling kernels that the job's rows may need."""
     task = job.spec.task_spec
     if task.runner == "pooling":
         return

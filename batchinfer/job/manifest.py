@@ -35,7 +35,7 @@ _OTHER_PLACE = (
 
 
 LAYOUT = 2
-"""Version of the file layout of unfinished outputs; a run resumes only this version."""
+"""Version of the file layout of unfinished outputs. A run resumes only outputs of this version."""
 
 
 @dataclass(frozen=True)
@@ -52,15 +52,16 @@ class Manifest:
     num_rows: int
     rows_per_part: int
     planned_at: str
-    """Time in ISO 8601. All runs give chat templates this time, so that prompts do not change."""
+    """Time of planning in ISO 8601. Chat templates get this time in every run, so that prompts do
+    not change between runs."""
     bounds: tuple[int, ...] | None = None
-    """First row id of each part, then the end of the last part; None without a filter."""
+    """First row id of each part, followed by the end of the last part; None without a filter."""
     layout: int = LAYOUT
     table_version: int | None = None
     """Version of the Delta or Iceberg table; None for other inputs."""
     image_files: str | None = None
-    """Hash of the sizes and times of the image files that rows name. None if rows name no files, or
-    if the run did not look at them."""
+    """Hash of the sizes and modification times of the image files that rows name. None if rows name
+    no files, or if the run did not check them."""
 
     def parts(self) -> list[Part]:
         """Return the parts in order; an empty dataset has one part without rows."""
@@ -77,7 +78,7 @@ class Manifest:
 
     @property
     def replaced_cells(self) -> int:
-        """Number of input cells with bytes that were read as U+FFFD (``input.encoding_errors``)."""
+        """Number of input cells in which U+FFFD replaced bytes (``input.encoding_errors``)."""
         return sum(file.replaced_cells for file in self.inputs)
 
     def to_json(self) -> bytes:
@@ -111,7 +112,7 @@ class Manifest:
             )
 
     def _shares_nothing_with(self, other: Manifest) -> bool:
-        """Return True if ``other`` is an unrelated job, so that an update could reuse no answer."""
+        """Return True if ``other`` is an unrelated job, which cannot reuse answers in an update."""
         changed = differences(comparable(self.job, other.job), comparable(other.job, self.job))
         if "task" in changed:
             return True
@@ -142,11 +143,11 @@ class Manifest:
         return True
 
     def has_same_input(self, other: Manifest) -> bool:
-        """Return True if ``other`` reads the same rows in the same order, from any path."""
+        """Return True if ``other`` reads the same rows in the same order; the paths may differ."""
         return same_files(self.inputs, other.inputs)
 
     def _way_back(self, other: Manifest) -> str:
-        """Return the first part of the hint if the model's repository has a new commit, else ""."""
+        """Return advice to use the old commit if the model's repository has a new one, else ""."""
         commit = model_commit(self.job)
         if commit is None or model_commit(other.job) in (None, commit):
             return ""

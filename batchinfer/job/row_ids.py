@@ -21,7 +21,7 @@ class Part:
 
     index: int
     rows: range
-    """Row ids from the first to the last row; a filter may skip some of them."""
+    """Range of row ids from the first to the last row; a filter may exclude some of them."""
     selected: int | None = None
     """Number of rows that the filter selects; None without a filter."""
 
@@ -42,7 +42,10 @@ def sorted_row_ids(row_ids: Iterable[int]) -> RowIds:
 
 
 def ranges_of(row_ids: RowIds, most_apart: int = 1) -> list[range]:
-    """Group row ids into ranges, in order; neighbors up to ``most_apart`` apart share a range."""
+    """Group row ids into ordered ranges.
+
+    Neighboring row ids that differ by at most ``most_apart`` are in the same range.
+    """
     if not len(row_ids):
         return []
     runs = np.split(row_ids, np.flatnonzero(np.diff(row_ids) > most_apart) + 1)

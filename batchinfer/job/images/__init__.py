@@ -1,1 +1,1 @@
-"""Images of a job's rows: finds them by the types of columns, numbers them, loads their pixels."""
+"""Finds the images of a job's rows, gives them numbers, and loads their pixels."""

@@ -28,22 +28,22 @@ _LISTS = (pa.ListType, pa.LargeListType, pa.FixedSizeListType)
 def with_marked_images(
     prompts: Prompts, schema: pa.Schema, image_columns: Collection[str]
 ) -> Prompts:
-    """Return an object that makes the same prompts, but marks the image files of rows first.
+    """Wrap ``prompts`` so that it marks the image files in rows before it makes prompts.
 
     Args:
         schema: columns of the rows.
-        image_columns: columns of images.
+        image_columns: names of the columns that hold images.
     """
     mark = mark_of_rows(schema, image_columns)
     return prompts if mark is None else _MarkedPrompts(prompts, mark)
 
 
 def mark_of_rows(schema: pa.Schema, image_columns: Collection[str]) -> _Mark | None:
-    """Return a function that marks the image files in rows; None if rows only name images.
+    """Return a function that marks the image files in rows; None if no column can hold image files.
 
     Args:
         schema: columns of the rows.
-        image_columns: columns of images.
+        image_columns: names of the columns that hold images.
     """
     marks = {
         field.name: _mark_of(field.type)
@@ -83,8 +83,8 @@ def _mark_of_conversations(kind: pa.DataType) -> _Mark | None:
 
 
 def _mark_of(kind: pa.DataType) -> _Mark | None:
-    """Return a function that marks the image files in cells of a type; None if such cells only name
-    images."""
+    """Return a function that marks the image files in cells of a type; None if such cells cannot
+    hold image files."""
     if pa.types.is_dictionary(kind):
         return _mark_of(kind.value_type)
     if kind in _BINARY:

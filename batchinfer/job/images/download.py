@@ -1,7 +1,7 @@
-"""Downloads images from web addresses: a few at a time, each in bounded time.
+"""Downloads images from web addresses: a few at a time, each with a time limit.
 
-Downloads run in threads of the job's process, because a row may keep a text process busy only for a
-limited time (``Limits.seconds``), and any number of servers may hang.
+Downloads run in threads of the job's process and not in text processes: a row may keep a text
+process busy only for ``Limits.seconds``, and any number of servers may hang.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ TOTAL_S = 15.0
 MOST_AT_ONCE = 16
 """Number of files to download at the same time."""
 MOST_TIMEOUTS = 4
-"""If this many downloads from a host in a row take too long, further downloads fail at once."""
+"""After this many consecutive timeouts of a host, further downloads from it fail at once."""
 AVOIDED_S = 60.0
-"""Seconds after which such a host is tried again."""
+"""Seconds until downloads from such a host are tried again."""
 _WAIT_S = 10.0
 """Timeout of each read from a server, in seconds."""
 _POLL_S = 0.1
 _CHUNK = 1 << 16
 _HEADERS = {"User-Agent": "batchinfer"}
-"""Some servers refuse the name that urllib gives itself."""
+"""Replaces urllib's default User-Agent, which some servers refuse."""
 
 Downloaded = ImageFile | RowError
 
 
 class Downloads:
-    """Downloads files in threads, which start with the first file. ``close`` ends them."""
+    """Downloads files in threads. The first ``start`` starts them, and ``close`` ends them."""
 
     def __init__(self) -> None:
         self._waiting: SimpleQueue[tuple[str, Future[Downloaded]] | None] = SimpleQueue()
@@ -56,13 +56,14 @@ class Downloads:
     def start(
         self, urls: Collection[str], check_stopped: Callable[[], None]
     ) -> Callable[[], Mapping[str, Downloaded]]:
-        """Start to download files.
+        """Start downloading files.
 
         Args:
-            check_stopped: called every 0.1 s while waiting; raises an error to end the waiting.
+            check_stopped: called every 0.1 s while waiting; raises an error to stop waiting.
 
         Returns:
-            A function that waits, and returns each file or the error ``invalid_image`` by URL.
+            A function that waits for the downloads, and returns a mapping from each URL to its
+            file or to the error ``invalid_image``.
         """
         futures: dict[str, Future[Downloaded]] = {url: Future() for url in urls}
         for url, future in futures.items():
@@ -77,7 +78,7 @@ class Downloads:
         return wait
 
     def close(self) -> None:
-        """End the threads; those that are downloading end later."""
+        """End the threads. Threads that are downloading finish their current file first."""
         self._is_closed = True
         for _ in range(self._num_threads):
             self._waiting.put(None)

@@ -1,4 +1,4 @@
-"""Hashes sizes and times of the image files that rows name, so that ``--update`` knows changes."""
+"""Detects changes of the image files that rows name, for ``--update``."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from batchinfer.job.storage.urls import is_url
 from batchinfer.text.images.files import ImageFile, ImageFiles, has_scheme
 
 _MOST_EMBEDDED = 64 << 20
-"""Bytes of images in rows. If so many come before the first name of a file, no row is expected to
-name a file, and the rest of the rows is not read."""
+"""Maximum bytes of embedded images to read before a row names a file. If no row has named a file by
+then, the other rows are assumed to name none and are not read."""
 
 
 def image_file_facts(spec: JobSpec, source: Source) -> str | None:
     """Return a hash of the sizes and modification times of the image files that rows name, in hex.
 
-    Return None if rows name no files of this machine. Images in object stores and on the web are
-    left out, because asking for their times would take as long as reading them.
+    Return None if rows name no files on this machine. Images in object stores and on the web are
+    left out, because requesting their modification times would take as long as reading them.
 
     Raises:
         DataError: the dataset cannot be read.
@@ -51,7 +51,7 @@ def image_file_facts(spec: JobSpec, source: Source) -> str | None:
 
 
 class _Names(ImageFiles):
-    """Joins the names of files with a folder, and checks nothing, because files are not read."""
+    """Joins file names to a folder without checking them, because the files are not read."""
 
     def __init__(self, root: str) -> None:
         self._root = root
@@ -65,10 +65,10 @@ class _Names(ImageFiles):
 
 
 def _facts(path: str) -> bytes:
-    """Return the size and the modification time of a file, in ns; empty if there is no such
-    file."""
+    """Return a file's size in bytes and its modification time in ns, as text; ``;`` if there is no
+    such file."""
     try:
         status = os.stat(path)
-    except (OSError, ValueError):  # a name with a zero byte
+    except (OSError, ValueError):  # ValueError: the name has a zero byte
         return b";"
     return b"%d %d;" % (status.st_size, status.st_mtime_ns)

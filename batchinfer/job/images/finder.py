@@ -22,12 +22,12 @@ _REQUEST = "body"
 
 
 class ImageFinder:
-    """Finds the images of a job's rows, in the order of their prompts.
+    """Finds the images of a job's rows, in the order in which their prompts use them.
 
     Args:
         config: the job's ``prompt`` section.
         schema: columns of the rows.
-        files: finds the images that rows name.
+        files: resolves the names of images that are not in the row itself.
         holds_requests: True if the rows are requests of OpenAI batch files.
     """
 
@@ -59,7 +59,7 @@ class ImageFinder:
 
 
 def _messages(value: Any, column: str) -> list[Message]:
-    """Return the messages of a conversation or of a request's body; none for a text."""
+    """Return the messages of a conversation or a request's body; an empty list for text."""
     if isinstance(value, str | bytes):
         try:
             value = from_json(value)

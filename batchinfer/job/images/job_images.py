@@ -1,4 +1,4 @@
-"""Prepares the images of a job's rows: finds their settings, numbers them, and loads their
+"""Prepares the images of a job's rows: determines their settings, numbers them, and loads their
 pixels."""
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 
 
 class NumberedPrompts:
-    """Makes prompts whose images have numbers."""
+    """Makes prompts, and gives their images numbers."""
 
     def __init__(self, prompts: Prompts, numbers: ImageNumbers) -> None:
         self.columns = prompts.columns
@@ -66,7 +66,7 @@ class JobImages:
         self._downloads = Downloads() if downloads else None
 
     def prompts(self, prompts: Prompts, config: PromptConfig) -> Prompts:
-        """Return an object that makes the same prompts, with downloaded and numbered images."""
+        """Wrap ``prompts`` to download the images of rows and to number them."""
         numbered = NumberedPrompts(prompts, self._numbers)
         if self._downloads is None:
             return numbered
@@ -100,7 +100,7 @@ def may_have_images(spec: JobSpec, source: Source) -> bool:
 
 
 def _may_have_parts(field: pa.Field) -> bool:
-    """Return True if a column may hold conversations with other content than text."""
+    """Return True if a column may hold conversations with content other than text."""
     if is_json_text(field):  # such as conversations that mix texts and lists of parts
         return True
     if not is_conversation(field.type):

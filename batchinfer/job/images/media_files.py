@@ -16,11 +16,11 @@ FILE = "file://"
 
 
 def media_root(root: str | None, first_input: str) -> str:
-    """Return the folder of image paths, as a path or URL.
+    """Return the folder that image paths are relative to, as a path or URL.
 
     Args:
         root: ``input.media_root``; None for the folder of the first input file.
-        first_input: path or URL of this file.
+        first_input: path or URL of the first input file.
     """
     if root is not None:
         return root
@@ -32,11 +32,11 @@ def media_root(root: str | None, first_input: str) -> str:
 
 
 class MediaFiles(ImageFiles):
-    """Finds images below a folder.
+    """Finds images in a folder and its subfolders.
 
     Args:
-        root: folder of relative paths: a path, or a URL if the folder is in a store. A name that
-            leads out of it is an error.
+        root: folder that relative paths start from: a path, or a URL if the folder is in a store.
+            A name that leads out of this folder is an error.
 
     Raises:
         UsageError: the package that reads from the store is not installed.
@@ -64,7 +64,7 @@ class MediaFiles(ImageFiles):
         path = self._root / (name[len(FILE) :] if is_file_url else name)
         try:
             resolved = path.resolve()
-        except (OSError, ValueError, RuntimeError) as error:  # too long, a zero byte, a loop
+        except (OSError, ValueError, RuntimeError) as error:  # a long name, a zero byte, a loop
             raise RowError(INVALID_IMAGE, f"{where}: {shown(name)!r}: {error}") from None
         if not resolved.is_relative_to(self._root):
             raise self._outside(name, where)

@@ -1,4 +1,4 @@
-"""Bounds the time of calls that wait for other machines."""
+"""Limits the time of calls that wait for other machines."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ T = TypeVar("T")
 def within(seconds: float, function: Callable[[], T]) -> T:
     """Call a function in a thread, and return its result.
 
-    The thread outlives a call that takes too long, because nothing can end it: the timeout of a
-    socket limits neither name resolution nor a server that sends one byte at a time.
+    If the call takes too long, the thread keeps running, because nothing can stop it. A socket's
+    own timeout is not enough: it limits neither name resolution nor a server that sends one byte
+    at a time.
 
     Raises:
         TimeoutError: the call takes longer than ``seconds``.

@@ -20,7 +20,7 @@ _Change = Callable[[str], Any]
 
 
 class WebPrompts:
-    """Makes prompts from rows in which downloaded files replace web addresses of images.
+    """Downloads the images that rows name by web address, and makes prompts with these files.
 
     Args:
         prompts: makes the prompts.
@@ -42,7 +42,7 @@ class WebPrompts:
         self._check_stopped = check_stopped
 
     def start(self, rows: Sequence[Mapping[str, object]]) -> Callable[[], list[Prompt | RowError]]:
-        """See ``Prompts.start``. The prompts are not started before all files are downloaded."""
+        """See ``Prompts.start``. The prompts are started only once all files are downloaded."""
         urls: dict[str, None] = {}
         for row in rows:
             self._changed(row, lambda url: urls.setdefault(url))
@@ -57,7 +57,7 @@ class WebPrompts:
         return finish
 
     def _changed(self, row: Mapping[str, object], change: _Change) -> Mapping[str, object]:
-        """Apply ``change`` to the web addresses in the places of images."""
+        """Apply ``change`` to web addresses in image columns and image parts of conversations."""
         changed = {name: _in_cell(row.get(name), change) for name in self._images if name in row}
         talk = None if self._talks is None else row.get(self._talks)
         if self._talks is not None and isinstance(talk, list):

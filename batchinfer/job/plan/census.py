@@ -60,7 +60,7 @@ class Census:
     rows: int = 0
     prompt_tokens: int = 0
     distinct_tokens: int = 0
-    """Number of prompt tokens, where a prefix that rows of a window share counts only once."""
+    """Number of prompt tokens, counting a prefix that rows of a window share only once."""
     samples: int = 0
     output_tokens: int = 0
     drawn_tokens: int = 0
@@ -71,7 +71,7 @@ class Census:
     images: int = 0
     """Number of different images."""
     image_tokens: int = 0
-    """Number of tokens of different images."""
+    """Number of tokens of these images."""
     truncated: int = 0
     control_text: int = 0
     errors: Counter[str] = field(default_factory=Counter)
@@ -147,7 +147,7 @@ class Census:
 
 
 def output_bytes(spec: JobSpec, source: Source, table: OutputTable, census: Census) -> int:
-    """Estimate the bytes of ``data/``, assuming that the census represents all rows."""
+    """Estimate the size of ``data/`` in bytes, assuming that the census represents all rows."""
     if not census.rows:
         return 0
     include = spec.output.include

@@ -32,7 +32,7 @@ class Outcome:
     reuse: RowReuse | None = None
     """Finds rows that need not run; the census omits these rows."""
     patches_per_token: float = 0.0
-    """Patches that the vision tower reads for each token of an image."""
+    """Number of patches that the vision tower reads per image token."""
 
     def data(self) -> dict[str, Any]:
         """Return the plan as JSON data, with counts scaled to the whole dataset."""
@@ -49,7 +49,7 @@ class Outcome:
         encode_s = self._encode_s(WELL_BUILT) * scale
         return {
             "rows": num_rows,
-            # Counts samples, not rows, as ``num_running`` of a run's steps does.
+            # Counts samples, not rows, like ``num_running`` in a run's steps.
             "rows_in_flight": simulation.peak_running,
             "mean_rows_in_flight": simulation.mean_running,
             "prompt_tokens": round(prompt * scale),
@@ -110,7 +110,7 @@ class Outcome:
         return self.census.rows + (0 if self.reuse is None else self.reuse.num_reused)
 
     def _encode_s(self, efficiency: Efficiency) -> float:
-        """Return the seconds to encode each different image of the rows that were read once."""
+        """Return the seconds needed to encode the distinct images of the rows that were read."""
         tower, num_patches = self.context.tower, self.census.image_tokens * self.patches_per_token
         return 0.0 if tower is None else tower.seconds(num_patches, efficiency)
 
@@ -151,7 +151,7 @@ def plan_facts(plan: dict[str, Any], currency: str = "USD") -> Iterator[SummaryL
     if plan["images"]:
         yield SummaryLine(
             "images",
-            f"{plan['images']:,} different ones",
+            f"{plan['images']:,} different images",
             f" with {plan['image_tokens']:,} tokens; encoding takes about "
             f"{duration(plan['encode_s'])} of the time",
         )

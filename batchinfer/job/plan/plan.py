@@ -57,7 +57,7 @@ def plan_job(
 ) -> dict[str, Any]:
     """Forecast what a run of the whole job needs, without writing anything; return JSON data.
 
-    With ``output.reuse`` this function hashes the model's files, to find rows that the same model
+    With ``output.reuse``, this function hashes the model's files to find rows that the same model
     computed.
 
     Args:
@@ -69,7 +69,7 @@ def plan_job(
         price_per_hour: price of one device per hour; None to leave out the cost.
 
     Raises:
-        JobError: a run would fail. Damaged weights and a missing device are not noticed.
+        JobError: a run would fail. Damaged weights and a missing device are not detected.
         UsageError: ``device`` is unknown, or ``expect_output_tokens`` is given although the task
             writes no tokens.
     """
@@ -119,7 +119,7 @@ def plan_job(
     plan = Outcome(job, context, census, simulation, complete, reuse, patches).data()
     workers = workers or (1 if spec.scale.workers == "auto" else spec.scale.workers)
     cost = None if price_per_hour is None else plan["time_s"] / 3600 * price_per_hour
-    # A worker makes whole parts. With several parts each, workers end at about the same time.
+    # Each worker writes whole parts. Workers with several parts each end at about the same time.
     most_rows = max(1, plan["rows"] // (_PARTS_EACH * workers))
     has_few_parts = workers > 1 and spec.output.rows_per_part > most_rows
     return {
@@ -132,13 +132,13 @@ def plan_job(
 
 
 def _patches_per_token(loaded: LoadedJob | None) -> float:
-    """Return the patches that the vision tower reads for each token of an image; 0 without one."""
+    """Return how many patches the vision tower reads per image token; 0 without images."""
     if loaded is None or loaded.images is None or loaded.context.images is None:
         return 0.0
     size = loaded.context.images.patch_size
     try:
         return 1.0 if size is None else loaded.images.settings.processor().patches_per_token(size)
-    except RowError:  # with do_resize: false, the processor may refuse the trial's size
+    except RowError:  # with do_resize: false, the processor may refuse the trial image
         return 1.0
 
 

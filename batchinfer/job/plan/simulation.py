@@ -31,7 +31,8 @@ class ExpectedLengths:
 
     max_model_len: int
     eos_token_ids: frozenset[int]
-    """The model's end tokens; the output length of a row that may stop there is not known."""
+    """The model's end-of-sequence tokens. The simulation does not know the output length of a row
+    that may stop at one of them."""
     expected: int | None
     """Expected output tokens per sample; None to assume ``max_tokens``."""
     task: LoadedTask | None = None
@@ -57,8 +58,8 @@ class ExpectedLengths:
     def requests(self, row: PromptRow) -> Sequence[Request]:
         """Return the requests of a row whose prompt is not an error.
 
-        They tell the scheduler no more than a real run's requests do: a request that may end
-        before ``max_tokens`` has an end token.
+        As in a run, a request that may stop before ``max_tokens`` has an end token, so the
+        scheduler does not know its length in advance.
         """
         if self.task:
             return self.task.requests(row)
@@ -81,7 +82,7 @@ class ExpectedLengths:
         return [request]
 
 
-@lru_cache(maxsize=1024)  # most rows have equal values, and SamplingParams is slow to check them
+@lru_cache(maxsize=1024)  # most rows have equal values, and SamplingParams checks them slowly
 def _scheduling_params(*values: Any) -> SamplingParams:
     """Make sampling parameters that set only the values that affect scheduling."""
     return SamplingParams(**dict(zip(_SCHEDULING, values, strict=True)))
@@ -102,7 +103,7 @@ class Simulation:
     def __post_init__(self) -> None:
         self.measured = MetricsCollector(self.block_size)
         self.deduplicated = 0
-        """Number of rows that did not run because an equal row ran."""
+        """Number of rows that were not run because an identical row was run."""
         self.deduplicated_drawn_tokens = 0
         self._deduplicator = RequestDeduplicator()
         self.refused: Counter[str] = Counter()

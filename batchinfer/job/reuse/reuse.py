@@ -1,8 +1,9 @@
 """Reuses finished rows of other outputs (``output.reuse``).
 
-Rows whose keys are in the index of finished rows are taken out before the remaining rows are split
-into windows, so they never reach the engine. ``FoundRows`` holds the locations of their answers.
-The writing thread copies the answers, file by file, and gives them the new row ids.
+``RowReuse`` removes rows whose keys are in its index of finished rows. This happens before the
+other rows are split into windows, so the removed rows never reach the engine. ``FoundRows`` holds
+the locations of their answers. The writing thread copies the answers, file by file, and gives them
+the new row ids.
 """
 
 from __future__ import annotations
@@ -74,8 +75,8 @@ class KeyIndex:
     """Sorted keys, each with a file and a row id in that file: 28 bytes per row.
 
     Args:
-        files: the keys of each file, a table with ``KEYS_SCHEMA``. If several rows have the same
-            key, the index keeps the first row.
+        files: a table of keys (``KEYS_SCHEMA``) for each file. If several rows have the same key,
+            the index keeps the first row.
     """
 
     def __init__(self, files: Iterable[pa.Table]) -> None:
@@ -148,7 +149,7 @@ def open_outputs(paths: Sequence[str], own: OutputDir | None) -> list[OutputDir]
 
 
 class RowReuse:
-    """Finds and copies the rows that other outputs hold.
+    """Finds rows that other outputs have already finished, and copies their answers.
 
     Args:
         outputs: the outputs to search, in order.
@@ -180,12 +181,12 @@ class RowReuse:
         hand_over: Callable[[FoundRows], None],
         admit: Callable[[list[PromptRow]], list[PromptRow]] = lambda rows: rows,
     ) -> Iterator[list[PromptRow]]:
-        """Yield the rows that must run; hand over found rows, many at a time.
+        """Yield the rows that must run, and collect the found rows for ``hand_over``.
 
         Args:
             batches: rows with keys.
-            hand_over: called with the found rows.
-            admit: returns the found rows that are still wanted; the others are dropped.
+            hand_over: called with at least ``MOST_FOUND`` found rows at a time, except at the end.
+            admit: called with found rows; returns the rows to reuse. The other rows are dropped.
         """
         waiting = _FOUND.empty_table()
         for batch in batches:
@@ -200,7 +201,7 @@ class RowReuse:
             hand_over(FoundRows(waiting))
 
     def copied(self, found: FoundRows) -> Iterator[pa.Table]:
-        """Yield the rows with their answers: a table for each file, with the columns of a segment.
+        """Yield the rows with their answers, as one table per file with the columns of a segment.
 
         Raises:
             DataError: a file has been damaged since its rows were found.
@@ -258,7 +259,7 @@ class RowReuse:
         return pa.table(columns, schema=_FOUND), rest
 
     def _check(self, file: int) -> bool:
-        """Return True if a file is intact; if it is damaged, warn that its rows run again."""
+        """Return True if a file is intact; if it is damaged, warn that its rows are run again."""
         if file not in self._is_whole:
             try:
                 self._files[file].check()
@@ -306,7 +307,7 @@ class FinishedFile:
     out: OutputDir
     path: PurePath
     record: PartRecord | None
-    """Record of a part; None for a segment, whose name holds its hash."""
+    """Record of a part; None for a segment, whose file name contains its hash."""
 
     def check(self) -> None:
         """Check that the file has not changed since it was written.
@@ -323,7 +324,7 @@ class FinishedFile:
             self.out.check_hash(self.path, self.record.sha256)
 
     def read(self, columns: Sequence[str]) -> pa.Table:
-        """Read some columns, with one row for each input row, sorted by row id.
+        """Read ``columns`` as a table with one row for each input row, sorted by row id.
 
         Raises:
             DataError, StorageError: see ``check``.
@@ -348,7 +349,7 @@ class FinishedFile:
 
 
 Keyed = tuple[FinishedFile, pa.Table]
-"""A file, and the keys of its rows with ``KEYS_SCHEMA``."""
+"""A file, and a table of its rows' keys (``KEYS_SCHEMA``)."""
 
 
 def keyed_files(out: OutputDir, plan: Manifest) -> Iterator[Keyed]:

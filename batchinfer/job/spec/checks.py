@@ -84,7 +84,7 @@ def _check_adapters(spec: JobSpec, document: JobDocument) -> None:
         problem = f": model.adapters has no {format_value(name)}{known}"
         raise document.error(("prompt", "adapter"), problem)
     if has_column and not adapters:
-        problem = " is set, but model.adapters is empty; add name: folder there"
+        problem = " is set, but model.adapters is empty; add an entry there, as NAME: FOLDER"
         raise document.error(("prompt", "adapter_column"), problem)
     if adapters and not has_column and name is None and spec.input.format != "openai-batch":
         problem = " are set, but no row uses them; set prompt.adapter for all rows, "

@@ -70,7 +70,7 @@ class JobDocument:
         self._origins[path] = origin
 
     def override(self, assignment: str, option: str = "") -> None:
-        """Apply ``a.b=value`` from ``--set``, or from an ``option`` that stands for it.
+        """Apply ``a.b=value`` from ``--set``, or from an ``option`` that is short for it.
 
         The value is YAML; lists and mappings need brackets. A value without quotes or brackets
         is one scalar: ``a: b``, ``# c`` and ``{{ d }}`` are strings.

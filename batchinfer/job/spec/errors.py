@@ -39,7 +39,7 @@ _EXPECTED: Mapping[str, str] = {
     "less_than_equal": "{le} or less",
     "greater_than": "more than {gt:g}",
 }
-"""Descriptions of valid values, keyed by pydantic's error type; braces mark context fields."""
+"""Descriptions of valid values, keyed by pydantic's error type. Braces mark fields of ``ctx``."""
 _LIKE = {
     "model": "Qwen/Qwen3-0.6B",
     "input": "prompts.parquet",
@@ -69,7 +69,7 @@ def _sections(
 
 
 def usage_error(error: ValidationError, document: JobDocument) -> UsageError:
-    """Make one message from ``error``, with a line for each of the first problems."""
+    """Make an error whose message has a line for each of the first ``_MOST_SHOWN`` problems."""
     problems = _problems(error.errors(include_url=False), document)
     if all(problem.not_yet for problem in problems):
         return NotYetError("; ".join(f"{p.text} ({p.origin})" for p in problems[:_MOST_SHOWN]))
@@ -137,7 +137,7 @@ def _choices(errors: Sequence[ErrorDetails]) -> list[str]:
 def expectation(detail: ErrorDetails) -> str:
     """Describe valid values, as the end of a sentence that begins "it must be"."""
     if detail["type"] not in _EXPECTED:
-        return f"another ({detail['msg']})"
+        return f"another value ({detail['msg']})"
     return _EXPECTED[detail["type"]].format(**detail.get("ctx", {}))
 
 

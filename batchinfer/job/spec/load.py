@@ -108,7 +108,8 @@ def load_job(
 
     Args:
         overrides: assignments ``section.key=value`` with values in YAML, which override the file.
-        options: such assignments, keyed by the command-line option that stands for each.
+        options: assignments from other command-line options, keyed by the option, which messages
+            name.
         variables: values for ``vars``.
         output: overrides ``output.path``; relative to the current directory.
         limit: overrides ``input.limit``.

@@ -27,7 +27,7 @@ Text = Annotated[str, Field(min_length=1)]
 
 
 class Section(BaseModel):
-    """Base class of sections: frozen, and unknown keys are errors."""
+    """Base class of sections, which are frozen and reject unknown keys."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", use_attribute_docstrings=True, serialize_by_alias=True
@@ -39,7 +39,7 @@ class JobSampling(SamplingParams):
     """How the output tokens of a row are chosen. Names and meanings are the same as in vLLM."""
 
     max_tokens: int = field()
-    """Largest number of tokens in a sample."""
+    """Maximum number of tokens in a sample."""
     seed: int = 0
     """Seed of the random numbers. Runs with the same seed draw the same tokens."""
     key: Literal["position", "id"] = "position"
@@ -66,11 +66,11 @@ class ErrorsSpec(Section):
     """Limits on failed rows."""
 
     max_error_rate: float = Field(default=0.01, ge=0.0, le=1.0)
-    """Largest allowed fraction of failed rows. If more rows fail, the job ends with exit code 3."""
+    """Maximum fraction of rows that may fail. If more rows fail, the job ends with exit code 3."""
     min_rows: int | None = Field(default=None, ge=0)
-    """Smallest allowed number of rows without an error; with ``accept``, of kept samples. With
-    fewer, the job ends with exit code 3. null: no limit, but the job warns if the input has no
-    rows, the filter selects no rows, or ``accept`` keeps no sample."""
+    """Minimum number of rows without an error or, with ``accept``, of kept samples. With fewer, the
+    job ends with exit code 3. null: no limit, but the job warns if the input has no rows, the
+    filter selects no rows, or ``accept`` keeps no sample."""
 
 
 class StatsSpec(Section):
@@ -93,7 +93,7 @@ class ScaleSpec(Section):
     """local: processes on this machine. auto: the Ray cluster in RAY_ADDRESS. Any other value:
     host:port of a Ray cluster."""
     start_timeout: Text = "10m"
-    """How long to wait until min_workers are ready, like 90s or 10m."""
+    """How long to wait for min_workers workers to be ready, like 90s or 10m."""
     resources: Mapping[Text, Annotated[float, Field(gt=0)]] = {}
     """Ray resources to reserve per worker, like {"spot": 1}. May include num_cpus and num_gpus."""
 
@@ -118,7 +118,7 @@ class ScaleSpec(Section):
 
 
 class OnEndSpec(Section):
-    """Notification when a run finishes, has too many errors, is stopped or fails. If the
+    """Notification to send when a run finishes, has too many errors, is stopped or fails. If the
     notification fails, the job warns and keeps its exit code. Set at most one of the two keys."""
 
     webhook: Text | None = None

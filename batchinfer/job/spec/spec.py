@@ -72,7 +72,7 @@ def _check_place(key: str, path: str, stores: Collection[str] = ()) -> None:
 
 
 class ModelSpec(Section):
-    """The model and the way to load it."""
+    """The model and how to load it."""
 
     name: Text
     """Hub id or local directory. Weights must be in safetensors."""
@@ -83,15 +83,16 @@ class ModelSpec(Section):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Data type of the weights and activations. auto: the data type of the checkpoint."""
     max_model_len: int | None = Field(default=None, ge=1)
-    """Largest number of tokens in a prompt and its output together. null: the limit in the model's
+    """Maximum number of tokens in a prompt and its output together. null: the limit in the model's
     config."""
     quantization: Text | None = None
     """Method that quantizes the weights of linear layers when they are loaded. int8 and int4:
     batchinfer's methods for CPUs, with int8 activations. fp8: batchinfer's method for CPUs and CUDA
-    devices, in blocks of 128 x 128; on CUDA devices from compute capability 8.9 on, activations are
-    fp8 too. int8_weight_only and int4_weight_only: torchao's methods. null: keep the weights that
-    torchao quantized, and dequantize other quantized checkpoints. int8, int4 and fp8 use the
-    weights of a quantized checkpoint as they were saved if the format allows it."""
+    devices, in blocks of 128 x 128; on CUDA devices with compute capability 8.9 or higher,
+    activations are fp8 too. int8_weight_only and int4_weight_only: torchao's methods. null: keep
+    the weights that torchao quantized, and dequantize other quantized checkpoints. If a checkpoint
+    is already quantized, int8, int4 and fp8 use its weights unchanged if their format allows
+    it."""
     adapters: Mapping[Text, Text] = {}
     """LoRA adapters in peft's format: a folder or hub id for each name. ``prompt.adapter`` selects
     an adapter for all rows, ``prompt.adapter_column`` for each row. A request in an OpenAI batch
@@ -99,10 +100,10 @@ class ModelSpec(Section):
     trust_remote_code: bool = False
     """Run code from the model folder. Not supported yet."""
     served_model_name: Text | tuple[Text, ...] | None = None
-    """Names of the model that requests in an OpenAI batch file may use. If a name is a path, its
-    last components are enough. Answers to requests without a model use the first name. null:
-    model.name; requests for other models are then answered with a warning, or are refused if
-    model.adapters is set."""
+    """Names of the model that requests in an OpenAI batch file may use. If a name is a path, a
+    request may give only its last components. Answers to requests without a model use the first
+    name. null: model.name; requests for other models are then answered with a warning, or are
+    refused if model.adapters is set."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -148,8 +149,8 @@ class InputSpec(Section):
     other folders, CSV and Arrow files are read only if the folder has no Parquet and no JSON Lines
     files, and .json files only if it has no files of other formats."""
     version: int | None = Field(default=None, ge=0)
-    """Version of a Delta table, or snapshot id of an Iceberg table. null: the latest version at the
-    time when the job is planned."""
+    """Version of a Delta table, or snapshot id of an Iceberg table. null: the latest version when
+    the job is planned."""
     schema_mode: Literal["strict", "union"] = Field(default="strict", alias="schema")
     """What to do if files differ in a column that the job uses or keeps. strict: refuse the files.
     union: use a type that holds every value unchanged (int64 for int32 and int64, string for
@@ -218,8 +219,8 @@ class OutputSpec(Section):
     include: tuple[Literal["prompt", "token_ids", "logprobs", "prompt_logprobs"], ...] = ()
     """Additional columns to write."""
     rename: Mapping[str, Text] = {}
-    """New names of input columns, by old name. Use it for names that collide with an output
-    column."""
+    """New names of input columns, keyed by old name. Use this key for input columns that have the
+    name of an output column."""
     reuse: tuple[Text, ...] = ()
     """Output directories of other jobs, finished or not. Rows with the same prompt, parameters and
     model are copied from there instead of computed."""
@@ -227,9 +228,9 @@ class OutputSpec(Section):
     """Columns by which to partition a copy of the output, in partitioned/column=value/: status, or
     kept input columns of strings, integers, dates or booleans."""
     reasoning: Literal["auto", "none"] | ReasoningSpec = "none"
-    """Write the reasoning to the columns reasoning and num_reasoning_tokens instead of the text.
-    Structured outputs and accept then apply to the answer only. auto: use the markers of the chat
-    template or the tokenizer. none: keep the reasoning in the text."""
+    """Write the reasoning to the column reasoning and its length to num_reasoning_tokens, and
+    remove it from the text. Structured outputs and accept then apply to the answer only. auto: use
+    the markers of the chat template or the tokenizer. none: keep the reasoning in the text."""
     tool_parser: Text | None = None
     """Format of the model's tool calls, which are written to the column tool_calls. auto: the
     format of the model's chat template. none: keep tool calls in the text. Any other value: vLLM's

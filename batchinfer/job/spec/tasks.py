@@ -1,4 +1,4 @@
-"""The rules of each ``task`` for the job file, and its output columns.
+"""Defines which job-file keys each ``task`` allows, and which output columns it writes.
 
 ``batchinfer.job.rows.task`` defines how a task processes rows.
 """
@@ -28,7 +28,7 @@ _NOT_OF_PAIRS = ("column", "template", "messages", "system", "token_ids_column",
 
 @dataclass(frozen=True)
 class TaskSpec:
-    """A task's rules for the job file."""
+    """What a task requires of the job file, and the columns that it writes."""
 
     name: TaskName
     results: tuple[str, ...]

@@ -45,7 +45,9 @@ def first_errors(
 def error_lines(
     codes: Mapping[str, int], errors: Iterable[Mapping[str, Any]]
 ) -> Iterator[SummaryLine]:
-    """Yield a line for each error code: the number of its rows, and the first rows.
+    """Yield a line for each of the ``MOST`` most frequent error codes, and one for all others.
+
+    A line has the number of rows with the code, and the first of these rows.
 
     Args:
         codes: number of rows, keyed by code, most frequent first.
@@ -67,7 +69,7 @@ def error_lines(
 
 
 def named_row(row_id: int, known_as: str | None) -> str:
-    """Name a row by its number, and by its id if it has an id."""
+    """Name a row by its row id, and also by its value in the id column if it has one."""
     return f"row {row_id}" if known_as is None else f"row {row_id} ({known_as})"
 
 

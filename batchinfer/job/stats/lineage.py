@@ -1,8 +1,9 @@
 """Makes a run's OpenLineage event, for data catalogs.
 
-The event is a RunEvent of the specification 2-0-2 (openlineage.io/spec/2-0-2/OpenLineage.json) with
-the facets ``schema``, ``inputStatistics``, ``outputStatistics`` and ``processing_engine``. A run
-writes it under ``lineage`` in ``summary.json``, but does not send it anywhere.
+The event is a RunEvent of version 2-0-2 of the specification
+(openlineage.io/spec/2-0-2/OpenLineage.json) with the facets ``schema``, ``inputStatistics``,
+``outputStatistics`` and ``processing_engine``. A run writes it under ``lineage`` in
+``summary.json``, but does not send it anywhere.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ _FACETS = {
     "processing_engine": "1-1-1/ProcessingEngineRunFacet",
 }
 MOST_DATASETS = 100
-"""Maximum number of input files to list one by one. Each entry repeats the schema, so if there are
-more files, their folders are listed.
+"""Maximum number of input files to list one by one. If there are more files, the event lists their
+folders instead, because each entry repeats the schema.
 """
 NAMESPACE = "batchinfer"
 """Namespace of jobs. The namespace of files is ``file`` or the store's bucket."""
@@ -52,7 +53,7 @@ def run_event(
     """Make the event for the end of a job.
 
     Args:
-        output_sizes: bytes of each part.
+        output_sizes: size of each part in bytes.
         versions: package versions, keyed by name.
         failed: True if more rows failed than the job allows.
         ended_at: time of the end; None for now.
@@ -82,8 +83,8 @@ def run_event(
         "producer": producer,
         "schemaURL": _EVENT,
         "run": {
-            # An interrupted and resumed job is a single run, because its planning time does not
-            # change.
+            # A job that was interrupted and resumed keeps its planning time, so it has a single
+            # run id.
             "runId": str(uuid.uuid5(uuid.NAMESPACE_URL, f"{output_root}#{manifest.planned_at}")),
             "facets": facet("processing_engine", **engine),
         },
@@ -103,7 +104,7 @@ def run_event(
 
 
 def _datasets(files: Sequence[InputFile]) -> Iterable[tuple[str, Sequence[InputFile]]]:
-    """Group files into at most ``MOST_DATASETS`` datasets: files, folders, or just one."""
+    """Group files into at most ``MOST_DATASETS`` datasets: one per file, per folder, or for all."""
     levels: tuple[Callable[[str], str], ...] = (str, _folder, lambda path: common)
     names = zip(*(_folder(file.path).split("/") for file in files), strict=False)
     common = "/".join(same[0] for same in takewhile(lambda each: len({*each}) == 1, names))

@@ -44,14 +44,14 @@ class Run:
     load_s: NonNegativeFloat = 0.0
     total_s: NonNegativeFloat = 0.0
     phases: dict[str, NonNegativeFloat] = field(default_factory=dict)
-    """Seconds of each named phase, including phases before this record began."""
+    """Seconds of each phase, keyed by name, including phases before this record began."""
     kv: dict[str, NonNegativeInt] = field(default_factory=dict)
     """Values of ``KV_FACTS``; empty if no model was needed."""
     kernels: dict[str, str] = field(default_factory=dict)
-    """Linear kernels, keyed by dtype of the weights, and the kernel of ``attention``; empty if no
-    model was needed."""
+    """Kernel names: for linear layers, keyed by the dtype of their weights, and for ``attention``;
+    empty if no model was needed."""
     peak_used_blocks: NonNegativeInt = 0
-    """Largest number of blocks used in a step, including steps that ``stats.every_steps`` omits."""
+    """Largest number of KV blocks used in a step; steps that ``every_steps`` omits count too."""
     used_blocks: int = 0
     rows: int = 0
     """Number of rows that the run has finished."""
@@ -60,11 +60,11 @@ class Run:
     ended: bool = False
     """True if the run has ended, even with an error; False if it still runs or has died."""
     error: str = ""
-    """Error of a run that failed; "" if the run did not fail, or died."""
+    """Error of a run that failed; "" if it did not fail, or died before it recorded an error."""
     out_of_memory: NonNegativeInt = 0
     """Number of steps that ran out of device memory."""
     max_num_batched_tokens: NonNegativeInt | None = None
-    """Token limit of a step after the device ran out of memory; None if it never did."""
+    """Token limit per step, as lowered when the device ran out of memory; None if it never did."""
     unsampled: StepRow | None = None
     """The steps that are not in the ``steps`` table yet, combined into one row."""
     job: dict[str, Any] = field(default_factory=dict)
@@ -120,7 +120,8 @@ def engine_wall_s(runs: Sequence[Run]) -> float:
 def _covered_s(runs: Sequence[Run], lasted_s: Callable[[Run], float]) -> float:
     """Return the length of the union of the runs' intervals, which end at ``saved_at``.
 
-    Runs that wrote alone never overlap, even if the clock was set back.
+    Runs that wrote alone never overlap, so their durations are added even if the clock was set
+    back and their intervals seem to overlap.
     """
     alone = sum(lasted_s(run) for run in runs if not writer_of(run.run_id))
     intervals = [
@@ -153,9 +154,10 @@ class Recorder:
         self._save()  # the stored record reserves the run's id
 
     def loaded(self, context: EngineContext, load_s: float, phases: Phases | None = None) -> None:
-        """Record the engine, and the ``load_s`` seconds that loading took before this run.
+        """Record the engine.
 
         Args:
+            load_s: seconds that loading took; they count as part of this run.
             phases: phases of loading, used if no phases are active now.
         """
         self._phases = self._phases or phases

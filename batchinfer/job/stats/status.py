@@ -1,4 +1,4 @@
-"""``batchinfer status``: shows a job's progress from its files, even if it runs elsewhere."""
+"""``batchinfer status``: shows a job's progress from its files, even if another machine runs it."""
 
 from __future__ import annotations
 
@@ -70,11 +70,11 @@ class Status:
     rows_per_s: float | None
     """Total speed of the latest runs; None before a row is finished."""
     eta_s: float | None
-    """Seconds left; None unless the job is running and has a speed."""
+    """Seconds left; None unless the job is running and its speed is known."""
     pool_use: float | None
-    """Share of KV blocks used in the latest step, as the mean over workers."""
+    """Share of KV blocks used in the latest step, averaged over workers."""
     saved_at: float | None
-    """Time when the latest run last wrote, in seconds since 1970."""
+    """Time when the latest run last wrote its record, in seconds since 1970."""
     workers: list[Worker]
     """The latest runs if several runs write to the output, else empty."""
     phase: str | None = None
@@ -243,7 +243,8 @@ def read_status(out: OutputDir, now: float) -> Status:
 def _with_live(status: Status, live: Sequence[LiveRun]) -> Status:
     """Return the status with the progress that runs report, which is newer than their records.
 
-    Each shard reports its own rows; for shards that do not run, the records on disk count.
+    Each shard reports only its own rows. The rows of other shards are counted from the records on
+    disk.
     """
     waiting = [run for run in live if run.phase]
     phase = None

@@ -59,7 +59,7 @@ def write_summary(
     Args:
         out: the output directory, with all parts finished.
         warn: called with a line for each damaged statistics file, which is left out.
-        lineage_of: makes the lineage event from ``rows``; None for no event.
+        lineage_of: makes the lineage event from the summary's ``rows``; None for no event.
 
     Raises:
         StorageError: a file cannot be written.

@@ -169,7 +169,7 @@ def test_plan_counts_the_tokens_of_the_run(tmp_path: Path, llava: Path) -> None:
     rate = 0.8 * DEVICES["cpu"].flops[4]
     assert plan["encode_s"] == pytest.approx(2 * parameters * plan["image_tokens"] / rate)
     assert plan["encode_s"] < plan["time_s"]
-    assert "images      5 different ones with 80 tokens" in "\n".join(
+    assert "images      5 different images with 80 tokens" in "\n".join(
         f"{line.label:<11} {line.value}{line.note}" for line in plan_facts(plan)
     )
     computed = sum(steps["image_tokens"].to_pylist())
