@@ -30,7 +30,7 @@ from batchinfer.job.output.resume import (
 from batchinfer.job.row_ids import Part
 
 Reopen = Callable[[OutputDir, Manifest], None]
-"""Reopens finished parts that have rows to run again; called under the directory's lock."""
+"""Function that reopens finished parts with rows to rerun; called under the directory's lock."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ class Claim:
             _replace(self.present, self.out)
 
     def command_for(self, part: Part) -> str:
-        """Return a phrase for the user that names the command that rewrites a damaged part."""
+        """Return a phrase that tells the user which command rewrites a damaged part."""
         return "the same command"
 
 

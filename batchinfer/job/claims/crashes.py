@@ -16,8 +16,8 @@ After a death without progress, suspects are the rows that were in flight both t
 earlier death. Suspects run with nothing else in the engine: n suspects first run in about sqrt(n)
 groups of about sqrt(n) rows. If the process dies, each row of the group runs alone. A row is given
 up when the process has died twice while the row ran alone and stored no tokens. A row that runs
-alone stores its tokens every second (``TokensInFlight``), so kills from outside do not condemn the
-row if each run lives for a second after the first token.
+alone stores its tokens every second (``TokensInFlight``), so the row is not given up because of
+external kills if each run lives for a second after the first token.
 
 ``_batchinfer/suspects.json`` holds the history for all writers, which change it under the lock.
 """
@@ -67,11 +67,11 @@ class CrashHistory:
     given_up: Group = ()
     """Rows that will not run again."""
     counted: tuple[str, ...] = ()
-    """Ids of the runs that died together in the death counted last."""
+    """Ids of the runs that died together in the most recently counted death."""
     fruitless: NonNegativeInt = 0
-    """Number of consecutive deaths without a finished row, whether or not tokens were stored. The
-    count does not fall while there are suspects; otherwise, stored tokens would delay the verdict
-    on each group again."""
+    """Number of consecutive deaths without a finished row, whether or not tokens were stored. While
+    there are suspects, the count is not reset. Otherwise, stored tokens could again count as
+    progress and delay the verdict on each group."""
 
     def after_death(
         self,
@@ -157,8 +157,8 @@ class CrashHistory:
 
     @property
     def is_held(self) -> bool:
-        """True after a death without progress: if the next run dies, its log must name the rows
-        that ran."""
+        """True after a death without progress. The next run must then log each row durably before
+        the row runs, so that the log names the rows in flight if that run dies too."""
         return bool(self.seen_once or self.groups)
 
     @property

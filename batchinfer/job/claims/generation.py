@@ -18,8 +18,11 @@ def next_generation(
     """Return the directory of the next generation; None if this run does not make one.
 
     A run makes a generation if ``out`` holds rows of another job or input, or of image files that
-    may have changed, and if one of these holds: an earlier run began the generation; ``update`` is
-    set; or ``retry_errors`` is set, the job or the input differs, and no row would be lost.
+    may have changed, and if one of these conditions is met as well:
+
+    - an earlier run began the generation;
+    - ``update`` is set;
+    - ``retry_errors`` is set, the job or the input differs, and no row would be lost.
 
     Raises:
         DataError: the stored plan is damaged.

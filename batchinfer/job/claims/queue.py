@@ -44,7 +44,7 @@ class PartsToMake:
 
     @property
     def missing(self) -> list[range]:
-        """Rows that have to run or to be given up, as ranges in order, each within one part."""
+        """Rows to run, and rows that are given up, as ordered ranges that each lie in one part."""
         return missing_ranges(self.parts, self.finished)
 
     @property

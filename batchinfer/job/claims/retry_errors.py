@@ -1,7 +1,7 @@
 """Implements ``--retry-errors``, which reruns only the rows that ended in an error.
 
-For this, the module reopens each finished part with failed rows: it moves the good rows back to a
-segment, then deletes the part's record. From then on the part is an unfinished part like any other.
+It reopens each finished part that has failed rows: it moves the good rows back to a segment, then
+deletes the part's record. The part then counts as unfinished.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ class FreshStart:
     With ``output.if_exists: overwrite`` the first writer deletes the output, and the later writers
     must keep the rows of their team. With ``error`` the first writer must find no output, but later
     writers find the team's rows. So the first writer stores its team and the time of its plan,
-    which the manifest holds too. From then on all writers of the team resume, even if they are
+    which is also in the manifest. From then on all writers of the team resume, even if they are
     started again, until the job ends.
     """
 
@@ -204,7 +204,7 @@ class SharedClaim(Claim):
                 replace(start, is_clear=True).store(self.shared)
             elif start is None or not start.has_begun(self.shared, plan.manifest):
                 raise self._refusal("other writers have started another job in")
-        clear_staging(self.out)  # the folder was deleted with the output
+        clear_staging(self.out)  # the staging folder was deleted with the output
 
     @contextmanager
     def locked(self) -> Iterator[OutputDir]:
@@ -301,7 +301,8 @@ class SharedClaim(Claim):
             return agreed
         if siblings:
             raise self._refusal("other writers have started another job in")
-        clear_output(self.shared, agreed)  # before a model is loaded, because no row is finished
+        # There is no need to load a model first, because no finished row is lost.
+        clear_output(self.shared, agreed)
         return replace(agreed, starts_over=False)
 
     def _own_part_of(self, agreed: ResumePlan, *, trusts_records: bool) -> ResumePlan:

@@ -2,8 +2,8 @@
 
 The complete new generation stays in ``_batchinfer/next/NAME`` until all of its files have been
 hard-linked into place (copied, in an object store). ``_batchinfer/swap.json`` exists during a swap.
-A run that finds this file repeats all steps under the lock; each step may run twice. ``_SUCCESS``
-is deleted first and placed last.
+A run that finds this file repeats all steps under the lock; each step can safely run twice.
+``_SUCCESS`` is deleted first and placed last.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ def _place_partitions(out: OutputDir, generation: OutputDir) -> None:
     """Replace the partitioned files with the new generation's files, then replace their record."""
     files, names = out.files, names_of_files(generation)
     is_ours = files.stat(out.partitioned_record) is not None
-    if names:  # first record that this program owns all files in the folder
+    if names:  # before copying, record that batchinfer owns all files in the folder
         begin(out, ())
     if is_ours:
         files.delete(out.partitioned)

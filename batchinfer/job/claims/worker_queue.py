@@ -104,7 +104,9 @@ class ClaimedParts(PartQueue):
         return None
 
     def _deal(self, living: Sequence[Writer]) -> tuple[list[Part], bool]:
-        """Claim free parts under the lock; also return True if other writers still work on parts.
+        """Claim free parts; return them, and True if other writers still work on parts.
+
+        Call it under the lock.
 
         A claim is a share of the remaining parts, so that claims become smaller toward the end
         (guided self-scheduling; Polychronopoulos and Kuck, 1987).

@@ -87,7 +87,8 @@ def wait_for(
     """Hold the directory's lock as soon as other writers release it.
 
     Args:
-        for_anyone: wait without a limit, because every holder releases the lock soon.
+        for_anyone: True to wait without a time limit, even for a run that writes alone. Set it only
+            if every holder will soon release the lock.
         is_over: returns True to stop waiting.
 
     Yields:
@@ -189,7 +190,7 @@ class Claims:
         self._mine = _Stored(token_hex(8), 0, [])
 
     def begin(self, first_run: int, parts: Sequence[range] = ()) -> None:
-        """Claim exactly these parts.
+        """Claim ``parts`` instead of any earlier claims.
 
         Args:
             first_run: number of this process's first run.

@@ -22,11 +22,11 @@ STOP_S = 8.0
 SILENT_S = 90.0
 """Seconds without a message after which a worker that runs rows counts as frozen and is killed."""
 MOST_DEATHS = 12
-"""Maximum number of consecutive worker deaths without a finished row. After more, the launcher
-gives up, because the machine is probably at fault.
+"""Maximum number of consecutive worker deaths without a finished row. After one more death, the
+launcher gives up, because the machine is probably at fault.
 """
 MOST_FAILED_STARTS = 2
-"""Number of failed starts in a row after which a worker is not started again."""
+"""Number of consecutive failed starts after which a worker is not started again."""
 _POLL_S = 0.05
 _NODE_ERRORS = {DeviceError.__name__, StorageError.__name__}
 """Names of errors that may be due to a worker's node, so workers on other nodes can go on.
@@ -54,7 +54,7 @@ class Launcher:
 
     Args:
         start: starts the worker with the given number, counted from 0.
-        min_workers: rows start once this many workers are up.
+        min_workers: rows start once this many workers have loaded the model.
         is_complete: returns True once all parts are finished.
         log: receives lines about workers.
         on_begin: called when the first rows start.

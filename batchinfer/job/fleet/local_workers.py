@@ -46,7 +46,7 @@ class LocalWorker:
 
     Args:
         cores: CPU cores that the process may use; empty for all.
-        environment: variables added to this process's environment.
+        environment: environment variables for the worker, in addition to those of this process.
     """
 
     def __init__(

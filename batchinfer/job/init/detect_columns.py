@@ -85,7 +85,7 @@ def detect_columns(
 
 
 class _Data:
-    """The dataset's columns, grouped by type, and the first values of text columns."""
+    """The dataset's columns, grouped by type, and the first rows of its text columns."""
 
     def __init__(self, source: Source) -> None:
         self.source = source
@@ -110,7 +110,7 @@ class _Data:
         self.texts = [name for name in self.texts if name not in paths]
 
     def _holds_image_paths(self, name: str) -> bool:
-        if self.types[name] not in BYTES_TYPE:  # a column of bytes holds no paths of images
+        if self.types[name] not in BYTES_TYPE:  # binary columns do not hold image paths
             return False
         values = [row[name] for row in self.rows if isinstance(row[name], bytes) and row[name]]
         return bool(values) and all(_IMAGE_PATH.fullmatch(value) for value in values)
@@ -127,7 +127,7 @@ class _Data:
         return name
 
     def repeats(self, name: str) -> bool:
-        """Return True if a column has fewer than half as many different texts as rows."""
+        """Return True if a column has fewer distinct values than half the number of rows."""
         return len({row[name] for row in self.rows}) * 2 < len(self.rows)
 
     def prose(self) -> list[str]:
@@ -287,8 +287,8 @@ def _is_token_ids(kind: pa.DataType) -> bool:
 
 
 def _is_image(name: str, kind: pa.DataType) -> bool:
-    """Return True for images as the Hugging Face Hub stores them, for lists of these, and for bytes
-    in a column with a common name for images."""
+    """Return True for images as the Hugging Face Hub stores them (structs of bytes and path), for
+    bytes in a column with a common name for images, and for lists of either."""
     lists = pa.ListType | pa.LargeListType
     item = kind.value_type if isinstance(kind, lists) else kind
     if pa.types.is_struct(item):

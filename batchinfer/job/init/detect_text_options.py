@@ -1,4 +1,4 @@
-"""Detects how to read text files: the delimiter of CSV, and the list in a JSON object."""
+"""Detects how to read text files: the delimiter of CSV, and the key of the list in JSON."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _RECORDS = 200
 
 
 def detect_text_options(data: str, encoding: str) -> TextOptions:
-    """Return how to read a dataset, judged by its first file.
+    """Detect from a dataset's first file how to read the dataset.
 
     Args:
         data: as for ``input.path``.
@@ -44,8 +44,9 @@ def detect_text_options(data: str, encoding: str) -> TextOptions:
 def _delimiter(path: str, encoding: str) -> str | None:
     """Return the delimiter of a CSV file; None for the default delimiter.
 
-    Of the delimiters that the header has, this is the one with which the fewest records have a
-    different number of cells than the header, and then the one with the most columns.
+    Only delimiters that occur in the header are considered. The best delimiter is the one for which
+    the fewest records differ from the header in their number of cells. In a tie, the delimiter that
+    gives the most columns wins.
     """
     usual = default_delimiter(path)
     with read_errors(path), opened(path) as chunks:
@@ -58,7 +59,7 @@ def _delimiter(path: str, encoding: str) -> str | None:
 
 
 def _cells_of_records(start: bytes, path: str, delimiter: str) -> list[int]:
-    """Count the cells of each of the first records, with the header; 0 for an invalid record."""
+    """Count the cells of the header and of the first records; 0 for an invalid record."""
     cells: list[int] = []
     with suppress(DataError):  # a quote is still open at the end of the chunk
         for _, record in islice(read_records([start], path, delimiter), _RECORDS):

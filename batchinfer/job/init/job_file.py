@@ -26,8 +26,8 @@ SCHEMA_FILE = "job.schema.json"
 DEFAULT_MODEL = "Qwen/Qwen3-0.6B"
 _COMMENT_AT = 34
 _WITH_OUTPUT_HEAD = "LMHeadModel"
-"""End of the name of GPT-2's class, which has an output head. Most other classes whose names end in
-Model have no output head.
+"""Suffix of the name of GPT-2's class, which has an output head. Most other classes whose names end
+in Model have no output head.
 """
 _TEXT_COMMENTS = {
     "encoding": "Python's name of the files' encoding",
@@ -135,7 +135,8 @@ def _report_lines(options: InitOptions, columns: DetectedColumns) -> Iterator[st
 def _task_of(model: str | None) -> tuple[TaskName, str]:
     """Return a model's task and the reason: ``generate`` unless its config shows another task.
 
-    This function fetches nothing from the hub, and leaves errors in a model's folder to the run.
+    This function does not access the hub. It ignores errors in a model's folder, because the run
+    reports them.
     """
     config = Path(os.path.expanduser(model or ""), "config.json")
     try:
@@ -161,7 +162,7 @@ def _lines(
 ) -> Iterator[str]:
     task = TASK_SPECS[_task_of(options.model)[0]]
     yield f"# yaml-language-server: $schema={SCHEMA_FILE}"
-    yield f"# Written by `batchinfer init` for data of {source.num_rows:,} rows."
+    yield f"# Written by `batchinfer init` for a dataset of {source.num_rows:,} rows."
     yield "# `batchinfer plan` estimates what the job needs; `batchinfer run` runs or resumes it."
     yield "version: 1"
     if not task.draws:

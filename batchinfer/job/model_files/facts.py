@@ -32,7 +32,7 @@ _HUB_TIMEOUT_S = 10.0
 
 
 def model_facts(model: ModelSpec) -> dict[str, Any]:
-    """Return facts, as JSON data, that differ if the outputs of two models may differ.
+    """Return JSON data that identifies a model: it differs for models whose outputs may differ.
 
     For a folder, these are the size, header hash and content hash of each weight file, and the hash
     of each configuration and tokenizer file. For a hub id, they are the name and revision as
@@ -55,7 +55,10 @@ def model_facts(model: ModelSpec) -> dict[str, Any]:
 
 
 def _adapter_facts(name: str, key: str) -> dict[str, Any]:
-    """Hash all files, because adapters are small and often retrained into the same folder."""
+    """Return facts that identify an adapter: for a folder, a hash of each file.
+
+    All files are hashed, because adapters are small and often retrained into the same folder.
+    """
     folder = Path(name)
     if not os.path.isdir(folder):
         return _facts_of(name, None, key)
@@ -119,7 +122,7 @@ def _weight_facts(path: Path) -> list[int | str]:
 
 
 def hub_commit(name: str, revision: str | None) -> str | None:
-    """Return a revision's commit on the hub, or in the local cache if offline; None if unknown.
+    """Return a revision's commit on the hub, or else in the local cache; None if unknown.
 
     Args:
         name: name of a model's repository.

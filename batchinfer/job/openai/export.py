@@ -1,7 +1,7 @@
 """Writes a job's OpenAI output and error files from its finished parts.
 
-The parts hold all data of these files, so a missing or damaged file can be written again. Ids are
-hashes of the job and the row, so that writing a file again gives the same bytes.
+The parts hold all the data of these files, so a missing or damaged file can be written again. Ids
+are hashes of the job and the row, so that writing a file again gives the same bytes.
 
 Lines have the fields of OpenAI's batch output and of its ``chat.completion``, ``text_completion``
 and ``error`` objects. A request that OpenAI would refuse gets a response with an HTTP status and
@@ -47,7 +47,8 @@ _NO_RESPONSE = frozenset(
         *("invalid_json", "invalid_utf8", "row_too_large", "duplicate_custom_id"),
     }
 )
-"""Error codes of lines that are not valid requests, and of failures that the request did not cause.
+"""Error codes that get no response: those for lines that are not valid requests, and those for
+failures that the request did not cause.
 """
 
 TokenText = Callable[[int, Sequence[int]], str]
@@ -65,7 +66,8 @@ def export(
 
     Args:
         kept: maps each kept input column to its output column.
-        combined_output: a path, or an open file such as a pipe, that gets all lines of both files.
+        combined_output: a path, or an open file such as a pipe, that receives all lines of both
+            files; None for no such file.
 
     Raises:
         DataError: a part cannot be read.

@@ -63,7 +63,7 @@ class OpenAIReader:
             ``TEMPLATE_VARIABLES``.
         params: makes sampling parameters; None if the task does not sample tokens.
         served_names: names that a request's ``model`` may have.
-        adapters: maps each adapter's name, which ``model`` may have instead, to its number.
+        adapters: maps each adapter's name to its number. ``model`` may also be one of these names.
         tool_choices: forces the tool calls that a request requires; None if the job does not parse
             tool calls.
         accepts_any_model: True to answer requests for other models too, with a few warnings.
@@ -143,7 +143,7 @@ class OpenAIReader:
             return error
 
     def _warn_about_model(self, row: Row) -> None:
-        """Warn once about each of the first few names of other models."""
+        """Warn about requests for other models: once per name, for the first few names."""
         body = row.get("body") if isinstance(row, Mapping) else None
         name = body.get("model") if isinstance(body, Mapping) else None
         if not isinstance(name, str) or name in self._other_names:

@@ -1,7 +1,8 @@
 """Parses lines of OpenAI batch files into prompts and sampling parameters.
 
-A field that changes the answer is supported or refused: an unknown field, or a value that asks for
-something unsupported, turns the line into an error. Fields without effect are ignored.
+Every field that changes the answer is either supported or refused: an unknown field, or a value
+that asks for something unsupported, turns the line into an error. Fields without effect are
+ignored.
 """
 
 from __future__ import annotations
@@ -63,10 +64,11 @@ class ParsedRequest:
     """Prompt, sampling parameters and model of a request."""
 
     source: str
-    """``messages``, ``tools`` (messages and tools), ``prompt``, ``token_ids`` or ``pair``."""
+    """Form of the prompt: ``messages``, ``tools`` (messages and tools), ``prompt``, ``token_ids``
+    or ``pair``."""
     value: Any
-    """The prompt, in the form that ``source`` names. A request with several prompts has been split.
-    """
+    """The prompt, in the form that ``source`` names. It is a single prompt: requests with several
+    prompts have been split."""
     sampling: Mapping[str, Any] = field(default_factory=dict)
     """Fields of ``SamplingParams`` that the line sets."""
     model: str | None = None

@@ -28,7 +28,7 @@ _REFUSALS = (
     *("PermissionDeniedError", "UnauthenticatedError", "InvalidPathError"),
     "PreconditionError",  # the object has changed
 )
-"""Names of obstore's errors that mean that the store answered and refused."""
+"""Names of the obstore errors for requests that the store refused."""
 _MISSING = re.compile(r"status code: 404\b")
 _REFUSED = re.compile(r"status code: 4\d\d")
 _ROLE_REQUEST = re.compile("/latest/(api/token|meta-data)|/computeMetadata/")
@@ -42,7 +42,7 @@ _CREDENTIALS = {
 
 @cache
 def connect(bucket: str, *, impatient: bool = False) -> Connection:
-    """Connect to a bucket, or return the connection made before.
+    """Connect to a bucket, or return the existing connection.
 
     Args:
         bucket: ``s3://name`` or ``gs://name``.
@@ -74,7 +74,7 @@ def errors(url: str, verb: str) -> Iterator[None]:
 
     Raises:
         FileNotFoundError: there is no such object, or no such bucket.
-        OSError: the store refuses.
+        OSError: the store refuses the request.
         StorageError: the store does not answer.
     """
     try:

@@ -73,7 +73,7 @@ class Files(Protocol):
 
     @property
     def flush_every_s(self) -> float:
-        """Seconds after which finished rows are written to a file."""
+        """Seconds between two writes of finished rows to a file."""
         ...
 
     @property
@@ -92,7 +92,8 @@ class Files(Protocol):
     def append_to(self, path: PurePath) -> BinaryIO:
         """Open a new or existing file to append to it.
 
-        Each write survives the death of this process; in a store only after ``flush``.
+        Each write survives the death of this process. In an object store, it does so only after
+        ``flush``.
         """
         ...
 

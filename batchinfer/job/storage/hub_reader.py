@@ -60,7 +60,8 @@ class HubStore:
         return FileStat(entry["size"], 0, large.sha256 if large else entry["blob_id"])
 
     def open(self, path: str) -> pa.NativeFile:
-        import pyarrow as pa  # imported only if needed, because processes that read images do not
+        # Imported only here, because processes that read images do not need pyarrow.
+        import pyarrow as pa
 
         with _errors(path):
             return pa.PythonFile(_hub().open(_path(path), "rb"), mode="r")

@@ -71,7 +71,8 @@ class Lock(Protocol):
     def holder_lives(self) -> bool | None:
         """Return True if the holder is alive, False if it has died, None if that is unknown.
 
-        The check does not take the lock, because a run that starts meanwhile would find it held.
+        The check does not take the lock, because a run that starts during the check would find the
+        lock held.
         """
         ...
 
@@ -161,7 +162,7 @@ class LocalLock:
 
 
 def process_lives(holder: object) -> bool | None:
-    """Return True if a process that ``this_process`` has described still runs.
+    """Return True if the process that ``holder`` describes is still running.
 
     Return None if that is unknown: the process is on another machine, or this machine was
     restarted.

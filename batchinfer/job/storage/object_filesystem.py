@@ -1,10 +1,10 @@
-"""Keeps an output directory's files, and logs that grow, in an object store.
+"""Stores the files of an output directory, including growing logs, in an object store.
 
-Staged files are kept in memory, and a rename uploads them whole. A run overwrites the objects that
-it has written itself. If an object has another version, the run first confirms that it still holds
-the lock; the object is then a leftover of an earlier run. A store has no conditional deletes. So a
-run checks the lock before each delete, deletes only objects that it has listed, and fails before
-another run could have taken over.
+Staged files are kept in memory, and a rename uploads them whole. A run may overwrite objects that
+it wrote itself. If an object has any other version, the run first confirms that it still holds the
+lock. If so, an earlier run left the object behind, and it may be overwritten. A store has no
+conditional deletes. So a run checks the lock before each delete, deletes only objects that it has
+listed, and fails before another run could have taken over.
 """
 
 from __future__ import annotations
@@ -99,7 +99,8 @@ class StoreFiles:
     """Gives access to the objects of a store as files; paths are ``StorePath``.
 
     Args:
-        check: raises LockedError if, by the store's latest answer, this run has lost the lock.
+        check: raises LockedError if this run has lost the lock. It relies on the store's last
+            answer if that is recent.
         confirm: asks the store, and raises LockedError if this run has lost the lock.
     """
 
@@ -218,8 +219,8 @@ class StoreFiles:
             if written is not None:
                 self._written[path] = written
                 return
-            # The order matters: the object was read before the lock was confirmed, so no run that
-            # takes over later has written it.
+            # The order matters: this run still holds the lock after it has read the version, so
+            # the object does not belong to a run that took over.
             meta = self._objects.head(path)
             self._confirm()
             seen = None if meta is None else meta.version

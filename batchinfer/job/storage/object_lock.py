@@ -39,7 +39,8 @@ from batchinfer.job.storage.object_store import ObjectMeta, Objects, Version
 from batchinfer.job.storage.urls import StorePath
 
 _TRUSTED_S = LAPSE_S / 2
-"""Seconds for which a holder trusts the store's last answer; other runs wait twice as long."""
+"""Seconds for which a holder trusts the store's last answer; other runs wait twice as long before
+they take over."""
 _TRIES = 5
 
 

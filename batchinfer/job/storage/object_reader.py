@@ -106,8 +106,8 @@ def _is_object(place: StorePath) -> bool:
 def _objects(folder: StorePath) -> Iterator[tuple[StorePath, int]]:
     """Return the objects below a folder with their sizes in bytes.
 
-    Cloud consoles create an empty object for a folder. The list leaves out this object, whose name
-    ends in a slash.
+    Cloud consoles create an empty object for a folder, with a name that ends in a slash. The result
+    contains these objects too, without the slash.
     """
     for batch in obstore.list(connect(folder.bucket), folder.key or None):
         yield from ((StorePath(folder.bucket, entry["path"]), entry["size"]) for entry in batch)

@@ -2,7 +2,7 @@
 
 Every write names the version that it replaces, or requires that no object exists. The store refuses
 the write if the object has another version (``If-Match``, ``If-None-Match``). Deletes and copies
-cannot be conditional. So that they do not take effect late, they fail soon if the store does not
+cannot be conditional. To keep them from taking effect late, they fail soon if the store does not
 answer.
 """
 

@@ -21,9 +21,9 @@ _HIDDEN = (".", "_")
 
 
 class Store(Protocol):
-    """A place that holds files with paths or URLs.
+    """A local or remote store of input files, which are named by paths or URLs.
 
-    Methods raise OSError if a file is missing or may not be read, and StorageError if the place
+    Methods raise OSError if a file is missing or may not be read, and StorageError if the store
     does not answer.
     """
 
@@ -36,7 +36,7 @@ class Store(Protocol):
         ...
 
     def glob(self, pattern: str, suffixes: tuple[str, ...]) -> set[tuple[str, str]] | None:
-        """Return pairs of a match and a file for a glob, which may contain ``**``.
+        """Expand a glob, which may contain ``**``, to pairs of a match and a file.
 
         A matched file is paired with itself, and a matched folder with each of ``files_below``.
         Return None if the folder of the pattern does not exist.
@@ -132,7 +132,7 @@ def expand(entry: str, suffixes: tuple[str, ...]) -> list[str]:
 
 
 def _matches(entry: str, suffixes: tuple[str, ...]) -> set[tuple[str, str]]:
-    """Return pairs of a match (the entry, or a match of its glob) and a file, hidden files too."""
+    """Return pairs of a match (``entry``, or a match of its glob) and a file, hidden or not."""
     store = store_of(entry)
     kind = store.kind(entry)
     if kind == "file":

@@ -17,7 +17,7 @@ _Path = TypeVar("_Path", bound=PurePosixPath)
 
 
 def is_url(path: str) -> bool:
-    """Return True unless the path is in this machine's file system."""
+    """Return True for a URL, and False for a path in this machine's file system."""
     return scheme_of(path) is not None
 
 
