@@ -23,7 +23,7 @@ MAJOR_VERSION = 0
 
 _KEYS: Mapping[str, tuple[str, ...] | None] = {
     "task": None,
-    # ``model_facts`` has hashes of the files that name, revision and tokenizer refer to.
+    # name, revision and tokenizer are left out, because ``model_facts`` identifies their files.
     "model": (
         *("dtype", "max_model_len", "quantization", "adapters", "trust_remote_code"),
         "served_model_name",
@@ -126,7 +126,7 @@ def digest(facts: Mapping[str, Any]) -> str:
 
 
 def answer_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the part of ``fingerprint_facts`` that affects the answers of all rows alike.
+    """Return those ``fingerprint_facts`` that affect the answers of all rows.
 
     The result omits prompts and parameters, which are part of each row's key, and paths and file
     layout, which do not affect answers.

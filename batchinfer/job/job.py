@@ -144,7 +144,7 @@ def open_job(
 
 @dataclass(frozen=True)
 class LoadedJob:
-    """A job's loaded model, with the reader and the task of its rows."""
+    """A job's loaded model, row reader and task."""
 
     context: EngineContext
     reader: RowReader

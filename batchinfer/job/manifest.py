@@ -27,7 +27,7 @@ _UPDATE = (
     "use --update to recompute only the rows that changed, --output (run-batch: -o) to write "
     "elsewhere, or --overwrite to start over"
 )
-"""Hint for a job that was edited after its output was begun."""
+"""Hint for a job that was edited after it had begun to write its output."""
 _OTHER_PLACE = (
     "use --output (run-batch: -o) to write elsewhere, or --overwrite to delete the existing output"
 )

@@ -59,7 +59,7 @@ def in_range(row_ids: RowIds, rows: range) -> RowIds:
 
 
 def ranges_in(parts: Sequence[Part], row_ids: RowIds) -> list[range]:
-    """Group row ids into ranges, in order, each within one of ``parts``."""
+    """Group row ids into ordered ranges that each lie within one of ``parts``."""
     return [rows for part in parts for rows in ranges_of(in_range(row_ids, part.rows))]
 
 

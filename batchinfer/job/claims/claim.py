@@ -127,7 +127,7 @@ class Claim:
 
     @contextmanager
     def ending(self, is_over: Callable[[], bool]) -> Iterator[Ending]:
-        """Hold the directory's lock while the caller ends the job, if no parts are left.
+        """Hold the directory's lock while the caller ends the job if ``Ending.ends_job`` is True.
 
         Args:
             is_over: returns True to stop waiting for a lock that other runs hold.

@@ -63,7 +63,7 @@ class CrashHistory:
     groups: tuple[Group, ...] = ()
     """Suspects: each group runs with nothing else in the engine, before other rows."""
     died_alone: Group = ()
-    """Suspects that ran alone when the process died once."""
+    """Suspects that were running alone at one death so far."""
     given_up: Group = ()
     """Rows that will not run again."""
     counted: tuple[str, ...] = ()

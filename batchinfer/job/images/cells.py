@@ -20,7 +20,7 @@ from batchinfer.text.prompts import Prompt
 from batchinfer.text.row_values import IMAGE_KEYS
 
 _Mark = Callable[[Any], Any]
-"""Replaces the bytes of each image file in a value with an ``ImageFile``."""
+"""Function that replaces the bytes of each image file in a value with an ``ImageFile``."""
 _BINARY = (pa.binary(), pa.large_binary(), pa.binary_view())
 _LISTS = (pa.ListType, pa.LargeListType, pa.FixedSizeListType)
 

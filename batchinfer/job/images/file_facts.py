@@ -65,8 +65,8 @@ class _Names(ImageFiles):
 
 
 def _facts(path: str) -> bytes:
-    """Return a file's size in bytes and its modification time in ns, as text; ``;`` if there is no
-    such file."""
+    """Return a file's size in bytes and modification time in ns, as text; only ``;`` if the file
+    does not exist."""
     try:
         status = os.stat(path)
     except (OSError, ValueError):  # ValueError: the name has a zero byte

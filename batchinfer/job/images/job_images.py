@@ -35,7 +35,7 @@ _PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 
 
 class NumberedPrompts:
-    """Makes prompts, and gives their images numbers."""
+    """Makes prompts, and numbers their images with ``ImageNumbers``."""
 
     def __init__(self, prompts: Prompts, numbers: ImageNumbers) -> None:
         self.columns = prompts.columns
@@ -101,7 +101,7 @@ def may_have_images(spec: JobSpec, source: Source) -> bool:
 
 def _may_have_parts(field: pa.Field) -> bool:
     """Return True if a column may hold conversations with content other than text."""
-    if is_json_text(field):  # such as conversations that mix texts and lists of parts
+    if is_json_text(field):  # e.g. conversations with both plain texts and lists of parts
         return True
     if not is_conversation(field.type):
         return False

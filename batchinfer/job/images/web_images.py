@@ -16,7 +16,7 @@ from batchinfer.text.prompts import Prompt
 from batchinfer.text.row_values import IMAGE_KEYS, IMAGE_TYPES
 
 _Change = Callable[[str], Any]
-"""Returns the value that replaces a web address."""
+"""Function that returns the value that replaces a web address."""
 
 
 class WebPrompts:

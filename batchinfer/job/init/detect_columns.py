@@ -171,7 +171,7 @@ def _prompt(data: _Data) -> _Prompt:
     if name := _first(_TOKEN_IDS, data.lists):
         return {"token_ids_column": name}, [f"{printable(name)}: token ids, used unchanged"]
     if data.images and not data.texts:
-        return {"template": _QUESTION}, ["the rows have images and no texts; ask your own question"]
+        return {"template": _QUESTION}, ["the rows have images but no text; edit this question"]
     raise _no_prompt(data)
 
 

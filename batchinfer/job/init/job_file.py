@@ -61,7 +61,7 @@ def write_job_file(options: InitOptions) -> list[str]:
         Lines for the screen that say what was written and why.
 
     Raises:
-        UsageError: the file exists, or no column can be identified as the prompt.
+        UsageError: the file already exists, or no column can be identified as the prompt.
         DataError: the data cannot be read.
         StorageError: the files cannot be written.
     """

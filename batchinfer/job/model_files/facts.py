@@ -25,7 +25,7 @@ COMMIT = "commit"
 _SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.txt")
 _FILES = (*_SMALL_FILES, "*.safetensors")
 _MODULE_FILES = ("[0-9]*_*/config.json", "[0-9]*_*/*.safetensors")
-"""Patterns of the files of sentence-transformers modules, which are small."""
+"""Glob patterns for files of sentence-transformers modules, which are small."""
 _MAX_HEADER = 100 << 20  # limit of the safetensors format
 _COMMIT_HASH = re.compile(r"[0-9a-f]{40}")
 _HUB_TIMEOUT_S = 10.0
@@ -34,8 +34,8 @@ _HUB_TIMEOUT_S = 10.0
 def model_facts(model: ModelSpec) -> dict[str, Any]:
     """Return JSON data that identifies a model: it differs for models whose outputs may differ.
 
-    For a folder, these are the size, header hash and content hash of each weight file, and the hash
-    of each configuration and tokenizer file. For a hub id, they are the name and revision as
+    For a folder, the data has the size, header hash and content hash of each weight file, and the
+    hash of each configuration and tokenizer file. For a hub id, it has the name and revision as
     written, and the commit if it is known.
 
     Raises:

@@ -52,7 +52,7 @@ failures that the request did not cause.
 """
 
 TokenText = Callable[[int, Sequence[int]], str]
-"""Returns the text that a token adds to the tokens before it."""
+"""Function that returns the text that a token adds to the text of the tokens before it."""
 
 
 def export(

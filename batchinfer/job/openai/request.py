@@ -79,7 +79,7 @@ class ParsedRequest:
 
 @dataclass(frozen=True)
 class RequestKind:
-    """Reads requests of one kind."""
+    """A kind of request, and how to read its requests."""
 
     urls: Sequence[str]
     """Accepted values of ``url``."""

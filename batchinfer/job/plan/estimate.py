@@ -129,7 +129,7 @@ class Outcome:
 
 
 def plan_facts(plan: dict[str, Any], currency: str = "USD") -> Iterator[SummaryLine]:
-    """Yield a plan as lines in the form of a job's summary; costs are in ``currency``."""
+    """Yield the lines of a plan, in the format of a job's summary; costs are in ``currency``."""
     rows, errors = plan["rows"], plan["errors"]
     failing = sum(errors.values())
     yield SummaryLine("rows", f"{rows:,}", f", of which {failing:,} would fail")
@@ -153,7 +153,7 @@ def plan_facts(plan: dict[str, Any], currency: str = "USD") -> Iterator[SummaryL
             "images",
             f"{plan['images']:,} different images",
             f" with {plan['image_tokens']:,} tokens; encoding takes about "
-            f"{duration(plan['encode_s'])} of the time",
+            f"{duration(plan['encode_s'])} of the run time",
         )
     weight_bytes = plan["model"]["weight_bytes"] + plan["model"]["adapter_bytes"]
     quantization = plan["model"]["quantization"]

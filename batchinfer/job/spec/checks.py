@@ -119,7 +119,7 @@ def _resolved(path: str) -> PurePath:
 
 
 def _fixed_part(path: str) -> str:
-    """Return ``path``, or for a glob the folder that holds all matches."""
+    """Return ``path``; for a glob, return the folder that contains all matches."""
     if os.path.lexists(path) or not glob.has_magic(path):
         return path
     return str(fixed_part(StorePath(path) if is_url(path) else PurePosixPath(path)))

@@ -92,7 +92,7 @@ class JobDocument:
         self._expand_shorthands()
 
     def underlay(self, section: str, keys: Mapping[str, Any], text: YamlText, source: str) -> None:
-        """Add to ``section`` those ``keys`` of another file that the section does not set."""
+        """Add ``keys`` from another file to ``section``, except for those that it already sets."""
         present = self.get((section,)) or {}
         self.data[section] = {**keys, **present}
         for path, line in text.lines.items():

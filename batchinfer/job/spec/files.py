@@ -69,7 +69,7 @@ def shipped_presets() -> tuple[str, ...]:
 
 
 def read_preset(preset: str, base_dir: Path) -> tuple[YamlText, str]:
-    """Read the keys of a preset; also return the preset's name for messages.
+    """Read a preset; return its keys, and the name that messages use for it.
 
     Args:
         preset: the name of a shipped preset, or a file relative to ``base_dir``.

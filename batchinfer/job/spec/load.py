@@ -108,8 +108,7 @@ def load_job(
 
     Args:
         overrides: assignments ``section.key=value`` with values in YAML, which override the file.
-        options: assignments from other command-line options, keyed by the option, which messages
-            name.
+        options: more assignments, keyed by the command-line option that each came from.
         variables: values for ``vars``.
         output: overrides ``output.path``; relative to the current directory.
         limit: overrides ``input.limit``.

@@ -63,7 +63,7 @@ def _check_place(key: str, path: str, stores: Collection[str] = ()) -> None:
     if match is None:
         return
     if "@" in path[match.end() :].partition("/")[0]:
-        raise ValueError(f"{key} holds credentials; give them in the environment instead")
+        raise ValueError(f"{key} contains credentials; set them in the environment instead")
     if match.group(1) in stores:
         return
     if match.group(1) in _PLANNED_STORES:
@@ -123,7 +123,7 @@ class ModelSpec(Section):
         return self
 
     def config(self, runner: Runner = "generate") -> ModelConfig:
-        """Select the keys that the model loader needs."""
+        """Return the keys that the model loader needs."""
         keys = (name for name in field_names(ModelConfig) if name != "runner")
         return ModelConfig(**{name: getattr(self, name) for name in keys}, runner=runner)
 
@@ -157,7 +157,7 @@ class InputSpec(Section):
     dictionaries of strings), and null if a file does not have the column; refuse columns without a
     common type, like string and number. JSON and JSON Lines files are always read with union."""
     encoding: Annotated[Text, AfterValidator(encoding_name)] = "utf-8"
-    """Encoding of CSV, JSON and JSON Lines files, by Python's name, like cp1252 or mac_roman."""
+    """Encoding of CSV, JSON and JSON Lines files, by its Python name, like cp1252 or mac_roman."""
     encoding_errors: Literal["strict", "replace"] = "strict"
     """What to do with bytes that are not valid in the encoding. strict: refuse the file, and name
     the line and the column. replace: read them as U+FFFD; summary.json and the report count the

@@ -22,7 +22,7 @@ _WRITTEN_WITH: Mapping[str, str] = {
     "tool_calls": "tool_calls",
     "prompt_logprobs": "prompt_logprobs",
 }
-"""Entry of ``JobSpec.written`` that each optional column needs."""
+"""Maps each optional column to the entry of ``JobSpec.written`` that adds it."""
 _NOT_OF_PAIRS = ("column", "template", "messages", "system", "token_ids_column", "tools_column")
 
 

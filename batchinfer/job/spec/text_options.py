@@ -10,10 +10,10 @@ from batchinfer.console.format import format_value, near_name, printable
 
 
 def encoding_name(name: str) -> str:
-    """Return Python's name for an encoding of text.
+    """Return Python's standard name for a text encoding.
 
     Raises:
-        ValueError: Python has no such encoding of text.
+        ValueError: Python has no such text encoding.
     """
     try:
         io.TextIOWrapper(io.BytesIO(), encoding=name)
@@ -27,7 +27,7 @@ def encoding_name(name: str) -> str:
 
 
 def delimiter_character(text: str) -> str:
-    """Return a delimiter unchanged.
+    """Check a delimiter, and return it unchanged.
 
     Raises:
         ValueError: the text is not a character that can separate cells.

@@ -38,7 +38,7 @@ _INTEGER_LIMIT = 2**64
 MAX_BYTES = 256 * 1024
 """Largest size of a file, in bytes."""
 MAX_CHARACTERS = 2 * MAX_BYTES
-"""Limit on the sum of characters and nodes after aliases are expanded."""
+"""Maximum total number of characters and nodes after aliases are expanded."""
 MAX_DEPTH = 32
 """Deepest nesting of lists and mappings."""
 
@@ -122,7 +122,7 @@ class YamlText:
 
     data: Any
     lines: Mapping[KeyPath, int]
-    """Line of each key and list item, from 1. Keys inside an alias have the lines of its anchor."""
+    """Line number of each key and list item. Keys inside an alias have the lines of its anchor."""
 
 
 def read_yaml(path: Path, source: str) -> YamlText:

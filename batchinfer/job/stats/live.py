@@ -63,7 +63,7 @@ class LiveRun:
     """Number of tokens that this run has drawn."""
     tokens_per_s: NonNegativeFloat = 0.0
     rows_done: NonNegativeFloat = 0.0
-    """Sum of ``rows_finished`` and the finished shares of running rows."""
+    """``rows_finished`` plus the finished fractions of running rows."""
     eta_s: NonNegativeFloat | None = None
     is_most: bool = False
     """True if ``eta_s`` is an upper bound that assumes ``max_tokens`` for every row."""

@@ -308,7 +308,7 @@ def _segment_rows(out: OutputDir) -> Iterator[pa.Table]:
 def _count(
     plan: Manifest, records: Sequence[PartRecord | None], segments: Sequence[pa.Table]
 ) -> tuple[int, int]:
-    """Return the numbers of done and failed rows in finished parts and segments."""
+    """Return how many rows of finished parts and segments are done, and how many of them failed."""
     done = errors = 0
     ids, failed_ids = [NO_ROWS], [NO_ROWS]
     for table in segments:
@@ -333,7 +333,7 @@ def _record(out: OutputDir, part: Part) -> PartRecord | None:
 
 
 def follow_status(out: OutputDir, every_s: float) -> None:
-    """Show the status until the job stops running or the user interrupts.
+    """Show the status until the job stops running or the user interrupts the command.
 
     On a terminal, redraw the table; elsewhere, print a line at each update.
 

@@ -27,10 +27,10 @@ _FOLDER = "content-hashes"
 
 
 def content_hash(path: Path, on_read: Callable[[int], object] | None = None) -> str:
-    """Return the SHA-256 of the SHA-256 hashes of a file's chunks of 16 MiB, in hex.
+    """Hash each 16 MiB chunk of a file with SHA-256; return the SHA-256 of these hashes in hex.
 
     Args:
-        on_read: called in this thread with the number of bytes of each chunk that was hashed.
+        on_read: called in this thread after a chunk was hashed, with its size in bytes.
 
     Raises:
         OSError: the file cannot be read.

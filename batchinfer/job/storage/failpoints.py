@@ -16,7 +16,7 @@ _times = count(1)
 
 
 def failpoint(name: str) -> None:
-    """Kill this process if the environment variable names this failpoint and the current visit."""
+    """Kill this process if the environment variable names this failpoint and count."""
     chosen, _, times = os.environ.get(VARIABLE, "").rpartition(":")
     if name == chosen and next(_times) == int(times):
         os.kill(os.getpid(), signal.SIGKILL)

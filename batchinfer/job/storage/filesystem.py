@@ -53,7 +53,7 @@ _ADVICE = {
 
 @dataclass(frozen=True, slots=True)
 class FileStat:
-    """Metadata of a file, known without reading it."""
+    """Metadata of a file, available without reading its content."""
 
     size: int
     mtime_ns: int
@@ -141,7 +141,7 @@ class Files(Protocol):
         ...
 
     def holds(self, directory: PurePath, path: str) -> bool:
-        """Return True if a folder holds a file that a job names, after resolving links."""
+        """Return True if a job's ``path`` is inside ``directory`` once links are resolved."""
         ...
 
 
@@ -298,8 +298,8 @@ def storage_errors(path: PurePath, verb: str = "write") -> Iterator[None]:
 def publish(files: Files, staged: PurePath, final: PurePath) -> None:
     """Move the finished file ``staged`` to ``final``; when this returns, it is on disk.
 
-    The failpoints are named after the folder of ``final``, with ``-staged``, ``-synced``,
-    ``-renamed`` or ``-durable`` at the end.
+    The failpoints have the name of the folder of ``final``, followed by ``-staged``, ``-synced``,
+    ``-renamed`` or ``-durable``.
 
     Raises:
         StorageError: the file system refuses.

@@ -184,7 +184,7 @@ def this_process(task: str = "") -> dict[str, int | float | str | None]:
 
 
 def _started(pid: int) -> float | None:
-    """Return when a process started, in seconds since the machine's start; None if it has ended.
+    """Return when a process started, in seconds since the machine booted; None if it has ended.
 
     The start time distinguishes processes that had the same id. In seconds since 1970, it would
     change whenever the clock is set.

@@ -32,7 +32,7 @@ EVERY_S = 5.0
 KEPT_BYTES = 1 << 18
 """Number of bytes to keep from the end of a log."""
 
-_TRIES = 5  # the lock keeps other runs from writing, so objects rarely change during a try
+_TRIES = 5  # the lock keeps other runs from writing, so objects rarely change meanwhile
 
 
 class StoreLog(io.RawIOBase):

@@ -68,7 +68,7 @@ class StoreLock:
         state: the lock's folder.
         clock: returns the time in seconds, to measure how long ago the store last answered.
         store_time: returns seconds since 1970 by the store's clock; None to ask the store.
-        name: the lock's object in ``state``, without ``.json``.
+        name: name of the lock's object in ``state``, without ``.json``.
         task: the holder's task if several processes write; "" if the holder writes alone.
     """
 

@@ -186,7 +186,7 @@ def test_invalid_filter_is_refused_without_reading_data(tmp_path: Path) -> None:
 
 
 def test_credentials_in_a_url_are_refused_and_not_repeated(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"input\.path holds credentials") as caught:
+    with pytest.raises(UsageError, match=r"input\.path contains credentials") as caught:
         load(tmp_path, MINIMAL.replace("prompts.parquet", "s3://key:secret@lake/x"))
     assert "secret" not in str(caught.value)
 
