@@ -6,7 +6,7 @@ model's steps: a ``forward`` pass (``attention``, ``cuda_graphs``), then ``sampl
 
 import logging
 
-# transformers imports torchao if it is installed. torchao then warns about torch, and about parts
-# of torchao that do not work on this machine. This package does not use these parts.
+# transformers imports torchao if it is installed. torchao then warns about the torch version and
+# about its own features that do not work on this machine. batchinfer does not use these features.
 for _name in ("torchao", "torch.utils._pytree"):
     logging.getLogger(_name).setLevel(logging.ERROR)

@@ -8,9 +8,9 @@ Two checks run on a loaded model. They compare results and never look at the fam
   example with a convolution, a recurrent state or a bias that depends on distance.
 * A shallow copy of the model is compared with transformers' forward pass, which uses its own
   attention and masks. This check finds, for example, families that apply a sliding window only in
-  the attention mask: paged attention makes no mask, so it would ignore the window. The prompt is
-  longer than the window. transformers computes the prompt in one pass; paged attention computes it
-  in chunks and a decode step.
+  the attention mask: paged attention makes no mask, so it would ignore the window. The copy's
+  windows are shorter than the prompt. transformers computes the prompt in one pass; paged attention
+  computes it in chunks and a decode step.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def check_attention(model: torch.nn.Module, layout: KVLayout) -> None:
     batch do not affect each other.
 
     Raises:
-        ModelError: names the family and the difference.
+        ModelError: a check fails. The message names the family and the difference.
     """
     config: Any = model.config
     try:
@@ -95,8 +95,8 @@ def _check_calls(layers: list[int], expected: list[int]) -> None:
 
 
 def _check_windows(windows: dict[int, int], config: Any) -> None:
-    """Check that each layer's window matches the layer's type and window in the config, which
-    decides how many blocks are kept for the layer."""
+    """Check that the window that each layer asks for matches the layer's type and window in the
+    config. The config decides how many blocks are kept for the layer."""
     kinds = getattr(config.get_text_config(), "layer_types", None) or ()
     num_layers = config.get_text_config().num_hidden_layers
     configured = layer_windows(text_config(config.to_dict()), num_layers)
@@ -124,7 +124,8 @@ def check_against_eager(
         latent: True if attention caches latents.
 
     Raises:
-        ModelError: names the family and the feature that paged attention does not support.
+        ModelError: the logits differ, or the copy cannot be run. The message names the family and,
+            if known, the feature that paged attention does not support.
     """
     family = f"models of the family {model.config.model_type!r} cannot be run"
     try:

@@ -31,7 +31,7 @@ def forward(
     body_outputs: list[Any] | None = None,
     images: ImageEmbeddings | None = None,
 ) -> torch.Tensor:
-    """Copy a step's blocks, and compute its logits.
+    """Copy and swap the blocks that a step lists, then compute its logits.
 
     Args:
         prev_token_ids: int64 token ids that the previous step sampled, on the pool's device;
@@ -80,11 +80,11 @@ def _inputs(
     model: Any, step: Step, token_ids: torch.Tensor, images: ImageEmbeddings | None
 ) -> tuple[dict[str, torch.Tensor], AbstractContextManager[None] | None]:
     """Return the model's arguments for token ids [T]: the ids, or their embeddings if the step has
-    images. Also return a context in which DeepStack changes the outputs of layers, if the model
-    uses it.
+    images. Also return a context manager in which DeepStack changes the outputs of layers, or None
+    if the model or the step does not use DeepStack.
 
-    Some models (Gemma 4) also have embeddings for each layer. There, image tokens have the
-    embeddings of the padding token.
+    Some models (Gemma 4) also look up a separate embedding of each token for every layer. For image
+    tokens, these are the embeddings of the padding token.
     """
     if not step.images:
         return {"input_ids": token_ids[None]}, None

@@ -106,10 +106,11 @@ def _allocate_host_blocks(blocks: torch.Tensor, num_blocks: int) -> list[torch.T
 
 
 def pinned_pieces(num_blocks: int, block_bytes: int) -> list[int]:
-    """Divide pinned memory, whose allocations torch rounds up to powers of two bytes.
+    """Divide blocks into pieces of pinned memory. torch rounds the size of each pinned allocation
+    up to a power of two.
 
     Returns:
-        The number of blocks in each piece. Rounding wastes less than a block in each piece.
+        The number of blocks in each piece. In each piece, rounding wastes less than a block.
     """
     pieces = []
     while num_blocks:

@@ -1,7 +1,8 @@
 """The KV pool: one tensor on the device.
 
-In block-major order, a block of all layers is contiguous, which suits copies and swaps. In
-layer-major order, the blocks of a layer are contiguous, so its attention reads fewer memory pages.
+In block-major order, a block's data for all layers is contiguous, which suits copies and swaps. In
+layer-major order, all blocks of a layer are contiguous, so a layer's attention reads fewer memory
+pages.
 """
 
 from __future__ import annotations
@@ -33,8 +34,9 @@ class KVCache:
     order ``[layer, slot, key or value, kv_head]``.
 
     For each KV head, a block is ``[token, width]``. The C kernels for a CPU use another order
-    (``kernels/cpu/kv_block_layout.h``). On a CUDA device, float8 values are ``[width, token]``
-    and must not be NaN (``kernels/fp8_decode_attention.py``), so such a pool is zeroed first.
+    (``kernels/cpu/kv_block_layout.h``). On a CUDA device, the values in a float8 pool are stored as
+    ``[width, token]`` and must not be NaN (``kernels/fp8_decode_attention.py``), so the pool is
+    zeroed first.
 
     A slot holds the layers of one layer group. Slots are flat rows of elements, because keys and
     values may differ in width. One additional slot, ``null_slot``, holds zeros and is never

@@ -177,8 +177,8 @@ def codes_kernel(method: str, dtype: torch.dtype) -> LinearKernel | None:
     """Return the C kernel that multiplies rows of ``dtype`` by quantized weights, if there is one.
 
     For int8 and int4 weights, the kernel rounds rows to int8. Sums are then exact, so every
-    processor gives the same bits. For float8 weights, the results have the same bits as those of
-    the C kernel without AMX tiles for the dequantized weight.
+    processor gives the same bits. For float8 weights, the kernel gives the same bits as the C
+    kernel without AMX tiles gives for the dequantized weight.
 
     Args:
         method: one of ``ON_CPU``.

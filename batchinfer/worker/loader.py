@@ -67,7 +67,7 @@ _EXPERT_STRIDES = (
 
 @dataclass(frozen=True)
 class ModelDescription:
-    """A model without its weights, as its folder describes it."""
+    """A model's description, read from its folder without loading weights."""
 
     folder: Path
     pretrained: PreTrainedConfig
@@ -83,7 +83,7 @@ class ModelDescription:
 
     @property
     def vocab_size(self) -> int:
-        """Number of rows of the embedding."""
+        """Number of rows of the token embedding."""
         return int(text_config(self.config)["vocab_size"])
 
     @property
@@ -255,8 +255,8 @@ def _load(
     quantization: str | None,
     num_bytes: int | None,
 ) -> torch.nn.Module:
-    """Load weight files of ``num_bytes`` bytes, or random weights if ``num_bytes`` is None. Layers
-    that were saved with the requested quantization stay quantized."""
+    """Load weight files of ``num_bytes`` bytes, or random weights if ``num_bytes`` is None. For
+    layers that were saved with the requested quantization, the saved codes are kept."""
     folder = description.folder
     with phase("loading the model", num_bytes or 0, "bytes") as loading:
         model = load_weights(

@@ -23,9 +23,9 @@ from batchinfer.worker.model.quantization import plain_tensors
 from batchinfer.worker.prompt_logprobs import SCORED_ROWS
 from batchinfer.worker.sampling.sampler import workspace_bytes
 
-# Numbers of tensors that exist at the same time at the widest point of a layer. Eight have the
-# hidden width: residual, normed, q, k, v, rotated q and k, attended. Three have the MLP width:
-# gate, up, and gate times up.
+# Largest numbers of tensors that exist at the same time in a layer. Eight have the hidden width:
+# residual, normed, q, k, v, rotated q and k, attended. Three have the MLP width: gate, up, and gate
+# times up.
 _HIDDEN_COPIES = 8
 _INNER_COPIES = 3
 # Copies of the logits: the head's output and, in some families, the scaled or capped logits.
@@ -155,7 +155,7 @@ class MemoryPlan:
     max_graph_tokens: int
     """Number of tokens in the largest step with a graph; 0 on a CPU."""
     available_bytes: int
-    """Memory of the device that all parts together may use."""
+    """Total memory of the device; on a CPU, the free memory plus the size of the weights."""
     num_host_blocks: int
     host_bytes: int
     """Size of the host's swap space. If the device is a CPU, the space takes no RAM before its
@@ -191,11 +191,10 @@ def fit_memory(
 
     The pool has ``num_kv_blocks`` blocks or ``kv_cache_memory`` bytes, if one of them is set.
     Otherwise, on a CUDA device, the engine may use the share ``gpu_memory_utilization`` of the
-    memory. The pool takes the part of this memory that weights, activations, logits and graphs do
-    not need. A CPU's pool is as large as ``max_num_seqs`` sequences of ``max_model_len`` tokens can
-    use, but takes at most a quarter of the free memory.
-    For a model without attention layers, the CPU's pool is twice as large: one half holds the
-    sequences' states, the other half holds snapshots.
+    memory, and the pool gets what weights, activations, logits and graphs leave of this share. A
+    CPU's pool is as large as ``max_num_seqs`` sequences of ``max_model_len`` tokens can use, but
+    takes at most a quarter of the free memory. For a model without attention layers, the CPU's pool
+    is twice as large: one half holds the sequences' states, the other half holds snapshots.
 
     Raises:
         DeviceError: the pool does not fit, or cannot hold one block and a recurrent state. The
@@ -354,9 +353,9 @@ def free_host_bytes() -> int:
 def return_freed_memory() -> None:
     """Return freed memory to the operating system, if the C library can (glibc).
 
-    Each thread that converts weights keeps memory that it has freed, and no other thread can use
-    it. After packing a dequantized model of 0.2 billion parameters, this memory was twice the size
-    of the model.
+    glibc keeps the memory that a thread has freed for this thread, so other threads cannot use it.
+    After several threads had packed a dequantized model of 0.2 billion parameters, the kept memory
+    was twice the size of the model.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:

@@ -1,8 +1,8 @@
-"""One attention function for transformers' own model classes, over the paged KV pool.
+"""The attention function that transformers' own model classes call, over the paged KV pool.
 
 The function is registered with transformers' ``AttentionInterface`` without a mask function, so
-transformers makes no mask. Models do not pass block tables and slots; the function reads them from
-the forward context, which is set during the model's call.
+transformers makes no mask. Models do not pass block tables and slot mappings. The function reads
+them from the forward context, which is set while the model runs.
 """
 
 from __future__ import annotations
@@ -37,10 +37,11 @@ ATTENTION_NAME = "batchinfer_paged"
 ATTENTION = "attention"
 """Key of the attention kernel in a run's table of kernels."""
 _CAUSAL_IN_FULL_ATTENTION = frozenset({"gemma4_text"})
-"""Language models in which layers with full attention are causal even within images. Layers with
-sliding windows may attend in both directions there."""
+"""Language models whose full-attention layers are causal even within images. Only their
+sliding-window layers let the tokens of an image attend in both directions."""
 
-# Arguments that would change the result, and that paged attention does not support.
+# Arguments that a model may pass and that would change the result, but that paged attention does
+# not support.
 _UNSUPPORTED = ("position_bias", "indices", "block_indices", "relative_attention_bias")
 
 
@@ -52,7 +53,7 @@ class AttentionBackend(Protocol):
     """Computes the attention of layers on one kind of device."""
 
     def begin_step(self, step: Step, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Set the step, and its arrays on the device, for the following calls to ``attend``."""
+        """Set the step, and its arrays on the device, that later calls to ``attend`` use."""
         ...
 
     def attend(self, layer: int, query: torch.Tensor, variant: AttentionVariant) -> torch.Tensor:
@@ -109,15 +110,16 @@ def _is_batch_invariant(kernel: LinearKernel | None) -> bool:
 
 @dataclass(frozen=True)
 class AttentionKernel:
-    """The name of the attention kernel. For a torch kernel, also why no C kernel is used."""
+    """The name of the attention kernel and, for a torch kernel, the reason why no C kernel is
+    used."""
 
     name: str
     why: str = ""
 
     @classmethod
     def of(cls, cache: KVCache, like: LinearKernel | None = None) -> AttentionKernel:
-        """Return the kernel that ``make_backend`` chooses. Other kernels may round a row's logits
-        differently."""
+        """Return the kernel of the backend that ``make_backend`` chooses. Each kernel may round a
+        row's logits differently."""
         pool = cache.pool
         if pool.is_cuda:
             return cls("Triton in a fixed order" if _is_batch_invariant(like) else "Triton")

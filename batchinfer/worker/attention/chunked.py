@@ -1,9 +1,10 @@
 """Attention within chunks, computed by a backend for plain causal attention.
 
-In Llama 4's chunked layers, a token sees the tokens of its own chunk (``attention_chunk_size``) up
-to itself. The step is therefore cut: the tokens of each chunk become a separate sequence, whose
-context and block table begin with the chunk. The results do not depend on where a context begins,
-because keys were rotated before they were stored.
+In Llama 4's chunked layers, a token attends only to itself and to the earlier tokens of its own
+chunk, which has ``attention_chunk_size`` tokens. For these layers, the step is cut at the chunk
+boundaries: the tokens of each chunk become a separate sequence, whose context and block table begin
+with the chunk. The cut does not change the results, because keys are rotated before they are
+stored.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ PlainAttention = CpuAttention | NativeAttention | CudaAttention
 
 
 class ChunkedAttention:
-    """Attends over the pool's blocks. Some layers attend only within chunks (``KVLayout.chunks``).
+    """Computes attention for a model in which some layers attend only within chunks
+    (``KVLayout.chunks``).
 
     Args:
         unchunked: the backend for layers without chunks.
@@ -34,7 +36,7 @@ class ChunkedAttention:
     """
 
     joins_layers = False
-    """False, because layers that run entirely in C would read the uncut step."""
+    """False, because layers that run entirely in C would read the step before it is cut."""
 
     def __init__(self, cache: KVCache, unchunked: PlainAttention, chunked: PlainAttention) -> None:
         self._cache, self._unchunked, self._chunked = cache, unchunked, chunked
@@ -51,7 +53,7 @@ class ChunkedAttention:
 
 
 class CapturedChunkedAttention(ChunkedAttention):
-    """Attention within chunks on a CUDA device, for steps with and without a graph."""
+    """``ChunkedAttention`` on a CUDA device, which can also be captured in a graph."""
 
     _unchunked: CudaAttention
     _chunked: CudaAttention
@@ -85,7 +87,8 @@ def crosses_chunks(step: Step, chunk: int) -> bool:
 def _within_chunks(
     tensors: Mapping[str, torch.Tensor], chunk: int, block_size: int
 ) -> dict[str, torch.Tensor]:
-    """Do the work of ``cut_at_chunks`` on the device, for a step that crosses no chunk boundary."""
+    """Do the work of ``cut_at_chunks`` on the device, for a step in which no sequence crosses a
+    chunk boundary."""
     begin = (tensors["context_lens"] - 1).clamp(min=0) // chunk * chunk
     columns = (begin // block_size)[:, None] + torch.arange(
         chunk // block_size, device=begin.device
@@ -103,16 +106,17 @@ def _within_chunks(
 
 
 def cut_at_chunks(step: Step, chunk: int, block_size: int) -> Step:
-    """Return a step in which each sequence sees only the chunk of the tokens that it computes.
+    """Return a step in which the context of each sequence is a single chunk.
 
     Args:
-        step: a sequence that computes tokens of several chunks is split into one sequence per
-            chunk.
+        step: the step to cut. A sequence that computes tokens of several chunks is split into one
+            sequence per chunk.
         chunk: tokens per chunk, a multiple of ``block_size``.
         block_size: tokens per block.
 
     Returns:
-        The same tokens, in the same order; each block table lists the blocks of one chunk.
+        A step with the same tokens in the same order. Each block table lists the blocks of one
+        chunk.
     """
     ends = step.context_lens.astype(np.int64)
     starts = ends - np.diff(step.query_starts)
@@ -138,8 +142,8 @@ def cut_at_chunks(step: Step, chunk: int, block_size: int) -> Step:
 
 
 def _shared_within(shared: SharedPrefixes | None, begin: np.ndarray) -> SharedPrefixes | None:
-    """Return the part of shared prefixes inside the sequences' chunks, which begin at ``begin``
-    [S]."""
+    """Return the part of the shared prefixes that lies within the sequences' chunks, which begin
+    at the positions ``begin`` [S]."""
     if shared is None:
         return None
     begins = begin[shared.order]

@@ -71,7 +71,8 @@ class CudaAttention:
 
     def _begin(self, tensors: Mapping[str, torch.Tensor], *, shares: bool, **bounds: int) -> None:
         self._tensors = tensors
-        # The kernels cannot hide the middle of a context from sequences that share a piece of it.
+        # With a prompt window, tokens do not see the positions between the prompt and the window.
+        # The kernels cannot hide these positions in pieces that sequences share.
         self._shares = shares and not any(self._cache.layout.prompt_windows)
         self._bounds: dict[str, Any] = dict(bounds)
         self._work: dict[_Kind, _Work] = {}
@@ -79,8 +80,8 @@ class CudaAttention:
         self._scan_work: Any = None
 
     def scan_work(self) -> Any:
-        """Return the step's chunks for recurrent layers, or None if these layers must compute token
-        by token."""
+        """Return the work list of the step's chunks for recurrent layers, or None if these layers
+        must compute token by token."""
         from batchinfer.kernels.chunk_scan import plan_scan
 
         if self._bounds["max_query_len"] <= 1:
@@ -261,7 +262,8 @@ class LatentCudaAttention(CudaAttention):
 
 
 def _planned_window(options: Mapping[str, Any]) -> int:
-    """Return the window of a work list; 0 if the window does not hide the prompt."""
+    """Return the window to plan a work list for: 0 (the whole context) if tokens also see the
+    prompt outside their window."""
     return int(options["sliding_window"]) if options["prompt_lens"] is None else 0
 
 

@@ -3,7 +3,8 @@
 DeepSeek-V2 (2024, arXiv:2405.04434, section 2.1) projects the keys and values of all heads from one
 latent ``c`` of a token: ``k_h = W_k,h c`` and ``v_h = W_v,h c``. Because ``<q_h, W_k,h c>`` equals
 ``<W_k,h^T q_h, c>``, queries can be projected instead of keys, and attention's output instead of
-values. For each token, the cache then holds one latent and one rotary key part for all heads.
+values. For each token, the cache then holds only a latent and the rotary part of the key, both of
+which all heads share.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ class LatentProjection(nn.Module):
     def values(self, attended: torch.Tensor) -> torch.Tensor:
         """Project attended latents [T, H, rank] to the heads' outputs, [T, H, value width]."""
         by_head = attended.transpose(0, 1).contiguous()
-        # For few tokens on a CPU, torch takes five times as long if the weight is transposed.
+        # For few tokens on a CPU, torch takes five times as long if the weight is transposed
+        # instead of the input.
         return torch.bmm(self._by_head[:, self._key_width :], by_head.mT).permute(2, 0, 1)
 
     @property

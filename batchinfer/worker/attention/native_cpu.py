@@ -28,8 +28,8 @@ class NativeAttention:
 
     Args:
         like: kernel of the model's linear layers. If it is a C kernel, attention uses the same
-            instruction set, so a single name says which instructions produce a row's bits.
-            Otherwise, attention uses the fastest instruction set.
+            instruction set, so that the name of one kernel identifies the instructions behind all
+            results. Otherwise, attention uses the fastest instruction set.
     """
 
     def __init__(self, cache: KVCache, like: LinearKernel | None = None) -> None:
@@ -38,8 +38,8 @@ class NativeAttention:
         self.kernel = cpu_attention.kernel_of(dtype, instructions_for(dtype, like))
         """Number of the C kernel."""
         self.joins_layers = dtype == cache.dtype and not any(cache.layout.prompt_windows)
-        """True if whole layers can run in C: the pool has the dtype that they compute in, and no
-        layer has a window that does not hide the prompt."""
+        """True if whole layers can run in C: the pool has the dtype that the layers compute in, and
+        no layer has a prompt window (``AttentionVariant.prompt_window``)."""
 
     def begin_step(self, step: Step, tensors: Mapping[str, torch.Tensor]) -> None:
         self._lens = [tensors[name].contiguous() for name in ("query_starts", "context_lens")]

@@ -1,8 +1,8 @@
 """Queries scaled by their position: the attention temperature of Llama 4.
 
 Llama 4's layers without rotary positions multiply queries by ``1 + s * log(1 + floor((p + 1) /
-f))`` (``attn_temperature_tuning``; arXiv:2501.19399). In transformers, p counts from the first
-token of the batch. In a packed row of many sequences, p must be the token's position in its
+f))`` (``attn_temperature_tuning``; arXiv:2501.19399). transformers counts p from the first token of
+a row. Here, a row packs the tokens of many sequences, so p must be the token's position in its own
 sequence.
 """
 

@@ -22,8 +22,8 @@ from batchinfer.worker.attention.variant import AttentionVariant
 from batchinfer.worker.kv_cache import KVCache
 
 _TILE_SIZES = (1, 16, 64)
-# Most bytes that a bucket gathers. More keys and values would leave the processor's cache before
-# they are used.
+# Largest number of bytes that a bucket gathers. Keys and values of a larger bucket would be evicted
+# from the processor's cache before they are used.
 _BUCKET_BYTES = 4 << 20
 # Overhead of a bucket, expressed as the number of bytes that can be gathered in the same time. A
 # new bucket that avoids less padding than this would save no time.
@@ -139,10 +139,11 @@ def _share_beside_sinks(
     scores: torch.Tensor,  # [R, Hkv, heads per KV head, Q, C], masked
     sinks: torch.Tensor,  # [Hq]
 ) -> torch.Tensor:  # [R * Hkv, heads per KV head * Q, 1] float32
-    """Return the share of the softmax that remains for the keys. A sink, which is one more logit
+    """Return the share of the softmax that remains for the keys. The sink, an additional logit
     without a value, takes the rest.
 
-    exp(lse) / (exp(lse) + exp(sink)) = sigmoid(lse - sink).
+    With the log-sum-exp ``lse`` of the scores, the share is exp(lse) / (exp(lse) + exp(sink)) =
+    sigmoid(lse - sink).
     """
     num_tiles, num_kv_heads, _, _, _ = scores.shape
     per_head = sinks.float().view(1, num_kv_heads, -1, 1)
@@ -217,8 +218,8 @@ def make_plan(
 ) -> Plan:
     """Cut the step's queries into buckets, for all layers of a group that have the same KV shape.
 
-    A window of 0 means that tokens see the whole context. A window does not hide the first
-    ``prompt_lens`` positions of the sequences.
+    A window of 0 means that tokens see their whole context. If ``prompt_lens`` is given, tokens
+    also see the first ``prompt_lens`` positions of their sequence, outside the window.
     """
     tiles = _tiles(step, cache.layout.block_size, 0 if prompt_lens is not None else sliding_window)
     token_bytes = cache.shape(layer).elements * cache.pool.element_size()
@@ -352,8 +353,8 @@ def _gather_rows(
 
 
 def _stale_values(tiles: _Tiles, columns: Ints, num_kv_heads: int, block_size: int) -> torch.Tensor:
-    """Return the rows of values between the end of each context and the end of its last block. They
-    may hold stale NaN."""
+    """Return the rows of values between the end of each context and the end of its last block.
+    These rows may hold stale NaN."""
     end = tiles.end[:, None]
     block_end = -(-end // block_size) * block_size
     tile, column = np.nonzero((columns >= end) & (columns < block_end))

@@ -19,7 +19,7 @@ class AttentionVariant:
     softcap: float = 0.0
     """The limit c: each score becomes ``c * tanh(score / c)``; 0: scores stay unchanged."""
     sinks: torch.Tensor | None = None
-    """[Hq] one more logit for each head, which has no value (gpt-oss)."""
+    """[Hq] an additional logit for each head, without a value (gpt-oss)."""
     ignores_query_ends: bool = False
     """True if no token attends to later tokens, even where ``Step.query_ends`` lets the tokens of
     an image do so."""

@@ -10,7 +10,8 @@ import torch
 
 from batchinfer.worker.oom import is_out_of_memory
 
-# Integer types, keyed by bytes per element. They replace bfloat16, which NumPy does not have.
+# Integer types, keyed by bytes per element. They stand in for floating-point types, because NumPy
+# has no bfloat16.
 _INTEGERS = {2: "<i2", 4: "<i4"}
 
 Run = Callable[[], tuple[torch.Tensor, ...]]
@@ -20,13 +21,13 @@ contents of its inputs."""
 
 
 class CaptureRefusedError(RuntimeError):
-    """CUDA has refused to end a capture, because of an operation in it."""
+    """CUDA refused to end a capture because of an operation in the captured computation."""
 
 
 class CudaCapture:
     """Captures computations on the current device, and returns functions that repeat them.
 
-    All graphs use the same memory, one after the other: results are valid until the next replay.
+    All graphs use the same memory, so results are valid only until the next replay of any graph.
     """
 
     def __init__(self) -> None:
@@ -75,10 +76,11 @@ def _has_ended(graph: torch.cuda.CUDAGraph) -> bool:
 
 
 def _end_allocation(pool: tuple[int, int]) -> None:
-    """End the allocation of a capture's memory, as torch does after a capture that ends.
+    """Tell torch's allocator that a capture is over, as torch itself does after a capture that CUDA
+    ends.
 
-    Otherwise, torch's allocator would regard the capture as under way until the process ends: it
-    would neither return unused memory, nor free it when the device's memory is full.
+    Otherwise, the allocator would treat the capture as in progress for the rest of the process: it
+    would not release any unused memory, even when the device's memory is full.
     """
     device = torch.cuda.current_device()
     with suppress(RuntimeError):  # the allocation may not have begun
@@ -100,5 +102,6 @@ class _Memory:
 
 
 def _alias(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a view that does not own its memory, so that other graphs of the pool can use it."""
+    """Return a view that does not own its memory, so that other graphs in the pool can reuse the
+    memory."""
     return torch.as_tensor(_Memory(tensor), device=tensor.device).view(tensor.dtype)

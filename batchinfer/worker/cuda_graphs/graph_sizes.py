@@ -2,9 +2,9 @@
 
 Up to about 128 tokens, padding costs nothing, because reading the weights takes longer than the
 arithmetic. Above that, each size is an eighth to a quarter larger than the one before. In a mixed
-step, a padding sequence costs only a row of logits, so numbers of sequences have a coarser spacing
-than numbers of tokens. In nine simulated jobs with 32 to 1,024 sequences, 0 to 10 % of the computed
-tokens were padding, and 96 to 100 % of the steps fit one of the sizes.
+step, a padding sequence costs only a row of logits, so the numbers of sequences are spaced farther
+apart than the numbers of tokens. In nine simulated jobs with 32 to 1,024 sequences, 0 to 10 % of
+the computed tokens were padding, and 96 to 100 % of the steps fit one of the sizes.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ launch its kernels."""
 _DECODE_STEPS = ((64, 32), (256, 64))
 _SMALL_TOKENS = (16, 32, 64, 128)
 _SIZES_PER_OCTAVE = 4
-# There is no size between this number of tokens and the largest step. Such steps are rare, because
-# the scheduler fills the largest step while prompts wait. They also gain little from a graph,
-# because the device takes longer to run them than the host takes to launch them.
+# There is no size between this number of tokens and the largest step. Steps in this range are rare,
+# because the scheduler fills steps to the largest size while prompts wait. They also gain little
+# from a graph, because the device takes longer to run them than the host takes to launch them.
 _DENSE_TOKENS = 4096
 _SEQUENCES_RATIO = 4
-# In a small model, computing a row of logits takes about as long as a token's layers, so only few
-# rows may be padding.
+# In a small model, computing a row of logits takes about as long as running a token through the
+# layers, so only a few rows may be padding.
 _MAX_TOKENS_PER_SEQUENCE = 64
 _MOST_PADDED = 1.25
 # These limits allow more chunks than any step of the simulated jobs had. At most half of a launch's
@@ -48,8 +48,8 @@ class GraphSize(NamedTuple):
 
     @property
     def max_chunks(self) -> int:
-        """Largest number of a step's sequences that compute several tokens. Attention is launched
-        for this number of chunks, and each unused program costs a little time."""
+        """Largest number of sequences in the step that may compute several tokens. Attention is
+        launched for this number of chunks, and each unused program costs a little time."""
         if self.kind != "mixed":
             return 0
         return min(self.sequences, max(_CHUNKS, self.tokens // _TOKENS_PER_CHUNK))

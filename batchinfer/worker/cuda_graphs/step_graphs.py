@@ -2,8 +2,8 @@
 
 Steps of one size run the same kernels; only the contents of their arrays differ. For each of a few
 sizes, one step is captured, with arrays at fixed addresses, and replayed for every step that fits.
-A graph freezes the values that Python passes to kernels, so these depend only on the size and the
-model. Kernels read lengths, tables and tokens on the device.
+A graph freezes the values that Python passes to kernels, so these values may depend only on the
+size and the model. Kernels read lengths, block tables and tokens from device memory.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ from batchinfer.worker.oom import raise_out_of_memory
 
 _SECONDS_PER_LINE = 5.0
 _MOST_REFUSED = 2
-"""Number of captures that CUDA may refuse before no more are tried. All sizes run the same kind of
-operations, and each refused capture keeps memory."""
+"""Number of refused captures after which no more are tried. All sizes run the same operations, so
+CUDA would probably refuse the rest too, and each refused capture leaks memory."""
 
 
 class StepGraphs:
     """CUDA graphs of a model's steps, one per size; none before ``capture_all``.
 
-    If a model's forward pass waits for the device, as in some mixtures of experts, the model gets
-    no graphs. If CUDA refuses two captures, no more are tried. Any other failure costs only the
-    graph of one size. Steps without a graph use the next larger graph, or launch kernels one by
-    one.
+    If a model's forward pass waits for the device, as in some mixture-of-experts models, the model
+    gets no graphs. If CUDA refuses two captures, no more are tried. After any other failure, only
+    the graph of that size is missing. A step whose size has no graph uses the next larger graph, or
+    launches its kernels one by one.
 
     Args:
         model: called as in ``forward``.

@@ -43,12 +43,12 @@ class StepInputs:
     addresses.
 
     Args:
-        largest: a size at least as large as every other size.
+        largest: the largest number of tokens and of sequences among all sizes.
         max_blocks: largest number of blocks of a sequence.
-        num_groups: number of layer groups. Each has its own slots and tables. A model without
-            attention layers has one group, whose tables have no columns.
-        num_adapters: number of the model's adapters; if not 0, every step lists the tokens of each
-            adapter.
+        num_groups: number of layer groups. Each group has its own slot mapping and block tables. A
+            model without attention layers has one group, whose tables have no columns.
+        num_adapters: number of the model's adapters. If it is not 0, the arrays of every step
+            include the tokens of each adapter.
         slots_per_state: slots of a sequence's recurrent state.
     """
 
@@ -78,7 +78,8 @@ class StepInputs:
         )
 
     def load(self, step: Step, size: GraphSize, prev_token_ids: torch.Tensor | None) -> None:
-        """Start copying a step's arrays, padded to a size, and the previous samples that it needs.
+        """Start copying a step's arrays, padded to a size, and the previous samples that the step
+        needs.
 
         Args:
             prev_token_ids: int64 token ids that the previous step sampled;
@@ -131,8 +132,8 @@ class StepInputs:
         return self._bytes[self._places(size)["packed_tables"].offset :].view(torch.int32)
 
     def _places(self, size: GraphSize) -> dict[str, _Place]:
-        """Return the places of the arrays of a step of this size in the buffer. Tables have only an
-        offset, because their length varies."""
+        """Return where the buffer holds each array of a step of this size. Packed block tables have
+        only an offset, because their length varies."""
         tokens, sequences = (size.tokens,), (size.sequences,)
         shapes: tuple[tuple[str, tuple[int, ...], np.dtype[Any]], ...] = (
             ("token_ids", tokens, _INT64),

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# Operations that return a result on the host, or a result with a size that depends on device data.
+# Operations whose result is on the host, or has a size that depends on data on the device.
 _WAITS = frozenset(
     [
         *("_local_scalar_dense", "allclose", "equal", "is_nonzero", "item"),
@@ -17,8 +17,9 @@ _WAITS = frozenset(
         *("_unique2", "unique_consecutive", "unique_dim"),
     ]
 )
-# Major compute capabilities for which torch has a kernel that multiplies all experts, in bfloat16.
-# Otherwise, torch reads the experts' numbers of rows on the host, and multiplies them one by one.
+# Major compute capabilities for which torch has a bfloat16 kernel that multiplies all experts.
+# Otherwise, torch reads each expert's number of rows on the host, and multiplies the experts one by
+# one.
 _GROUPED_MM_MAJORS = (9, 10)
 _SYNC_ERROR = "called a synchronizing CUDA operation"
 
@@ -28,7 +29,7 @@ class WaitsForDeviceError(Exception):
 
 
 def run_without_waits(run: Callable[[], object]) -> None:
-    """Run a computation that is to be captured.
+    """Run a computation that will be captured, and check that it does not wait for the device.
 
     Raises:
         WaitsForDeviceError: the computation makes the host wait for the device.
@@ -42,7 +43,8 @@ def run_without_waits(run: Callable[[], object]) -> None:
 
 @contextmanager
 def _waits_raise() -> Iterator[None]:
-    """Let torch itself report waits, because ``SyncWatch`` cannot see inside of an operation."""
+    """Make torch raise an error when an operation waits for the device, because ``SyncWatch``
+    cannot see inside an operation."""
     if not torch.cuda.is_available():
         yield
         return
@@ -99,7 +101,7 @@ def _is_grouped_mm_captured(rows: torch.Tensor) -> bool:
 
 
 def _are_on_device(args: Any) -> bool:
-    """Return true if an argument is on a CUDA device. Reading memory of the host is no wait."""
+    """Return true if an argument is on a CUDA device. Reading host memory does not wait."""
     return any(isinstance(value, torch.Tensor) and value.is_cuda for value in args)
 
 
@@ -116,8 +118,8 @@ def _comes_to_host(args: Any, result: Any) -> bool:
 
 
 def _leaves_pageable_memory(name: str, args: Any, result: Any) -> bool:
-    """Return true if the operation copies from pageable memory to the device, for which CUDA waits
-    for the stream. Copies that ``torch.tensor`` makes are not detected."""
+    """Return true if the operation copies from pageable memory to the device, which makes the host
+    wait for the stream. Copies that ``torch.tensor`` makes are not detected."""
     if name not in ("copy_", "to", "_to_copy") or result.device.type == "cpu":
         return False
     source = args[1] if name == "copy_" else args[0]

@@ -1,1 +1,1 @@
-"""Loads encoders, which read whole texts, runs them on packed texts, and pools hidden states."""
+"""Loads encoders, runs them on whole texts packed into one row, and pools their hidden states."""

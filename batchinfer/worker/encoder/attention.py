@@ -1,12 +1,12 @@
-"""Attention within each sequence of a packed row, bidirectional or causal, for encoders.
+"""Attention for encoders, bidirectional or causal, within each sequence of a packed row.
 
 The function is registered with transformers' ``AttentionInterface``, without a mask function, so
 transformers makes no mask. Neighboring sequences of equal length form one batch for torch's
-attention, without padding. Steps are sorted by length, so there are few batches.
+attention, without padding. The sequences of a step are sorted by length, so there are few batches.
 
 MPNet's attention adds a bias that depends on the distance between tokens (Song et al. 2020,
-arXiv:2004.09297). transformers' class calls no attention function, so subclasses replace its
-methods.
+arXiv:2004.09297). transformers' MPNet classes do not use ``AttentionInterface``, so subclasses
+override their methods.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from batchinfer.worker.attention.attention import UnsupportedAttentionError
 ENCODER_ATTENTION = "batchinfer_encoder"
 
 _UNSUPPORTED = ("position_bias", "softcap", "s_aux", "relative_attention_bias")
-"""Arguments that would change the result and are not implemented here."""
+"""Arguments that would change the result, but that this attention does not implement."""
 
 Runs = Sequence[tuple[int, int, int]]
 """Runs of sequences of equal length, as in ``EncoderStep.runs``."""
@@ -49,7 +49,7 @@ def packed_sequences(runs: Runs, *, causal: bool = False) -> Iterator[None]:
 
 
 def current_runs() -> Runs:
-    """Return the sequences of the packed row.
+    """Return the runs of equally long sequences in the packed row.
 
     Raises:
         LookupError: the call is not inside ``packed_sequences``.
@@ -72,8 +72,8 @@ def encoder_attention_forward(
     the attention weights.
 
     Args:
-        sliding_window: tokens attend only to tokens at a smaller distance than this; None: to all
-            tokens.
+        sliding_window: tokens attend only to tokens that are fewer than this many positions away;
+            None: to all tokens.
 
     Raises:
         UnsupportedAttentionError: the model passes a mask, a bias or changed scores.
@@ -174,8 +174,8 @@ class _PackedMPNetEncoder(MPNetEncoder):  # type: ignore[misc]
 
 
 def pack_mpnet(body: PreTrainedModel) -> None:
-    """Make the layers of an MPNet model compute each sequence of a packed row separately. Names of
-    weights stay the same, and other families are not changed."""
+    """Make the layers of an MPNet model compute each sequence of a packed row separately. Weights
+    keep their names. Models of other families are not changed."""
     for module in body.modules():
         if type(module) is MPNetSelfAttention:
             module.__class__ = _PackedMPNetAttention

@@ -1,4 +1,4 @@
-"""Reads an encoder's config, longest text and dtype from its folder, without its weights."""
+"""Reads an encoder's config, maximum text length and dtype from its folder, not its weights."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from batchinfer.worker.model.weights import choose_dtype
 
 @dataclass(frozen=True)
 class EncoderDescription:
-    """An encoder without its weights, as its folder describes it."""
+    """An encoder's description, read from its folder without loading weights."""
 
     folder: Path
     pretrained: PreTrainedConfig
@@ -41,7 +41,7 @@ class EncoderDescription:
 
     @property
     def vocab_size(self) -> int:
-        """Number of rows of the embedding."""
+        """Number of rows of the token embedding."""
         return int(text_config(self.config)["vocab_size"])
 
 
@@ -64,7 +64,7 @@ def describe_encoder(model: ModelConfig, *, weights_too: bool = False) -> Encode
         weights_too: fetch the weight files and check their headers.
 
     Raises:
-        ModelError: names the file or the key.
+        ModelError: the model cannot be run as an encoder. The message names the file or the key.
     """
     folder = _folder(model, ALL_FILES if weights_too else CONFIG_FILES)
     pretrained = _config(folder)

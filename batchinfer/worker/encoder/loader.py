@@ -58,7 +58,8 @@ class Encoder:
 
     def __init__(self, body: PreTrainedModel, offset: int, *, causal: bool = False) -> None:
         self.body, self._offset, self.causal = body, offset, causal
-        # GPT-2 has no segment embeddings: if segments were passed, it would add token embeddings.
+        # GPT-2 has no segment embeddings. If it received segments, it would use them as token ids
+        # and add the embeddings of these tokens.
         self._num_segments = int(getattr(body.config, "type_vocab_size", 0) or 0)
         self._takes_segments = (
             self._num_segments > 1

@@ -28,7 +28,8 @@ from batchinfer.worker.linear_kernels import LinearKernel
 from batchinfer.worker.verify import Swap, swap_verified
 
 TOLERANCE = 0.05
-"""Tolerance for hidden states: far above rounding errors, far below the effect of other texts."""
+"""Tolerance for hidden states: far above rounding errors, but far below the difference that
+appears if texts in a packed row affect each other."""
 _ACTIVATIONS: dict[type[nn.Module], str] = {
     GELUActivation: "gelu",
     GELUTanh: "gelu_tanh",
@@ -150,7 +151,8 @@ def _parts_of_all(child: nn.Module, kernel: LinearKernel, dtype: torch.dtype) ->
 
 
 def _parts(layer: Any) -> _Parts | None:
-    """Return the parts of a layer of BERT, of a family derived from it, or of DistilBERT."""
+    """Return the parts of a layer of BERT, of a family derived from BERT, or of DistilBERT; None
+    for any other layer."""
     try:
         if hasattr(layer, "ffn"):
             attention, mlp = layer.attention, layer.ffn

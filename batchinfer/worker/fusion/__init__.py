@@ -1,1 +1,1 @@
-"""Replaces modules and layers with faster modules that have the same results."""
+"""Replaces modules and layers with faster modules that compute the same results."""

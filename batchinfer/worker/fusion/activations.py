@@ -1,8 +1,8 @@
 """Activations on a CPU whose bits do not depend on the other rows of a step.
 
 torch computes activations with vector instructions, except for the last few elements of each
-thread's part. These differ in their last bits, and which elements they are depends on the number of
-rows and of threads.
+thread's share, which may get different last bits. Which elements these are depends on the number of
+rows and on the number of threads.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Replaces a model's attention, MLPs and norms with fused modules that compute the same results.
 
-Candidates are found by the names of their submodules, and accepted if their results are right. The
-model runs once on four tokens between its first and its last position. Each candidate is copied to
-float32, so that rounding does not hide differences. Its fused module must give the same results for
-the candidate's recorded input: unchanged, scaled down, and scaled up far enough to show clipping.
-Modules whose results differ are not replaced, so an unknown family runs as in transformers.
+A module is a candidate if its submodules have the expected names. To record the candidates' inputs,
+the model runs once on four tokens, at positions from its first to its last. Each candidate is
+copied to float32, so that rounding does not hide differences. The fused module must give the same
+results as the copy for the recorded input: unchanged, scaled down, and scaled up far enough to show
+clipping. Otherwise, the candidate is not replaced, so an unknown family runs as in transformers.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def fuse(
 
 
 class _ModuleFusion:
-    """Recorded calls to a model's modules, with which fused modules are tested."""
+    """Tests fused modules on recorded calls to a model's modules."""
 
     def __init__(self, model: nn.Module, layout: KVLayout, max_model_len: int) -> None:
         assert layout.block_size >= len(_TOKENS)
@@ -95,7 +95,8 @@ class _ModuleFusion:
         """The first error of a fused module, keyed by the class that it would replace."""
 
     def fuse_children(self, parent: nn.Module) -> None:
-        """Try an outer module before its children, because a fused module replaces these too."""
+        """Replace modules inside ``parent``. An outer module is tried before its children, because
+        a fused module replaces the children too."""
         for name, child in list(parent.named_children()):
             fused = self._fused(child)
             if fused is None:
@@ -118,7 +119,7 @@ class _ModuleFusion:
                 same = all(self._agree(original, candidate, call, scale) for scale in _SCALES)
             except torch.OutOfMemoryError:
                 raise
-            except Exception as error:  # also if the module is called in another way
+            except Exception as error:  # for example, if the call has unexpected arguments
                 self._note(module, error)
                 continue
             if same:
@@ -139,7 +140,7 @@ class _ModuleFusion:
                     return False
             except torch.OutOfMemoryError:
                 raise
-            except Exception as error:  # also if the layer is called with other arguments
+            except Exception as error:  # for example, if the call has unexpected arguments
                 self._note(layer, error)
                 return False
         return True
@@ -156,8 +157,8 @@ class _ModuleFusion:
         )
 
     def _results(self, module: nn.Module, call: ModuleCall, scale: float) -> list[torch.Tensor]:
-        """Run a float32 module on the scaled input of a call. Returns its output, and for attention
-        also queries, keys and values."""
+        """Run a float32 module on the scaled input of a call. Return its output and, for attention,
+        also its queries, keys and values."""
         arguments, options = _scaled(call, scale)
         attention = AttentionRecorder(self._float32.backend)
         with self._float32.in_forward(attention):
@@ -236,7 +237,7 @@ def _is_norm(module: Any) -> bool:
 
 
 def fused_line(model: nn.Module) -> str:
-    """Return a line with the number of fused modules of each kind, for the log."""
+    """Return a log line with the number of fused modules of each kind."""
     kinds = {
         FusedAttention: "attention",
         FusedGatedMLP: "gated MLP",

@@ -3,9 +3,9 @@
 Each module replaces a module of transformers and takes the same arguments. The modules do not suit
 all families, so ``fuse`` compares each with the original.
 
-A layer with Llama's structure ends its attention (or recurrence) and its MLP with ``residual + x @
-weight.T``. A matrix multiplication can do such an addition at no cost. Per layer, this saves two
-kernel launches, each of which would read two tensors and write one.
+In a layer with Llama's structure, both the attention (or recurrence) and the MLP end with
+``residual + x @ weight.T``. A matrix multiplication can include such an addition at no cost. In
+each layer, this saves two kernel launches, each of which would read two tensors and write one.
 """
 
 from __future__ import annotations

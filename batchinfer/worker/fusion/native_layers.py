@@ -258,8 +258,8 @@ def join_native_layers(model: nn.Module, layout: KVLayout) -> None:
 
 
 def decoder_layers_of(model: nn.Module) -> list[nn.Module]:
-    """Return a model's decoder layers, even if they are joined; an empty list if it does not list
-    them."""
+    """Return a model's decoder layers, even if they are joined; an empty list if the model's body
+    has no ``layers``."""
     return [*layers_of(getattr(body_of(model), "layers", nn.ModuleList()))]
 
 

@@ -41,7 +41,7 @@ _EXPLANATIONS = {"_grouped_mm": " (all experts of a layer at once)"}
 def check_batch_invariance(
     model: torch.nn.Module, layout: KVLayout, kernel: LinearKernel | None = None
 ) -> None:
-    """Compare a sequence's logits alone, in a batch and in chunks.
+    """Check that a sequence gets the same logits alone, in a batch and in chunks.
 
     Args:
         layout: KV layout of the pool that the model will run over.
@@ -114,7 +114,7 @@ class _BatchDependentOperations(TorchDispatchMode):
             func.is_view
             or torch.Tag.pointwise in func.tags
             or name in _COPIES | _ONE_BLOCK_PER_ROW
-            # A product over one column sums nothing.
+            # A product with an inner dimension of 1 sums nothing.
             or (name in _MATMULS and args[0].shape[-1] == 1)
         )
         if not is_invariant:

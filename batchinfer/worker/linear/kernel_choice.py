@@ -45,8 +45,8 @@ _ROWS = (64, 256)
 """Numbers of rows in a typical decode step, and in a typical prompt step."""
 _ROUNDS = 3
 _MAX_TIMED_ELEMENTS = 1 << 19
-"""Number of elements that larger weights are cut to, in whole outputs, before they are timed. 64
-rows then take half a millisecond."""
+"""Largest number of weight elements that are timed. A larger weight is timed with fewer outputs.
+Multiplying 64 rows then takes at most about half a millisecond."""
 _DTYPE_NAMES = "model.dtype: float32 or bfloat16"
 
 
@@ -97,8 +97,8 @@ def choose_kernel(
     """Choose the kernel for the weights of a model on the CPU.
 
     Raises:
-        DeviceError: this machine has no kernel of the required kind, no batch-invariant kernel, or
-            not the kernel of a deterministic job's earlier runs.
+        DeviceError: this machine lacks a kernel of the required kind, a batch-invariant kernel, or
+            the kernel that a deterministic job's earlier runs used.
     """
     with phase("compiling kernels"):  # compiles only the first time on a machine
         kernels = _allowed(linear_kernels(dtype), dtype, required)
@@ -222,8 +222,8 @@ def time_kernels(
     """Return the speed of each kernel for a model's linear layers, in GFLOP/s, keyed by kernel
     name.
 
-    Measures the processor time of one thread. Wall time, and the time of several threads, also
-    depend on other processes, and once made a slower kernel win. Results are cached.
+    Measures the processor time of one thread. Wall time and the time of several threads also depend
+    on other processes, which once made a slower kernel win. Results are cached.
 
     Args:
         shapes: number of linear layers, keyed by shape.

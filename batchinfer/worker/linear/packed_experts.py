@@ -1,10 +1,10 @@
 """Mixture-of-experts layers with packed weights, on a CPU.
 
 All rows of an expert are multiplied at once, as in transformers' ``integrations/moe.py``
-(``grouped_mm_experts_forward``). In transformers, however, BLAS rearranges weights in every step
-and multiplies only floating-point numbers. This module also sums the outputs of a token's experts
-in a fixed order in float32, so the token's bits do not depend on other tokens if the kernel is
-batch-invariant.
+(``grouped_mm_experts_forward``). Unlike transformers, this module packs the weights only once, and
+they may be quantized: in transformers, BLAS rearranges the weights in every step and supports only
+floating-point weights. This module also sums the outputs of a token's experts in a fixed order in
+float32, so the token's bits do not depend on other tokens if the kernel is batch-invariant.
 """
 
 from __future__ import annotations

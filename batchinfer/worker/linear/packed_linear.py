@@ -1,10 +1,10 @@
 """Linear layers whose weights are packed once, in the layout that the kernel reads.
 
 In ``torch.nn.functional.linear``, oneDNN or BLAS rearranges the weight in every call. On a
-processor with AVX-512, oneDNN with a packed weight is 1.3 to 2.4 times as fast. This project's C
-kernel is up to 1.7 times as fast as packed oneDNN at 8 to 32 rows, and equally fast at 64 rows.
-Because processors differ, ``kernel_choice`` times the kernels. On a CUDA device most weights keep
-their layout, and only the kernel differs.
+processor with AVX-512, oneDNN is 1.3 to 2.4 times as fast if the weight is packed once. This
+project's C kernel is up to 1.7 times as fast as packed oneDNN at 8 to 32 rows, and equally fast at
+64 rows. Because processors differ, ``kernel_choice`` times the kernels. On a CUDA device, most
+weights keep their layout, and only the kernel differs.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class PackedLinear(nn.Module):
         weight = linear.weight.detach()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.bias = None if linear.bias is None else linear.bias.detach()
-        # Model code may read the weight's shape and dtype. The tensor takes no memory if the weight
-        # is packed.
+        # Model code may read the weight's shape and dtype. If the weight is packed, a meta tensor
+        # provides them without taking memory.
         self.weight = torch.empty_like(weight, device="meta") if kernel.copies else linear.weight
         self.kernel = kernel
         self.packed = packed or kernel.pack(weight)

@@ -136,8 +136,8 @@ def keep_prequantized(
 
 
 def _reader(weight: Quantized, kinds: Kinds, loaded: torch.Tensor) -> ReadCodes | None:
-    """Return a function that reads a saved weight's codes, if the codes have one of the types
-    ``kinds`` and dequantize to ``loaded``."""
+    """Return a function that reads a saved weight's codes. Return None if the codes have none of
+    the types ``kinds``, or do not dequantize to ``loaded``."""
 
     def read() -> Any:
         low_bit = weight.read_low_bit()
@@ -227,9 +227,11 @@ def as_codes(weight: LowBitCodes) -> Codes | None:
 
 
 def _from_table(weight: TableWeight) -> Int4Weight | None:
-    """Convert a weight with a lookup table. If all entries of the table are multiples of the
-    smallest nonzero entry, the integer table is exact; otherwise, scale the largest entry to 127,
-    and round."""
+    """Convert a weight with a lookup table to one with a table of int8 numbers.
+
+    The new table is exact if all entries are small multiples of the smallest nonzero entry.
+    Otherwise, the entries are scaled so that the largest becomes 127, and rounded.
+    """
     size = weight.codes.shape[1] // weight.scales.shape[1]
     sizes = weight.table.abs()
     if not can_group(size) or not sizes.max() > 0:

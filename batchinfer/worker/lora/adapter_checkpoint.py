@@ -112,7 +112,7 @@ class LoraConfig:
 
     def _names(self, wanted: Any, name: str) -> bool:
         """Return True if ``wanted`` matches a layer's name. ``wanted`` is a pattern for the whole
-        name, or a list of last parts of names."""
+        name, or a list of names without the first parts, such as ``["q_proj", "mlp.up_proj"]``."""
         if isinstance(wanted, str):
             return _match_with_timeout(f"(?:{wanted})$", name) is not None
         ends = wanted if isinstance(wanted, list) else []
@@ -133,8 +133,8 @@ class LoraConfig:
         return False
 
     def _number(self, module: str, patterns: str, key: str, default: int) -> float:
-        """Return a layer's number: the value of the first pattern in the mapping ``patterns`` that
-        matches the end of the layer's name, else the value of ``key``."""
+        """Return a layer's rank or alpha: the value of the first pattern in the mapping
+        ``patterns`` that matches the end of the layer's name, or else the value of ``key``."""
         number: Any = self._values.get(key, default)
         by_pattern = self._values.get(patterns) or {}
         if not isinstance(by_pattern, Mapping):
@@ -165,7 +165,7 @@ class Linears:
     """The linear layers of the model that an adapter was trained on."""
 
     shapes: Mapping[str, tuple[int, int]]
-    """Each layer's numbers of inputs and of outputs, keyed by the layer's name."""
+    """Each layer's ``in_features`` and ``out_features``, keyed by the layer's name."""
     head: str
     """Name of the output head."""
     body: str

@@ -27,7 +27,7 @@ def resolve_folder(
     *,
     key: str = "model.name",
 ) -> Path:
-    """Return the model's folder: ``name`` itself, or the folder of a download from the hub.
+    """Return the model's folder: ``name`` itself, or the folder that it was downloaded to.
 
     Args:
         revision: revision of the hub's repository.
@@ -164,7 +164,7 @@ def weight_files(folder: Path) -> list[str]:
 
 
 def check_file(path: Path) -> dict[str, str]:
-    """Compare the size of a safetensors file with its header.
+    """Check that a safetensors file has the size that its header states.
 
     Returns:
         The tensors' dtypes as safetensors writes them, keyed by tensor name.

@@ -1,8 +1,8 @@
 """Checks the values of a config.json before a model is built from them.
 
-The values determine the length of loops and the size of allocations. This module therefore limits
-sizes, far above those of any model. transformers, and the comparison with the weights' shapes,
-check the other values.
+The values determine how long loops run and how much memory is allocated, so this module limits
+them. The limits are far above the sizes of any real model. transformers, and the comparison with
+the shapes of the weights, check everything else.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from batchinfer.engine.kv.layout import KVLayout
 MAX_DEPTH = 32
 """Largest depth of nested objects and lists; published configs have at most six levels."""
 MAX_POSITIONS = 2**31 - 1
-"""Largest number of positions, which are computed with 32 bits."""
+"""Largest number of positions, because positions are computed as 32-bit integers."""
 
 _POSITIVE = frozenset(
     [
@@ -58,7 +58,7 @@ def check_values(config: Mapping[str, Any]) -> None:
     """Check the values of a config.json and of its ``text_config``.
 
     Raises:
-        BadValueError: names the key.
+        BadValueError: a value is invalid. The message names the key.
     """
     _check_depth(config)
     for key, value in config.items():
@@ -76,7 +76,7 @@ def check_derived(num_heads: int, layout: KVLayout, num_positions: int | None) -
     """Check numbers that depend on several values: query heads, KV layout, longest sequence.
 
     Raises:
-        BadValueError: names the key.
+        BadValueError: a number is invalid. The message names the keys that determine it.
     """
     if layout.attention_layers:
         _check_heads(num_heads, layout)

@@ -59,9 +59,10 @@ def causal_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
 
 
 def changed_logits(config: PreTrainedConfig) -> str | None:
-    """Return the config key that makes a wrapper change its logits, or None.
+    """Return the config key that makes a wrapper scale or cap its logits, or None.
 
-    Only causal classes made by this module are affected, because they do not make such changes.
+    Always return None if transformers has a causal class for the language model. Only the causal
+    classes made by this module ignore such keys.
     """
     if not getattr(causal_class(config), "has_added_head", False):
         return None
@@ -81,9 +82,9 @@ def saved_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
 
 
 def headless_names(config: PreTrainedConfig) -> dict[str, str]:
-    """Return transformers' classes without an output head: a mapping from class name to the task
-    that such a model can run. The mapping has the body's class and the class with a classification
-    head, and is empty for wrappers."""
+    """Map the names of the family's classes without an output head to the task that each can run.
+    The mapping has the body's class and the class with a classification head. It is empty for
+    wrappers."""
     if is_wrapper(config):
         return {}
     tasks = {"embed": MODEL_MAPPING, "classify": MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING}
@@ -176,7 +177,8 @@ def _without_towers(wrapper_class: type[PreTrainedModel]) -> type[PreTrainedMode
                 # Llama 4's wrapper reads this attribute, but its config lacks it.
                 config.pad_token_id = None
             if getattr(config, "vision_config", None) is not None:
-                # Towers with SAM choose classes by this name. The towers are not kept.
+                # Vision towers with SAM choose their classes by this name. Any valid name will do,
+                # because the towers are deleted below.
                 config.vision_config._attn_implementation = "eager"
             super().__init__(config)
             _keep(self, [language_model(self), self.get_output_embeddings()])

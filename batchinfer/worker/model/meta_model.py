@@ -1,4 +1,4 @@
-"""Builds the model of a config.json, without memory for its weights, to check that this works.
+"""Builds the model of a config.json without memory for its weights, to check that it can be built.
 
 If transformers cannot build a model, its errors do not name the key with the wrong value. A search
 therefore looks for a key without which the model can be built.
@@ -49,7 +49,8 @@ def check_buildable(folder: Path, config: PreTrainedConfig, file_bytes: int | No
         file_bytes: size of the weight files; None if they are not used.
 
     Raises:
-        ModelError: names config.json and, if the search finds it, the key.
+        ModelError: the model cannot be built, or is far larger than the weight files. The message
+            names config.json and, if known, the key.
     """
     try:
         model = build_on_meta(config)

@@ -23,7 +23,7 @@ _SAVED_TYPES = (
     "IntxWeightOnlyConfig",
     "Int8DynamicActivationIntxWeightConfig",
 )
-"""torchao configurations of the checkpoints that can be loaded. Each was tested on a CPU."""
+"""torchao configurations whose checkpoints can be loaded. Each was tested on a CPU."""
 _PLAIN_TYPES = ("torch.dtype", "MappingType", "PerRow", "PerGroup", "PerAxis", "PerTensor")
 _PARTS = ("Algorithm", "Format", "Preference", "Granularity")
 _GROUPS = (128, 64, 32)

@@ -1,8 +1,8 @@
 """Loads a model folder's tokenizer and its end-of-sequence ids.
 
-First, a separate process tries to load a tokenizer file. Native code reads the file's patterns and
-tables, and a bad file can make it loop forever, run out of memory or crash. In the job's process, a
-crash would end the job without a message.
+Before the job's process loads a tokenizer file, a separate process tries to load it. Native code
+reads the file's patterns and tables, and a bad file can make it loop forever, run out of memory or
+crash. In the job's process, a crash would end the job without a message.
 """
 
 from __future__ import annotations
@@ -177,11 +177,11 @@ def eos_token_ids(folder: Path, config: Mapping[str, Any], vocab_size: int) -> f
 
 
 def check_vocabulary(folder: Path, tokenizer: str | None, vocab_size: int) -> None:
-    """Check that a model has embeddings for all token ids in its tokenizer.json, if that exists.
+    """Check that a model has embeddings for all token ids in tokenizer.json, if that file exists.
 
     Args:
         tokenizer: value of ``model.tokenizer``.
-        vocab_size: number of the model's embeddings.
+        vocab_size: number of rows of the model's token embedding.
 
     Raises:
         ModelError: embeddings are missing, or the tokenizer does not exist.

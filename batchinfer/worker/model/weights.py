@@ -192,8 +192,8 @@ def _reader(config: PreTrainedConfig) -> Callable[..., Any]:
 
 def _unused_head(model: PreTrainedModel) -> set[str]:
     """Return the names of the output head's tensors if a model was saved without a head. The
-    model's task does not use a head, but in some families the head cannot be tied to the
-    embeddings."""
+    model's task does not use the head, but transformers reports these tensors as missing in
+    families whose head cannot be tied to the embeddings."""
     saved = model.config.architectures or [""]
     if saved[0] not in headless_names(model.config):
         return set()
@@ -203,7 +203,7 @@ def _unused_head(model: PreTrainedModel) -> set[str]:
 
 def _misplaced(model: PreTrainedModel, unused: Collection[str]) -> list[str]:
     """Return the ``unused`` tensors that belong to the model's layers, embeddings or output head.
-    Without these tensors, the model would write other text.
+    Ignoring these tensors would change the model's output.
 
     Other unused tensors do not matter: value heads, classifiers and draft layers; masks and rotary
     frequencies that older versions of transformers saved; and extra layers that predict later
@@ -240,7 +240,8 @@ def check_loaded(
         optional: names of tensors that the model may lack.
 
     Raises:
-        ModelError: names the tensors.
+        ModelError: tensors are missing, superfluous or have the wrong shape. The message names
+            some of them.
     """
     unused = _misplaced(model, set(report["unexpected_keys"]) - set(optional))
     remedy = "take config.json and the safetensors files from the same model, or fetch it again"

@@ -20,7 +20,7 @@ def one_of(saved: Mapping[str, Any], key: str, known: tuple[Any, ...], default: 
         default: value of a missing key.
 
     Raises:
-        ModelError: names the key and the known values.
+        ModelError: the value is not supported. The message names the key and the known values.
     """
     value = saved.get(key.rpartition(".")[2], default)
     if not any(type(value) is type(each) and value == each for each in known):
@@ -32,7 +32,7 @@ def group_size(saved: Mapping[str, Any], key: str = "group_size") -> int | None:
     """Return the number of inputs that share a scale, or None for all inputs.
 
     Raises:
-        ModelError: names the key.
+        ModelError: the value is invalid. The message names the key.
     """
     value = saved.get("group_size")
     if value in (None, -1):
@@ -48,7 +48,7 @@ def block_of(saved: Mapping[str, Any], key: str) -> tuple[int, int] | None:
     """Return the numbers of rows and columns of a block, or None if the key is null or missing.
 
     Raises:
-        ModelError: names the key.
+        ModelError: the value is invalid. The message names the key.
     """
     value = saved.get(key.rpartition(".")[2])
     if value is None:

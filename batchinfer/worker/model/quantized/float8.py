@@ -30,7 +30,7 @@ class Float8:
 
     name: str
     scale_ends: tuple[str, ...]
-    """Suffixes that tools give to the names of scales."""
+    """Suffixes that different tools use for the names of scale tensors."""
     block: tuple[int, int] | None = None
     """Number of rows and columns that share a scale. None means one scale for each row or for the
     whole weight; the shape of the scales decides."""

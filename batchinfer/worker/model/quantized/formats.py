@@ -80,7 +80,7 @@ def choose_format(saved: Mapping[str, Any]) -> Format | None:
         saved: ``quantization_config`` of config.json.
 
     Raises:
-        ModelError: names a key whose value is not supported.
+        ModelError: a key has a value that is not supported. The message names the key.
     """
     method = saved.get("quant_method")
     make = _FORMATS.get(method) if isinstance(method, str) else None

@@ -1,14 +1,14 @@
 """Reads GPTQ (2, 4 or 8 bits) and AWQ (4 bits) weights: integers packed into 32-bit words.
 
 GPTQ (source: GPTQModel's ``nn_modules/qlinear/torch.py`` and ``utils/model.py``): a word of
-``qweight`` holds the numbers of neighboring inputs, and a word of ``qzeros`` those of neighboring
-outputs. The first number is in the lowest bits. The first version of the format
+``qweight`` holds the integers of neighboring inputs, and a word of ``qzeros`` holds the zero points
+of neighboring outputs. The first integer is in the lowest bits. The first version of the format
 (``checkpoint_format: gptq``; newer tools call the key ``format``) saves each zero point minus one;
 the second version (``gptq_v2``) saves the zero points themselves.
 
 AWQ (source: AutoAWQ's ``awq/modules/linear/gemm.py`` and ``awq/utils/packing_utils.py``): a word
-holds eight neighboring outputs in the order 0, 2, 4, 6, 1, 3, 5, 7. Numbers have a row for each
-input; zero points and scales have a row for each group of inputs.
+holds the integers of eight neighboring outputs in the order 0, 2, 4, 6, 1, 3, 5, 7. ``qweight`` has
+a row for each input; ``qzeros`` and ``scales`` have a row for each group of inputs.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Gptq:
 
 
 class Awq:
-    """AWQ's layout that AutoAWQ calls ``gemm``."""
+    """The AWQ layout that AutoAWQ calls ``gemm``."""
 
     name = "awq"
     ends: Mapping[str, str] = {f".{part}": ".weight" for part in ("qweight", "qzeros", "scales")}
