@@ -180,7 +180,7 @@ def comparable(facts: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, 
         if name != COMMIT or COMMIT in known
     }
     section = dict(_mapping(facts.get("model")))
-    # Equal commits are enough: an edited job may name a commit instead of its branch.
+    # Equal commits are enough: an edited job may set revision to the commit of its old branch.
     if COMMIT in model and COMMIT in known:
         section.pop("revision", None)
         compared.pop("revision", None)

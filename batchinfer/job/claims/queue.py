@@ -33,7 +33,7 @@ class PartsToMake:
     """The parts, in order."""
     segments: Segments
     finished: RowIds = field(default_factory=lambda: NO_ROWS)
-    """Rows of these parts that are in segments."""
+    """Finished rows of these parts, which are in segments."""
     damaged: Mapping[str, str] = field(default_factory=dict)
     """What is wrong with each segment that could not be read, keyed by the segment's name."""
     crashes: CrashHistory = field(default_factory=CrashHistory)

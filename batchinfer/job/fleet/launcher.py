@@ -35,7 +35,7 @@ _NODE_ERRORS = {DeviceError.__name__, StorageError.__name__}
 
 @dataclass
 class _Slot:
-    """A place in the fleet, and the worker that fills it."""
+    """One of the fleet's ``num_workers`` slots, and its current worker."""
 
     handle: WorkerHandle
     is_up: bool = False
@@ -56,7 +56,7 @@ class Launcher:
         start: starts the worker with the given number, counted from 0.
         min_workers: rows start once this many workers have loaded the model.
         is_complete: returns True once all parts are finished.
-        log: receives lines about workers.
+        log: writes a line about a worker to the log.
         on_begin: called when the first rows start.
     """
 

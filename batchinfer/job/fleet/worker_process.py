@@ -59,7 +59,7 @@ class _Messages:
         self._lock = Lock()
 
     def send(self, **message: Any) -> None:
-        with self._lock, suppress(OSError):  # if the launcher has died, the reader of stdin notices
+        with self._lock, suppress(OSError):  # the stdin thread notices if the launcher has died
             self._file.write(json.dumps(message) + "\n")
             self._file.flush()
 

@@ -20,7 +20,7 @@ from batchinfer.job.storage.content_hash import content_hash
 NUM_HEADER_FACTS = 2
 """Number of facts before a weight file's content hash: its size and its header hash."""
 COMMIT = "commit"
-"""Key of the commit in the facts of a model on the hub."""
+"""Key that holds the commit in the facts of a model on the hub."""
 
 _SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.txt")
 _FILES = (*_SMALL_FILES, "*.safetensors")
@@ -122,7 +122,9 @@ def _weight_facts(path: Path) -> list[int | str]:
 
 
 def hub_commit(name: str, revision: str | None) -> str | None:
-    """Return a revision's commit on the hub, or else in the local cache; None if unknown.
+    """Look up a revision's commit on the hub or, failing that, in the local cache.
+
+    Return None if it is unknown.
 
     Args:
         name: name of a model's repository.

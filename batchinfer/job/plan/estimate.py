@@ -203,7 +203,7 @@ def plan_facts(plan: dict[str, Any], currency: str = "USD") -> Iterator[SummaryL
 
 
 def _costs(plan: dict[str, Any], currency: str) -> Iterator[SummaryLine]:
-    """Yield lines about the time, cost and output size of a run, and notes."""
+    """Yield lines about the time, cost and output size of a run, followed by notes."""
     yield SummaryLine(
         "time",
         f"about {duration(plan['time_s'])}",

@@ -184,5 +184,5 @@ def _rows(
         with_branch_points=loaded.context.slots_per_state > 0,
     )
     for rows_of_window in census.count_distinct(windows):
-        for start in range(0, len(rows_of_window), BATCH_ROWS):  # the batch size of a run
+        for start in range(0, len(rows_of_window), BATCH_ROWS):  # in batches as large as a run's
             yield rows_of_window[start : start + BATCH_ROWS]

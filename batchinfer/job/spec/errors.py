@@ -39,7 +39,9 @@ _EXPECTED: Mapping[str, str] = {
     "less_than_equal": "{le} or less",
     "greater_than": "more than {gt:g}",
 }
-"""Descriptions of valid values, keyed by pydantic's error type. Braces mark fields of ``ctx``."""
+"""Descriptions of valid values, keyed by pydantic's error type. Braces hold keys of the error's
+``ctx``.
+"""
 _LIKE = {
     "model": "Qwen/Qwen3-0.6B",
     "input": "prompts.parquet",

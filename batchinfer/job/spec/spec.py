@@ -176,8 +176,8 @@ class InputSpec(Section):
     the condition is true. Rows keep their row_id."""
     media_root: Text | None = None
     """Folder of the images that rows name by path: local, s3://, gs:// or hf://datasets/. A path
-    that leads out of it, even through a link, is an error. null: the folder of the first input
-    file."""
+    that leads out of this folder, even through a link, is an error. null: the folder of the first
+    input file."""
     media_urls: bool = False
     """Download images that rows name by http:// or https:// addresses. false: such a row fails."""
     keep_columns: Literal["*"] | tuple[Text, ...] = "*"

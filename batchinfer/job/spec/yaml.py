@@ -36,11 +36,11 @@ _NOT_FINITE = re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
 _INTEGER_LIMIT = 2**64
 
 MAX_BYTES = 256 * 1024
-"""Largest size of a file, in bytes."""
+"""Maximum size of a file, in bytes."""
 MAX_CHARACTERS = 2 * MAX_BYTES
 """Maximum total number of characters and nodes after aliases are expanded."""
 MAX_DEPTH = 32
-"""Deepest nesting of lists and mappings."""
+"""Maximum nesting depth of lists and mappings."""
 
 _NO_TAG = Tag(suffix="none")
 _QUOTES = 'needs quotes around it, as in "{{ column }}"'
@@ -126,7 +126,8 @@ class YamlText:
 
 
 def read_yaml(path: Path, source: str) -> YamlText:
-    """Read the YAML file at ``path``; a UsageError names ``source`` and the line."""
+    """Read the YAML file at ``path``. If it is invalid, the UsageError names ``source`` and the
+    line."""
     try:
         if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would block
             what = "a folder" if path.is_dir() else "a pipe, a socket or a device"
@@ -150,7 +151,8 @@ def read_yaml(path: Path, source: str) -> YamlText:
 
 
 def parse_yaml(text: str, source: str) -> YamlText:
-    """Parse a single YAML document; empty text is null. A UsageError names ``source`` and line."""
+    """Parse a single YAML document; empty text is null. If the text is invalid, the UsageError
+    names ``source`` and the line."""
     try:
         return _read(text, source)
     except MarkedYAMLError as error:

@@ -135,7 +135,7 @@ def _covered_s(runs: Sequence[Run], lasted_s: Callable[[Run], float]) -> float:
 
 
 class Recorder:
-    """Writes a run's record. The record on disk always covers all finished rows on disk.
+    """Writes a run's record. The record on disk always includes all finished rows that are on disk.
 
     Args:
         run_id: ``OutputDir.next_run_id``.

@@ -62,7 +62,7 @@ class Status:
     ``finished_with_errors`` if more rows failed than the job allows."""
     rows_total: int
     rows_done: int
-    """Number of rows that will not run again."""
+    """Number of finished rows, which will not run again."""
     rows_error: int
     parts_total: int
     parts_done: int

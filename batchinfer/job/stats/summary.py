@@ -179,7 +179,7 @@ def _out_of_memory(runs: Iterable[Run]) -> dict[str, int | None]:
 
 
 def _peaks(runs: Iterable[Run]) -> dict[str, float]:
-    """Return the KV cache's peak use from the runs' records; ``steps.parquet`` may omit steps."""
+    """Return the peak use of the KV cache from run records; ``steps.parquet`` may omit steps."""
     loaded = [run for run in runs if run.kv]
     return {
         "peak_used_blocks": max((run.peak_used_blocks for run in loaded), default=0),

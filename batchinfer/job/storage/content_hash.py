@@ -64,7 +64,7 @@ def is_settled(changed_ns: int, at_s: float) -> bool:
 
     Args:
         changed_ns: the file's modification time, in nanoseconds since 1970.
-        at_s: seconds since 1970.
+        at_s: a time, in seconds since 1970.
     """
     return at_s - changed_ns / 1e9 > _SETTLED_S
 

@@ -77,7 +77,7 @@ def read_from_hub(url: str, most: int) -> bytes:
 
 
 def _hub() -> Any:
-    from huggingface_hub import HfFileSystem  # imported only if needed, because it is slow
+    from huggingface_hub import HfFileSystem  # imported only if needed, because the import is slow
 
     return HfFileSystem(endpoint=os.environ.get("HF_ENDPOINT"))
 

@@ -38,7 +38,7 @@ class Store(Protocol):
     def glob(self, pattern: str, suffixes: tuple[str, ...]) -> set[tuple[str, str]] | None:
         """Expand a glob, which may contain ``**``, into pairs of a match and a file.
 
-        A matched file is paired with itself, and a matched folder with each of ``files_below``.
+        A matched file is paired with itself, a matched folder with each file in ``files_below``.
         Return None if the folder of the pattern does not exist.
         """
         ...

@@ -28,7 +28,7 @@ def scheme_of(path: str) -> str | None:
 
 
 def fixed_part(pattern: _Path) -> _Path:
-    """Return the part of a glob before its first wildcard, unescaped."""
+    """Return the leading path components of a glob that have no wildcards, unescaped."""
     parts = takewhile(lambda part: glob.escape(_unescaped(part)) == part, pattern.parts)
     return type(pattern)(*map(_unescaped, parts))
 

@@ -1,6 +1,6 @@
 """Reads whole small files from object stores and the Hub, without pyarrow.
 
-The processes that read images have little memory, and pyarrow reserves much address space.
+The processes that read images have little memory, and pyarrow reserves a lot of address space.
 """
 
 from __future__ import annotations
