@@ -104,7 +104,7 @@ class RequestKind:
 
         Raises:
             RowError: ``invalid_request``, ``unknown_model``, ``unsupported_parameter``,
-                ``bad_sampling_params``, ``empty_prompt``, ``unsupported_content``.
+                ``bad_sampling_params``.
         """
         body = self._checked_body(line)
         _check_model(body.get("model"), served_names, adapters)

@@ -115,8 +115,8 @@ def load_job(
         reuse: paths to add to ``output.reuse``; relative to the current directory.
 
     Raises:
-        UsageError: the job is invalid. The message has at most 12 lines, each with file, line, key
-            and valid values.
+        UsageError: the job is invalid. The message has a line for each of the first problems, with
+            the file, line, key and valid values.
         NotYetError: this version does not support a key or value.
     """
     source = printable(str(path), 200)
