@@ -28,8 +28,8 @@ Sample = Callable[[torch.Tensor, SamplingBatch], SampleHandle]
 class ModelRunner:
     """Runs steps on a model; implements the engine's ``Runner``.
 
-    On CUDA a step is queued on the current stream. The host does not wait for it, and the next step
-    reads its token ids on the device. On the CPU a step is computed when it is submitted.
+    On CUDA, a step is queued on the current stream. The host does not wait for it, because the next
+    step reads the sampled token ids on the device. On the CPU, ``submit`` computes the step.
 
     Args:
         kernel: kernel of the model's linear layers; attention uses the same instructions.

@@ -23,8 +23,8 @@ _LONGEST_REASON = 200  # in characters; the rest of torch's message describes it
 class raise_out_of_memory:  # noqa: N801
     """Turns an out-of-memory error inside the ``with`` block into ``OutOfMemory``.
 
-    Frees the tensors of the functions that failed, and the CUDA memory that torch does not use.
-    This is a class instead of a generator, which would cost each step a microsecond.
+    Frees the tensors that the failed functions held, and the CUDA memory that torch has reserved
+    but does not use. This is a class, because a generator would cost each step a microsecond.
     """
 
     def __enter__(self) -> None:

@@ -92,8 +92,8 @@ def rotary_write(
         query_head_stride: distance S between query heads in elements; 0: D.
 
     Raises:
-        ValueError: shapes or dtypes do not match. They are checked because the arguments come from
-            a model's code, and the kernels, which get pointers, cannot check them.
+        ValueError: shapes or dtypes do not match. They are checked here, because a model's code
+            passes the arguments, and the kernels only get pointers.
     """
     width, rotary_width = key_cache.shape[3], cos.shape[-1]
     weights = [] if norms is None else [norms.query, norms.key]

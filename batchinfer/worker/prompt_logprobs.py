@@ -29,12 +29,12 @@ includes them even if ``engine.max_num_seqs`` is smaller."""
 
 
 class PromptScorer:
-    """Scores tokens with a model's head, including the changes that the model's class makes to
-    logits.
+    """Computes log-probabilities of given tokens with a model's head. Logits are scaled or capped
+    if the model's class does so.
 
     Args:
         model: transformers' causal language model: a body, and a head that is applied to the rows
-            of hidden states that ``logits_to_keep`` names.
+            of hidden states that ``logits_to_keep`` selects.
         rows: rows of logits to compute at a time.
     """
 
@@ -51,8 +51,8 @@ class PromptScorer:
             tokens: P tokens to score.
 
         Returns:
-            The tokens in the form of samples, with ranks and alternatives [P, L]; L is at most the
-            size of the vocabulary.
+            A handle that returns the tokens as if they had been sampled, with ranks [P] and
+            alternatives [P, L]. L is at most the size of the vocabulary.
         """
         arrays = {"rows": tokens.rows.astype(np.int64), "ids": tokens.token_ids.astype(np.int64)}
         on = to_device(arrays, output[0].device)

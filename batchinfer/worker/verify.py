@@ -114,7 +114,7 @@ def _put(swaps: Iterable[Swap]) -> None:
 
 
 class Probe:
-    """Equal sequences of a few tokens in one packed row, with a small pool.
+    """Runs a model on equal sequences of a few tokens in one packed row, with a small pool.
 
     Args:
         token_ids: tokens of each sequence.
@@ -190,7 +190,7 @@ def logits_in_chunks(
 def _one_group(layout: KVLayout) -> KVLayout:
     """Return a layout in which one block table serves all layers.
 
-    Groups of layers only save memory behind sliding windows.
+    Layer groups only save memory for tokens that have left a sliding window, and probes are short.
     """
     return replace(layout, groups=())
 
@@ -238,7 +238,8 @@ def probe_step(
 
 def probe_block_size(config: Config, most: int) -> int:
     """Return the block size of a probe's pool: ``most``, or less if layers attend within chunks,
-    whose length must be a multiple of the block size. The engine's block size has no effect."""
+    whose length must be a multiple of the block size. A job's ``engine.block_size`` has no effect
+    on probes."""
     chunk = text_config(config).get("attention_chunk_size")
     return math.gcd(most, chunk) if isinstance(chunk, int) else most
 

@@ -25,13 +25,13 @@ class LayerInputs(NamedTuple):
     decay: torch.Tensor
     """[T, Hv * decay_width] numbers from which the decay is computed."""
     beta: torch.Tensor
-    """[T, Hv] logit of the writing strength."""
+    """[T, Hv] logits of the write strength."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """Names of a layer's parts in one of transformers' families. Parts of submodules have dotted
-    names."""
+    """Names of the parts of a Gated DeltaNet layer in one of transformers' families. The parts of
+    submodules have dotted names."""
 
     qkv: tuple[str, ...] = ("in_proj_qkv",)
     """Projections whose outputs are queries, keys and values, in this order."""
@@ -71,7 +71,7 @@ class Family:
         return inputs._replace(gate=gate, decay=decay)
 
     def inputs(self, module: Any, hidden: torch.Tensor) -> LayerInputs:
-        """Project packed hidden states [T, H]."""
+        """Apply the input projections to packed hidden states [T, H]."""
         if self.by_key_head:
             parts = module.fix_query_key_value_ordering(
                 module.in_proj_qkvz(hidden)[None], module.in_proj_ba(hidden)[None]

@@ -1,7 +1,7 @@
 """Makes a model's recurrent layers keep their state in the KV pool.
 
-transformers' own forward pass of a recurrent layer ignores where sequences begin in a packed row.
-Only the ``forward`` method is replaced. The layer keeps its projections, which other modules
+transformers' own forward pass of a recurrent layer ignores where sequences begin in a packed row,
+so the layer's ``forward`` method is replaced. The layer keeps its projections, which other modules
 quantize, pack and extend with adapters.
 """
 
@@ -36,5 +36,6 @@ def page_recurrent_state(model: nn.Module) -> None:
 
 
 def _name_layer(attention: Any, _: Any, options: dict[str, Any]) -> None:
-    """Give an attention module that several layers share the number of the layer that runs."""
+    """Set ``layer_idx`` of an attention module, which several layers share, to the running
+    layer."""
     attention.layer_idx = options["layer_idx"]

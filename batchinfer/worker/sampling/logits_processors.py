@@ -1,6 +1,6 @@
 """Edits logits before temperature is applied: masks, biases, bans, allowed ids, penalties.
 
-Their meaning and order follow vLLM's ``v1/sample/sampler.py`` and
+The meaning and order of these edits follow vLLM's ``v1/sample/sampler.py`` and
 ``model_executor/layers/utils.py``. A ban is a bias of -inf.
 """
 

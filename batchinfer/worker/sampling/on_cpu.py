@@ -127,8 +127,8 @@ def _draw_natively(
 ) -> Tensor:
     """Draw token ids [k] in C, one row at a time.
 
-    ``_weights`` and ``_draw`` return the same tokens, but take ten times as long. Their ``exp`` may
-    differ in the last bit, which changes about one token in a few million.
+    ``_weights`` and ``_draw`` do the same, but take ten times as long. Their ``exp`` may differ in
+    the last bit, so about one token in a few million differs.
     """
     chosen = torch.zeros(len(group.samples), dtype=torch.int64)
     arrays = {name: getattr(batch, name)[group.heads] for name in batch.DISTRIBUTION}

@@ -163,8 +163,8 @@ def _edit_arrays(batch: SamplingBatch, heads: Int64, vocab: int) -> _Arrays:
 
 
 def _seen_tokens(batch: SamplingBatch, place: Int64, part: str) -> tuple[Int64, Int32]:
-    """Return each token that penalties apply to, in the prompts or in the outputs (``part``): the
-    tokens' distributions (-1 = not in this group) and their ids."""
+    """Return the tokens of prompts or outputs (``part``) that penalties apply to: the index of each
+    token's distribution in the group (-1 = not in this group), and the token ids."""
     if batch.penalties is None:
         return np.empty(0, np.int64), np.empty(0, np.int32)
     padded = getattr(batch.penalties, f"{part}_token_ids")

@@ -68,8 +68,8 @@ class Sampler:
         """Draw a token for every sample, and start copying the results to the host.
 
         A sample is marked nonfinite if its unedited row contains NaN or +inf, or only -inf. If its
-        bans and allowed ids exclude all tokens, it is also marked as having no token left. Its
-        token and log-probability are then 0. Other samples are not affected. If a
+        bans and allowed ids exclude all tokens, it is marked nonfinite and as having no token left.
+        In both cases, its token and log-probability are 0, and other samples are not affected. If a
         sample's token is given, the result is that token and its log-probability. Equally likely
         tokens are ordered by id.
 

@@ -1,8 +1,8 @@
 """Applies top-k and top-p to integer weights.
 
-Whole rows are sorted only if the few most likely tokens are not enough. Tokens have a total order:
-larger logits first, equal logits by ascending id. Filters keep the first tokens of this order, so
-the last kept token determines a filter's result.
+Tokens have a total order: larger logits first, equal logits by ascending id. Filters keep the first
+tokens of this order, so the last kept token determines a filter's result. A whole row is sorted
+only if its last kept token is not among the few most likely tokens.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ _FIRST_CANDIDATES = 256
 _HIGHEST_INT32 = 2**31 - 1
 _ID_MASK = 2**32 - 1
 _WEIGHT_OF_MAX = 2.0**40
-"""Weights of 2**22 tokens add up to less than 2**62."""
+"""Weight of the most likely token. The weights of 2**22 tokens add up to at most 2**62, so their
+sum does not overflow."""
 
 
 def integer_weights(relative: Tensor) -> Tensor:

@@ -26,9 +26,9 @@ _NO_EDITS: _Unset = {
     "logit_bias": (None, {}),
     "allowed_token_ids": (None,),
 }
-"""Parameters that edit the logits of every token of a sample."""
+"""Parameters that edit the logits at every output token of a row."""
 _NO_BANS: _Unset = {"bad_words": ((),), "min_tokens": (0,)}
-"""Parameters that edit the logits of some of a sample's tokens."""
+"""Parameters that edit the logits at only some of a row's output tokens."""
 _NO_GRAMMARS: _Unset = {"structured_outputs": (None,), "max_reasoning_tokens": (None,)}
 
 
@@ -77,7 +77,7 @@ class SamplingVariants:
         masked = scores = False
         for row_params in params:
             edited |= _are_set(row_params, own, _NO_EDITS)
-            # Bans edit only some tokens, so {False} stays possible.
+            # Bans edit the logits at only some output tokens, so other steps are not edited.
             edited |= {True} & _are_set(row_params, own, _NO_BANS)
             draws |= _are_set(row_params, own, {"temperature": (0.0,)})
             if "beam_width" in own:

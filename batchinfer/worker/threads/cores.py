@@ -33,7 +33,8 @@ def choose_cores(count: int, own: Set[int], siblings: Callable[[int], Set[int]])
 
     Returns:
         The logical cores of each thread, or None unless there are as many cores as threads. With
-        more cores than threads, binding would be worse: other processes may use some cores.
+        more cores than threads, binding would be worse, because a bound thread cannot leave a core
+        that another process uses.
     """
     if count == len(own):
         return [{core} for core in sorted(own)]

@@ -91,8 +91,8 @@ class _Window:
         return median(ratios) if ratios else None
 
     def is_lost_to(self, before: dict[int, float]) -> bool:
-        """Return true if a trial is so slow that it should end early, because steps may take a
-        hundred times as long."""
+        """Return true if a trial is so slow that it should end early. Otherwise, a trial in which
+        steps take a hundred times as long would last too long."""
         ratio = self.ratio_to(before)
         return ratio is not None and ratio > (1.0 if self.seconds >= _WINDOW_S else _SLOW)
 

@@ -56,8 +56,8 @@ class ImageEmbeddings:
         """Write a step's image tokens into the embeddings [T, hidden] of its packed tokens.
 
         Returns:
-            A context in which DeepStack changes the outputs of the first decoder layers; None for
-            models without DeepStack.
+            A context manager in which DeepStack changes the outputs of the first decoder layers;
+            None for models without DeepStack.
         """
         images = tuple(images)
         self._encode({each.image.number: each.image for each in images})

@@ -20,14 +20,14 @@ class ImageSupport:
     folder: Path
     """Folder of the model and its image processor."""
     token_id: int
-    """Id of the token that the embeddings of an image replace."""
+    """Id of the placeholder token, which an image's embeddings replace."""
     merge_size: int | None = None
-    """For multimodal rotary positions: number of rows, and of columns, of patches that one token
-    covers."""
+    """For models with multimodal rotary positions: a token covers ``merge_size`` x ``merge_size``
+    patches. None for other models."""
     attends_both_ways: bool = False
     """True if adjacent tokens of an image attend to each other in both directions."""
     patch_size: int | None = None
-    """Rows and columns of pixels of a patch; None if the tower's config does not tell."""
+    """Height and width of a patch in pixels; None if the tower's config does not say."""
 
 
 def image_support(folder: Path, config: PreTrainedConfig) -> ImageSupport | None:

@@ -1,4 +1,4 @@
-"""Loads the vision tower and the projector of a multimodal model. Both run in transformers'
+"""Loads the vision tower and the projector of a multimodal model. Both run transformers' own
 code."""
 
 from __future__ import annotations
