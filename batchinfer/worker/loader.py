@@ -1,4 +1,4 @@
-"""Loads a causal language model of transformers, and prepares it for paged attention.
+"""Loads one of transformers' causal language models, and prepares it for paged attention.
 
 Other packages replace parts of the model: attention (``attention``), recurrent layers
 (``recurrent``), modules and layers that can be fused (``fusion``), linear layers (``linear``).
@@ -312,10 +312,10 @@ def _pack(
             with phase("packing weights"):
                 pack_linears(model, chosen.kernel, dtype)
                 pack_experts(model, chosen.kernel, dtype)
-        # Copy the tensors that were not packed, because a single tensor of a file keeps the whole
-        # file mapped.
+        # Copy the tensors that were not packed, because a single tensor from a weight file keeps
+        # the whole file mapped into memory.
         for tensor in (*model.parameters(), *model.buffers()):
-            # Merged weights were never in a file.
+            # Merged weights are not mapped from a file.
             if not tensor.is_meta and not tensor.is_inference():
                 tensor.data = tensor.data.clone()
         return_freed_memory()

@@ -279,8 +279,8 @@ def _host_blocks(
     engine: EngineConfig, layout: KVLayout, memory: DeviceMemory, pool_bytes: int
 ) -> int:
     """Return the number of blocks that ``swap_space`` holds. The default swap space is limited to
-    a share of the host's free memory. Models with windows have no swap space, because their blocks
-    are not swapped yet."""
+    a share of the host's free memory. Models with windows have no swap space, because swapping
+    their blocks is not yet supported."""
     if any(layout.windows):
         return 0
     wanted_bytes = engine.swap_bytes

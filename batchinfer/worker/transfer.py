@@ -37,8 +37,8 @@ def to_device(
 
 
 class HostCopy:
-    """A copy of a tensor to the host, which the constructor starts. On the CPU, the tensor itself
-    is used. On CUDA, the copy runs in the current stream into pinned memory, followed by an event.
+    """A copy of a tensor to the host, which the constructor starts. A tensor on the CPU is not
+    copied. On CUDA, the copy to pinned memory runs in the current stream, followed by an event.
     torch keeps the pinned memory until the copy is done, even if ``wait`` is never called."""
 
     def __init__(self, tensor: torch.Tensor) -> None:

@@ -1,1 +1,1 @@
-"""Paged attention: one function for transformers' classes, and a backend for each device."""
+"""Paged attention: a function that transformers' models call, and a backend for each device."""

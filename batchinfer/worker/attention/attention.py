@@ -50,14 +50,15 @@ class UnsupportedAttentionError(Exception):
 
 
 class AttentionBackend(Protocol):
-    """Computes the attention of layers on one kind of device."""
+    """Computes the layers' attention on one type of device."""
 
     def begin_step(self, step: Step, tensors: Mapping[str, torch.Tensor]) -> None:
         """Set the step, and its arrays on the device, that later calls to ``attend`` use."""
         ...
 
     def attend(self, layer: int, query: torch.Tensor, variant: AttentionVariant) -> torch.Tensor:
-        """Attend over the cache for queries [T, Hq, Dk]; return [T, Hq, Dv]."""
+        """Compute a layer's attention for queries [T, Hq, Dk] over its cached keys and values.
+        Return [T, Hq, Dv]."""
         ...
 
 
@@ -135,8 +136,8 @@ class AttentionKernel:
         """Return a line for the log of a run.
 
         Args:
-            before: kernels of the runs that this run resumes, keyed by ``ATTENTION`` and other
-                names.
+            before: names of the kernels that earlier runs of the job used. The attention kernel has
+                the key ``ATTENTION``.
         """
         line = f"attention uses {self.name}{self.why and f': {self.why}'}"
         earlier = before.get(ATTENTION, self.name)
@@ -156,7 +157,8 @@ class ForwardContext:
     adapters: StepAdapters | None = None
     """Adapters of the step's sequences; None: no sequence has an adapter."""
     has_layer_hooks: bool = False
-    """True if hooks change the outputs of single layers, so layers must run one by one."""
+    """True if forward hooks change the outputs of individual layers, so layers must run one by
+    one."""
 
     def slot_mapping(self, layer: int) -> torch.Tensor:
         """Return where a layer stores each token's keys and values, as ``slot * block_size +

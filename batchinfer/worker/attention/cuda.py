@@ -173,9 +173,10 @@ class CudaAttention:
         return window, query.shape[1], self._cache.shape(layer)
 
     def _work_of(self, layer: int, kind: _Kind, plan: Callable[[], Any]) -> Any:
-        """Return the work list for a kind of layer. No layer uses the same list twice."""
+        """Return the work list for a kind of layer. A layer can use a list only once, because its
+        kernel counts in the list which items it has taken."""
         work = self._work.get(kind)
-        if work is None or layer in work.layers:  # a layer that attends again needs a new list
+        if work is None or layer in work.layers:
             work = self._work[kind] = _Work(plan())
         work.layers.add(layer)
         return work.plan

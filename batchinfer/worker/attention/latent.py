@@ -20,7 +20,7 @@ from batchinfer.engine.kv.model_config import Config, text_config
 from batchinfer.errors import ModelError
 
 _PROJECTION = "kv_b_proj"
-"""Name of the projection from latents to keys and values, in every family of transformers."""
+"""Name of the projection from latents to keys and values in all of transformers' families."""
 
 
 class LatentProjection(nn.Module):
@@ -88,8 +88,8 @@ def check_latents(config: Config, device_type: str, adapted: Iterable[str]) -> N
 
 
 def keep_latents(model: nn.Module) -> int:
-    """Make a model's latent attention layers pass latents instead of keys and values, and return
-    the number of these layers."""
+    """Make a model's latent attention layers pass latents, instead of expanded keys and values, to
+    paged attention. Return the number of these layers."""
     layers: list[Any] = [layer for layer in model.modules() if _is_latent_attention(layer)]
     for layer in layers:
         layer.kv_b_proj = LatentProjection(layer.kv_b_proj, layer.num_heads, layer.qk_nope_head_dim)

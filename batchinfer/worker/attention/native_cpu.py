@@ -28,15 +28,15 @@ class NativeAttention:
 
     Args:
         like: kernel of the model's linear layers. If it is a C kernel, attention uses the same
-            instruction set, so that the name of one kernel identifies the instructions behind all
-            results. Otherwise, attention uses the fastest instruction set.
+            instruction set, so that one name identifies the instructions of both. Otherwise,
+            attention uses the fastest instruction set.
     """
 
     def __init__(self, cache: KVCache, like: LinearKernel | None = None) -> None:
         self._cache = cache
         dtype = cache.pool.dtype
         self.kernel = cpu_attention.kernel_of(dtype, instructions_for(dtype, like))
-        """Number of the C kernel."""
+        """Number that selects the C kernel (see ``kernel_of``)."""
         self.joins_layers = dtype == cache.dtype and not any(cache.layout.prompt_windows)
         """True if whole layers can run in C: the pool has the dtype that the layers compute in, and
         no layer has a prompt window (``AttentionVariant.prompt_window``)."""

@@ -32,7 +32,7 @@ class CudaCapture:
 
     def __init__(self) -> None:
         self._pool: Any = None
-        self._never_ended: list[torch.cuda.CUDAGraph] = []  # torch still refers to these graphs
+        self._never_ended: list[torch.cuda.CUDAGraph] = []  # kept, because torch refers to them
 
     def __call__(self, run: Run) -> Run:
         """Capture ``run``, which must have run once before.
@@ -57,7 +57,7 @@ class CudaCapture:
                 if isinstance(error, RuntimeError) and not is_out_of_memory(error):
                     raise CaptureRefusedError(str(error)) from error
             raise
-        self._pool = pool  # set only now, because torch forgets a pool without graphs
+        self._pool = pool  # set only after a success, because torch discards a pool without graphs
         aliases = tuple(map(_alias, results))
 
         def replay() -> tuple[torch.Tensor, ...]:

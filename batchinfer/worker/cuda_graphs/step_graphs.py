@@ -50,7 +50,7 @@ class StepGraphs:
     launches its kernels one by one.
 
     Args:
-        model: called as in ``forward``.
+        model: the model, which is called with the same arguments as in ``forward``.
         max_num_seqs: largest number of sequences in a step.
         max_graph_tokens: largest number of tokens in a step with a graph.
         max_model_len: largest number of tokens in a sequence.
@@ -142,7 +142,8 @@ class StepGraphs:
         """Capture a graph for every size, with empty steps.
 
         Args:
-            log: receives a line every few seconds, and a line about each size that failed.
+            log: receives a line every few seconds, a line for each reason why captures failed, and
+                a line at the end.
             captured: called after each size.
         """
         began = last_line = clock()

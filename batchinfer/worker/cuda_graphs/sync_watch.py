@@ -83,10 +83,11 @@ class SyncWatch(TorchDispatchMode):
 
 
 def _reads_a_size(name: str, overload: str, args: Any, kwargs: Mapping[str, Any]) -> bool:
-    """Return true if the host reads a number, or the size of the result, from the arguments."""
+    """Return true if the host must read the arguments' data to get a number or the result's
+    size."""
     if name == "where":
         return len(args) == 1
-    if name == "repeat_interleave":  # repeats may also be the same number for all elements
+    if name == "repeat_interleave":  # self_int repeats all elements equally often
         return overload != "self_int" and kwargs.get("output_size") is None
     if name == "_grouped_mm":
         return not _is_grouped_mm_captured(args[0])

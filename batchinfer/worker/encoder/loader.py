@@ -43,8 +43,8 @@ _POOLER = "pooler."
 """Prefix of the weights of BERT's pooler, a layer that does not change hidden states."""
 _LENGTHS = (1, 2, 5, 17, 33, 64)
 _COUNT = 5
-"""Lengths of the texts that are computed both in a batch and alone, and number of texts of each
-length in the batch."""
+"""Lengths of the texts that are computed both alone and in a batch. The batch has ``_COUNT`` texts
+of each length."""
 
 
 class Encoder:
@@ -105,8 +105,9 @@ class Encoder:
     def _places(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Return the index of each token's position embedding, [T].
 
-        If a padding position precedes the first token's position, padding tokens get the padding
-        position and are not counted, as in transformers' ``create_position_ids_from_input_ids``.
+        In some families, such as RoBERTa, the first token's position follows a padding position. In
+        these families, padding tokens get the padding position and do not advance the positions of
+        later tokens, as in transformers' ``create_position_ids_from_input_ids``.
         """
         if self._offset == 0:
             return positions

@@ -71,7 +71,7 @@ def fuse(
         if modules.layers_add_plainly():
             fuse_layers(model, layout)
         for kind, reason in modules.errors.items():
-            log(f"modules of the kind {kind} are not fused, because this fails: {reason}")
+            log(f"{kind} modules are not fused, because the fused module failed: {reason}")
         tolerance = LOGITS_TOLERANCE[next(model.parameters()).dtype]
         return verify(modules.logits_before, modules.logits(), tolerance)
 

@@ -30,9 +30,9 @@ LOGITS_TOLERANCE = {torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e
 their logits differ slightly."""
 PROBE_TOKENS = (3, 7, 5, 3)
 _MIXERS = {"self_attn", "linear_attn"}
-"""Names of modules that mix tokens."""
+"""Possible names of a layer's token mixer, which is attention or a recurrence."""
 _LAST_LINEARS = ("o_proj", "out_proj")
-"""Possible names of the last linear layer of a module that mixes tokens."""
+"""Possible names of a token mixer's last linear layer."""
 _OTHER_PARTS = {"mlp", "input_layernorm", "post_attention_layernorm"}
 
 
@@ -219,13 +219,13 @@ class FusedDecoderLayer(nn.Module):
 
 
 def _mixer(layer: nn.Module) -> str:
-    """Return the name of a layer's module that mixes tokens; "" if there is not exactly one."""
+    """Return the name of a layer's token mixer; "" if the layer does not have exactly one."""
     parts = {name for name, _ in layer.named_children()} - _OTHER_PARTS
     return parts.pop() if len(parts) == 1 else ""
 
 
 def _last_linear(mixer: nn.Module) -> str:
-    """Return the name of the last linear layer of a module that mixes tokens; "" if it has none."""
+    """Return the name of a token mixer's last linear layer; "" if it has none."""
     return next((name for name in _LAST_LINEARS if hasattr(mixer, name)), "")
 
 

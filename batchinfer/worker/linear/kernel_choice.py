@@ -30,7 +30,7 @@ from batchinfer.worker.linear_kernels import LinearKernel, linear_kernels, trito
 from batchinfer.worker.model.quantization import is_plain
 
 Shape = tuple[int, int]
-"""A weight's numbers of outputs and of inputs."""
+"""A weight's shape: (out_features, in_features)."""
 
 _MIN_SPEEDUP = 1.15
 """Smallest speedup over the C kernel for which another kernel is chosen. The C kernel is preferred

@@ -47,7 +47,8 @@ class ExpertWeights:
     def packed(
         self, kernel: LinearKernel, dtype: torch.dtype, *, as_saved: bool
     ) -> Iterator[PackedWeight]:
-        """Pack each expert's matrix. If ``as_saved``, pack kept codes without rounding again."""
+        """Pack each expert's matrix. If ``as_saved``, pack the codes that were kept for the matrix,
+        if any, without rounding again."""
         read = getattr(self.experts, _CODES, {}).get(self.name) if as_saved else None
         for expert, weight in enumerate(self.weight):
             codes: HostCodes | None = read and read(expert)
@@ -125,7 +126,8 @@ class PackedExperts(nn.Module):
 
 
 def matrices_of(experts: Any) -> tuple[ExpertWeights, ExpertWeights]:
-    """Return the up matrices and the down matrices."""
+    """Return the weights of the up projections (joined with the gates, if any) and of the down
+    projections."""
     up = "gate_up_proj" if experts.has_gate else "up_proj"
     return ExpertWeights(experts, up), ExpertWeights(experts, "down_proj")
 

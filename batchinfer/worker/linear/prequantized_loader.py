@@ -1,4 +1,4 @@
-"""Finds the quantized codes of a checkpoint for the layers that were loaded from it.
+"""Finds a checkpoint's quantized codes for the layers that were loaded from the checkpoint.
 
 A checkpoint may hold the matrices of a layer's experts in one tensor, or one tensor for each
 expert. transformers joins separate tensors when it loads them: first the matrices of one expert
@@ -100,9 +100,9 @@ def keep_prequantized(
 ) -> int:
     """Keep the saved codes of linear layers, if the kernels of ``method`` can read them.
 
-    Call this before layers are fused. Layers are skipped if these kernels cannot read their codes
-    (another number of bits, groups of unequal sizes, other float8 blocks), or if their loaded
-    numbers differ from the saved numbers, because loading rearranged them.
+    Call this before layers are fused. A layer is skipped if these kernels cannot read its codes
+    (because of the number of bits, unequal groups, or the size of float8 blocks). It is also
+    skipped if its loaded numbers differ from the saved numbers, because loading rearranged them.
 
     Args:
         model: the model as it was loaded from the folder.

@@ -112,7 +112,7 @@ class LoraConfig:
 
     def _names(self, wanted: Any, name: str) -> bool:
         """Return True if ``wanted`` matches a layer's name. ``wanted`` is a pattern for the whole
-        name, or a list of names without the first parts, such as ``["q_proj", "mlp.up_proj"]``."""
+        name, or a list of names whose first parts may be left out, such as ``"mlp.up_proj"``."""
         if isinstance(wanted, str):
             return _match_with_timeout(f"(?:{wanted})$", name) is not None
         ends = wanted if isinstance(wanted, list) else []
@@ -169,7 +169,7 @@ class Linears:
     head: str
     """Name of the output head."""
     body: str
-    """Name of the model's body, which adapters can change."""
+    """Name of this model's body."""
     loaded_body: str
     """Name of the body in the loaded model, which lacks parts such as a vision tower."""
 

@@ -145,7 +145,8 @@ def file_bytes(folder: Path) -> int:
 
 
 def weight_files(folder: Path) -> list[str]:
-    """Return the names of the folder's safetensors files, or of those in its index if it has one.
+    """Return the names of the folder's safetensors files. If the folder has an index, return only
+    the files that the index lists.
 
     Raises:
         ModelError: the index is damaged, or names files outside the folder.

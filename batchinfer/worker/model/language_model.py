@@ -177,8 +177,8 @@ def _without_towers(wrapper_class: type[PreTrainedModel]) -> type[PreTrainedMode
                 # Llama 4's wrapper reads this attribute, but its config lacks it.
                 config.pad_token_id = None
             if getattr(config, "vision_config", None) is not None:
-                # Vision towers with SAM choose their classes by this name. Any valid name will do,
-                # because the towers are deleted below.
+                # Vision towers with SAM choose their attention class by this name. Any valid name
+                # will do, because the towers are deleted below.
                 config.vision_config._attn_implementation = "eager"
             super().__init__(config)
             _keep(self, [language_model(self), self.get_output_embeddings()])

@@ -60,7 +60,7 @@ def shallow_copy(model: PreTrainedModel, max_model_len: int, free_bytes: int) ->
             Otherwise it shares the model's weights.
 
     Raises:
-        Exception: the copy cannot be built; the model's code may raise any type.
+        Exception: the copy cannot be built. The model's code may raise any type of error.
     """
     config = copy.deepcopy(model.config)
     text = config.get_text_config()
@@ -123,7 +123,7 @@ def _num_layers(model: PreTrainedModel) -> int:
     """Return how many of the first layers to copy, so that they include a layer of each kind.
 
     Beyond ``_MAX_LAYERS``, a layer is included only if no earlier layer has modules of the same
-    classes. In Bamba, for example, layer 9 is the first layer that attends.
+    classes. In Bamba, for example, layer 9 is the first attention layer.
     """
     num_layers: int = model.config.get_text_config().num_hidden_layers
     lists = (module for module in model.modules() if isinstance(module, nn.ModuleList))

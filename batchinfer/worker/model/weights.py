@@ -81,8 +81,8 @@ def load_weights(
         max_model_len: longest sequence in tokens, which decides LongRoPE frequencies.
         quantization: value of ``model.quantization``.
         show_share: called with the share of the weights that is loaded, from 0 to 1.
-        random: True to use random initial weights instead of files. They are the same in every run
-            on a device.
+        random: True to use random initial weights instead of the folder's files. These weights are
+            the same in every run on a device.
 
     Raises:
         ModelError: the files cannot be read or do not match the config, or ``random`` is set for a

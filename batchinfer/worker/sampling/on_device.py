@@ -1,8 +1,8 @@
 """Draws samples on a CUDA device with Triton kernels that edit logits and draw tokens.
 
-All parameters of a step's samples are sent in one copy. Samples with edited logits have separate
-launches: one of ``apply_penalties`` and one of ``sample``, or several pairs of these if the copies
-of their logits would take too much memory.
+All parameters of a step's samples are sent in one copy. Separate launches draw the samples with
+edited logits: one launch of ``apply_penalties`` and one of ``sample``. If the copies of their
+logits would take too much memory, there are several such pairs of launches.
 """
 
 from __future__ import annotations
@@ -26,15 +26,16 @@ _Arrays = dict[str, npt.NDArray[np.generic]]
 _EDITED_ELEMENTS = 2**26
 """Largest number of edited logits in memory at a time."""
 _ROW_BYTES, _TILE_BYTES, _MOST_FOUND_BYTES = 64, 8, 2**16
-"""Bytes of the kernel's workspace: for each row, for every 128 logits of a row, and at most for a
-row's candidates."""
+"""Sizes of the kernel's workspace in bytes: for each row, for every 128 logits of a row, and for
+all candidates of a row (at most)."""
 
 
 def workspace_bytes(rows: int, vocab: int) -> int:
     """Return an upper bound on the device memory, in bytes, for drawing from ``rows`` rows of
     ``vocab`` logits."""
     tiles = -(-vocab // 128)
-    # The number of segments of tiles is a power of two. Each has space for 256 values and ids.
+    # A row has at most as many segments as tiles, rounded up to a power of two. Each segment has
+    # space for 256 values and ids.
     candidates = min(_MOST_FOUND_BYTES, 2 * tiles * 256 * 8)
     edited = min(rows * vocab, max(vocab, _EDITED_ELEMENTS))
     a_bit_each = rows * 4 + edited // 8

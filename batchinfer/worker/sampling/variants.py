@@ -33,7 +33,7 @@ _NO_GRAMMARS: _Unset = {"structured_outputs": (None,), "max_reasoning_tokens": (
 
 
 class KernelVariant(NamedTuple):
-    """The kernel variant that one launch uses."""
+    """Variant of the sampling kernels that a launch uses."""
 
     edited: bool
     """True if logits are edited before the draw."""

@@ -72,7 +72,7 @@ class VisionTower(nn.Module):
                 arguments[name] = tensor.tolist()
         try:
             output = self.body.get_image_features(**arguments, return_dict=True)
-        except torch.OutOfMemoryError:  # a RuntimeError, whose message may name sizes
+        except torch.OutOfMemoryError:  # a RuntimeError whose message may contain "size"
             raise
         except (ValueError, RuntimeError) as error:
             if not any(word in str(error) for word in ("shape", "size")):
@@ -117,7 +117,7 @@ def load_vision_tower(
     attention = vision_attention(like) if device.type == "cpu" else "sdpa"
     with loading_errors(folder), quiet_transformers():
         wrapper, report, _ = read_weights(read, folder, config, dtype, attention=attention)
-        # The language model's tensors are not used here.
+        # The files also have the language model's tensors, which this wrapper does not expect.
         check_loaded(folder, wrapper, {**report, "unexpected_keys": set()})
         return VisionTower(wrapper.model).to(device).eval()
 
@@ -146,14 +146,14 @@ def _without_language_model(wrapper_class: type[PreTrainedModel]) -> type[PreTra
                 config = copy.copy(config)
                 config.audio_config = None
             sam = getattr(config.vision_config, "sam_config", None)
-            if sam is not None:  # SAM chooses its own attention by this name
+            if sam is not None:  # SAM chooses its attention class by this name
                 sam._attn_implementation = "sdpa"
             super().__init__(config)
             dropped = language_model(self), self.get_output_embeddings()
             for name, module in [*self.named_modules()]:
                 if any(module is each for each in dropped):
                     self.set_submodule(name, nn.Identity())
-            # The tied weights were dropped.
+            # The tied weights belong to dropped modules.
             self.all_tied_weights_keys: dict[str, str] = {}
 
     Wrapper.__name__ = Wrapper.__qualname__ = wrapper_class.__name__

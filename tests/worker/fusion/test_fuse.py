@@ -109,10 +109,9 @@ def test_kernels_that_fail_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused_modules, "silu_mul", fail)
     model, lines = prepared(tiny_model("llama")), list[str]()
     assert fuse(model, layout_of(model), MAX_MODEL_LEN, lines.append)
-    reason = "because this fails: RuntimeError: out of resource: shared memory"
+    reason = "because the fused module failed: RuntimeError: out of resource: shared memory"
     assert lines == [
-        f"modules of the kind {kind} are not fused, {reason}"
-        for kind in ("LlamaAttention", "LlamaMLP")
+        f"{kind} modules are not fused, {reason}" for kind in ("LlamaAttention", "LlamaMLP")
     ]
     assert fused_line(model) == "fused modules: 7 x norm, 3 x layer"
 

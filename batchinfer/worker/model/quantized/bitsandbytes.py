@@ -30,7 +30,7 @@ from batchinfer.worker.model.quantized.stored_tensors import (
 
 _STATES = (".quant_state.bitsandbytes__nf4", ".quant_state.bitsandbytes__fp4")
 _NESTED = (".nested_absmax", ".nested_quant_map")
-_ONE_127TH = 7.874015718698502e-3  # bitsandbytes' constant
+_ONE_127TH = 7.874015718698502e-3  # 1 / 127, as rounded in bitsandbytes
 
 
 class BitsAndBytes:

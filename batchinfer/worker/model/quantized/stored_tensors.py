@@ -132,7 +132,8 @@ def check_part(part: Stored, shape: tuple[int, ...], *dtypes: str) -> None:
     """Check the shape and dtype of a weight's tensor.
 
     Raises:
-        ModelError: names the tensor with its actual and expected shape and dtype.
+        ModelError: they do not match. The message names the tensor and states its actual and
+            expected shape and dtype.
     """
     if part.shape == shape and part.dtype in dtypes:
         return
