@@ -266,5 +266,6 @@ def _allocate(
         raise DeviceError(
             f"the device has no room for a KV pool of {num_slots} blocks "
             f"({num_bytes / 2**30:.2f} GiB)",
-            hint="lower engine.num_kv_blocks, engine.kv_cache_memory or gpu_memory_utilization",
+            hint="lower engine.num_kv_blocks, engine.kv_cache_memory or "
+            "engine.gpu_memory_utilization",
         ) from error

@@ -249,11 +249,13 @@ def _check_call(
     kwargs: Mapping[str, Any],
 ) -> None:
     if getattr(module, "layer_idx", None) is None:
-        raise UnsupportedAttentionError(f"{type(module).__name__} does not know its layer number")
+        raise UnsupportedAttentionError(f"{type(module).__name__} has no layer_idx")
     if attention_mask is not None:
         raise UnsupportedAttentionError(f"{type(module).__name__} builds its own attention mask")
     if query.shape[0] != 1:
-        raise UnsupportedAttentionError(f"{type(module).__name__} reshapes its batch")
+        raise UnsupportedAttentionError(
+            f"{type(module).__name__} calls attention with a batch of {query.shape[0]} rows, not 1"
+        )
     if kwargs.get("is_causal", getattr(module, "is_causal", True)) is False:
         raise UnsupportedAttentionError(f"{type(module).__name__} is not causal")
     for name in _UNSUPPORTED:

@@ -81,7 +81,9 @@ def encoder_attention_forward(
     if attention_mask is not None:
         raise UnsupportedAttentionError(f"{type(module).__name__} builds its own attention mask")
     if query.shape[0] != 1:
-        raise UnsupportedAttentionError(f"{type(module).__name__} reshapes its batch")
+        raise UnsupportedAttentionError(
+            f"{type(module).__name__} calls attention with a batch of {query.shape[0]} rows, not 1"
+        )
     for name in _UNSUPPORTED:
         if kwargs.get(name) is not None:
             raise UnsupportedAttentionError(f"{type(module).__name__} passes {name}")

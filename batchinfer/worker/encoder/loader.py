@@ -226,7 +226,7 @@ def _checked(description: EncoderDescription, body: PreTrainedModel) -> Encoder:
     if not verify(alone, packed[3:], TOLERANCE):
         raise ModelError(f"{family} cannot be run: texts in one packed row affect each other")
     if not verify(expected, packed[:3], TOLERANCE):
-        raise ModelError(f"{family} cannot be run: hidden states differ from those of transformers")
+        raise ModelError(f"{family} cannot be run: hidden states differ from transformers' states")
     return encoder
 
 

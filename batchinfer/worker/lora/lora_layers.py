@@ -258,7 +258,7 @@ def add_adapters(
             _check_called(model, layout, number, adapter)
         except torch.OutOfMemoryError as error:
             raise DeviceError(
-                f"model.adapters.{adapter.name} does not fit into the memory of the device",
+                f"model.adapters.{adapter.name} does not fit into the device's memory",
                 hint="use fewer adapters, or a device with more memory",
             ) from error
 

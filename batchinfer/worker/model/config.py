@@ -117,7 +117,7 @@ def _check_class(folder: Path, config: PreTrainedConfig, runner: Runner) -> None
     if model_class is None or whole_class is None:
         raise ModelError(f"{family} cannot be run: they do not generate text")
     if key := changed_logits(config):
-        raise ModelError(f"{family} cannot be run: they change their logits ({key})")
+        raise ModelError(f"{family} cannot be run: they scale or cap their logits ({key})")
     saved = config.architectures or [whole_class.__name__]
     if hasattr(config, "auto_map"):  # its architectures name the model's own code, which is not run
         saved = [whole_class.__name__]

@@ -84,7 +84,7 @@ def _check_torchao(saved: Mapping[str, Any]) -> None:
         )
     for part in _types_in(kind.get("_data")):
         if part not in _PLAIN_TYPES and not part.endswith(_PARTS):
-            raise ModelError(f"the model's quantization_config has an unknown {part}")
+            raise ModelError(f"the model's quantization_config names an unknown class, {part}")
     _require_torchao()
 
 

@@ -196,7 +196,7 @@ def check_vocabulary(folder: Path, tokenizer: str | None, vocab_size: int) -> No
         raise ModelError(
             f"{folder}: the tokenizer{named} has ids up to {highest}, but the "
             f"model has {vocab_size} embeddings (vocab_size in config.json); use "
-            "the tokenizer and the model of the same folder"
+            "a tokenizer and a model from the same folder"
         )
 
 

@@ -128,7 +128,7 @@ def loading_errors(folder: Path) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as error:
         raise DeviceError(
-            "the model's weights do not fit into the memory of the device; use a smaller model"
+            "the model's weights do not fit into the device's memory; use a smaller model"
         ) from error
     except SafetensorError as error:
         raise ModelError(

@@ -61,12 +61,12 @@ def choose_threads(
             # torch has fewer threads if a caller set fewer, or if there are fewer cores
             if torch_count < int(variable[1]):
                 return ThreadCount(
-                    torch_count, f"torch's own number; {name} is {variable[1]}", pinned=True
+                    torch_count, f"torch's current setting; {name} is {variable[1]}", pinned=True
                 )
             return ThreadCount(int(variable[1]), name, pinned=True)
     if torch_count < limits.count:
         return ThreadCount(
-            torch_count, f"torch's own number; this process may use {limits.count} cores"
+            torch_count, f"torch's current setting; this process may use {limits.count} cores"
         )
     cores, why = min(limits.machine, limits.affinity), "the cores this process may use"
     if limits.count < cores:

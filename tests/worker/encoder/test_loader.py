@@ -98,7 +98,7 @@ def test_an_encoder_with_other_hidden_states_is_refused(
     folder = make_encoder(tmp_path / "model", "llama", causal=True)
     packed = loader.packed_sequences
     monkeypatch.setattr(loader, "packed_sequences", lambda runs, causal: packed(runs))
-    with pytest.raises(ModelError, match="hidden states differ from those of transformers"):
+    with pytest.raises(ModelError, match="hidden states differ from transformers' states"):
         runner(folder, runner="whole_texts")
 
 

@@ -350,7 +350,7 @@ def test_adapter_too_large_for_the_device_is_named(
 
     monkeypatch.setattr(at, fail)
     with pytest.raises(
-        DeviceError, match=r"model\.adapters\.mine does not fit into the memory of the device"
+        DeviceError, match=r"model\.adapters\.mine does not fit into the device's memory"
     ):
         load_model(
             ModelConfig(str(sound / "model"), adapters={"mine": str(sound / "adapter")}), device=CPU

@@ -50,7 +50,7 @@ def test_an_adapter_of_a_multimodal_model_changes_its_language_model(tmp_path: P
 @pytest.mark.parametrize(
     ("family", "message"),
     [
-        ("muse_glimmer", r"they change their logits \(final_logit_softcapping\)"),
+        ("muse_glimmer", r"they scale or cap their logits \(final_logit_softcapping\)"),
         ("paligemma", "its attention over the prompt is bidirectional"),
     ],
 )

@@ -194,7 +194,7 @@ def test_adapters_are_added_to_quantized_layers(
                     }
                 },
             },
-            "has an unknown quantize_",
+            "names an unknown class, quantize_",
         ),
     ],
 )

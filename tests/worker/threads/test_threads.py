@@ -52,7 +52,7 @@ def torch_threads() -> Iterator[None]:
             FREE,
             1,
             {"OMP_NUM_THREADS": "4"},
-            "1 thread: torch's own number; OMP_NUM_THREADS is 4",
+            "1 thread: torch's current setting; OMP_NUM_THREADS is 4",
         ),
         (None, FREE, 64, {"OMP_NUM_THREADS": "many"}, "64 threads: the cores this process may use"),
         (None, FREE, 64, {"OMP_NUM_THREADS": "0"}, "64 threads: the cores this process may use"),
@@ -77,7 +77,7 @@ def torch_threads() -> Iterator[None]:
             {},
             "2 threads: the cores this process may use; the machine has 64",
         ),
-        (None, FREE, 32, {}, "32 threads: torch's own number; this process may use 64 cores"),
+        (None, FREE, 32, {}, "32 threads: torch's current setting; this process may use 64 cores"),
     ],
 )
 def test_the_chosen_thread_count_and_its_log_line(
@@ -153,7 +153,7 @@ def test_each_engine_of_a_process_chooses_its_thread_count(
     assert built_with(model) == first
     torch.set_num_threads(1)
     assert built_with(model)[0::2] == (
-        "1 thread: torch's own number; this process may use 3 cores",
+        "1 thread: torch's current setting; this process may use 3 cores",
         1,
     )
 
