@@ -42,7 +42,7 @@ from batchinfer.worker.verify import (
 _TOKENS = (3, 7)
 _NEIGHBOR_TOLERANCE = 2e-2  # far above rounding errors of 16-bit weights
 _ENDS = (11, 23, 24)
-"""Number of computed tokens after each step. The chunks end inside blocks. The last step is a
+"""Total number of tokens computed after each step. The chunks end inside blocks. The last step is a
 decode."""
 _BLOCK_SIZE = 8
 _TOLERANCE = 1e-3

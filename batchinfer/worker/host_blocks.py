@@ -13,7 +13,7 @@ from batchinfer.engine.step import Int32
 from batchinfer.errors import DeviceError
 
 _MEASURED_BYTES = 4 * 2**20
-"""Bytes that are copied to measure the time of a swap."""
+"""Number of bytes to copy when the time of a swap is measured."""
 
 
 class HostBlocks:
@@ -41,7 +41,8 @@ class HostBlocks:
         self._starts = [0, *accumulate(map(len, self._pieces))][:-1]
 
     def copy(self, outs: Int32, ins: Int32) -> None:
-        """Copy blocks out, then in. Device work that is queued later runs after the copies.
+        """Swap blocks out to the host, then swap blocks in. Device work that is queued later runs
+        after the copies.
 
         Args:
             outs: [O, 2] pairs of (slot, host slot).

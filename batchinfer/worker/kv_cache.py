@@ -215,8 +215,9 @@ class KVCache:
         self.blocks[destination] = self.blocks[source]
 
     def units(self, layer: int, *, values: bool) -> torch.Tensor:
-        """Return the pool from a layer's keys or values onward, as rows of ``block_size * unit``
-        elements. Head h of slot s begins at row ``s * rows_per_slot + h * (width / unit)``."""
+        """Return a view of the pool as rows of ``block_size * unit`` elements, starting with the
+        layer's keys or values in the first slot. Head h of slot s begins at row
+        ``s * rows_per_slot + h * (width / unit)``."""
         row = self.layout.block_size * self.unit
         offset = self._value_offset(layer) if values else self._offset(layer)
         flat = self.pool.view(-1)[offset:]

@@ -96,8 +96,8 @@ class ModelRunner:
         return pending
 
     def device_bytes(self) -> int:
-        """Return the bytes in use: on CUDA, torch's count; on a CPU, the size of weights and
-        pool."""
+        """Return the number of bytes in use: torch's count on CUDA, or the size of the weights and
+        the pool on a CPU."""
         if self._cache.pool.is_cuda:
             return int(torch.cuda.memory_allocated(self._cache.pool.device))
         return model_bytes(self._model) + self._cache.nbytes

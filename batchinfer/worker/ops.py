@@ -66,7 +66,7 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 def sigmoid_mul(x: torch.Tensor, gate: torch.Tensor) -> None:
-    """Multiply x [T, H, D], which is contiguous, by the sigmoid of ``gate`` [T, H, D] in place.
+    """Multiply the contiguous tensor x [T, H, D] in place by the sigmoid of ``gate`` [T, H, D].
 
     On a CUDA device, torch computes this, and rounds the sigmoid to x's dtype.
     """

@@ -174,7 +174,7 @@ def logits_in_chunks(
     """Return the logits [T, vocabulary] of one sequence that is computed in several steps.
 
     Args:
-        ends: number of tokens that are computed after each step.
+        ends: total number of tokens computed after each step.
     """
     weight = next(model.parameters())
     layout = _one_group(layout)

@@ -138,7 +138,7 @@ class CudaAttention:
         return self._chunks[kind]
 
     def _query_tile(self, layer: int, query: torch.Tensor) -> int:
-        """Return how many of a chunk's query tokens one program computes."""
+        """Return the number of a chunk's query tokens that one program computes."""
         from batchinfer.kernels.attention_loop import Heads
         from batchinfer.kernels.chunk_attention import query_tile
 

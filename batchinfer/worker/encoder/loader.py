@@ -237,7 +237,7 @@ def _texts(description: EncoderDescription, *lengths: int) -> list[torch.Tensor]
 @torch.inference_mode()
 def _reference(body: PreTrainedModel, token_ids: torch.Tensor) -> torch.Tensor:
     """Compute the hidden states [T, H] of a text with transformers' attention."""
-    with quiet_transformers():  # transformers warns if a family's attention cannot be switched
+    with quiet_transformers():  # transformers warns if a family's attention cannot be changed
         body.set_attn_implementation("eager")
         try:
             states: torch.Tensor = body(input_ids=token_ids[None].to(body.device)).last_hidden_state

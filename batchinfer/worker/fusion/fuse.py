@@ -54,7 +54,7 @@ def fuse(
     max_model_len: int,
     log: Callable[[str], None] = lambda line: None,
 ) -> bool:
-    """Replace a model's modules with fused modules, one after the other, and then its layers.
+    """Replace a model's modules with fused modules, one after another, and then its layers.
 
     Args:
         layout: KV layout of a pool for the model.
@@ -110,7 +110,7 @@ class _ModuleFusion:
         if call is None or not factories:
             return None
         if len({tensor.dtype for tensor in (*module.parameters(), *_float_tensors(call))}) > 1:
-            return None  # a part of the module is kept in another precision
+            return None  # part of the module is kept in another dtype
         variant = self._variants.get(getattr(module, "layer_idx", -1))
         original = copy.deepcopy(module).float()
         for make_fused in factories:

@@ -1,6 +1,6 @@
 """Linear layers with float8 e4m3fn weights in blocks of 128 x 128, on a CUDA device.
 
-A weight takes one byte instead of two. This speeds up steps with few rows, which spend most of
+An element takes one byte instead of two. This speeds up steps with few rows, which spend most of
 their time reading weights. From compute capability 8.9 on, rows are rounded to float8 too, in
 groups of 128 columns. Tensor cores multiply float8 numbers twice as fast as 16-bit numbers
 (``kernels/fp8_linear.py``).

@@ -151,7 +151,7 @@ def _is_plain(module: Any) -> bool:
 def pack_experts(
     model: nn.Module, kernel: LinearKernel, dtype: torch.dtype, *, as_saved: bool = False
 ) -> int:
-    """Pack the experts of a model that ``kernel`` supports, one layer after the other.
+    """Pack the experts of a model that ``kernel`` supports, one layer after another.
 
     Args:
         dtype: dtype of the weights to pack.

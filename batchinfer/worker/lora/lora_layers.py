@@ -4,7 +4,7 @@ Implements LoRA (Hu et al. 2021, https://arxiv.org/abs/2106.09685). A layer comp
 weight.T`` for every row of a step; the weight may have any format. Then its hook adds ``(x @ A.T) @
 B.T`` to the rows of each adapter in the step. Adapters also work with fused layers.
 
-On a CPU, adapters are computed one after the other, each with two small matrix multiplications for
+On a CPU, adapters are computed one after another, each with two small matrix multiplications for
 all of its rows (the idea of SGMV, Chen et al. 2023, https://arxiv.org/abs/2310.18547). On a CUDA
 device, each kernel launch computes all adapters. Rows without an adapter do not change.
 """

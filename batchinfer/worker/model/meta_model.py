@@ -1,7 +1,7 @@
 """Builds the model of a config.json without memory for its weights, to check that it can be built.
 
 If transformers cannot build a model, its errors do not name the key with the wrong value. A search
-therefore looks for a key without which the model can be built.
+therefore removes or changes one key at a time, until the model can be built.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def runs_on_meta(config: PreTrainedConfig) -> None:
 
 
 def blame(folder: Path, attempt: Callable[[PreTrainedConfig], object]) -> str:
-    """Find the key of config.json without which ``attempt`` succeeds.
+    """Find a key of config.json whose removal or change makes ``attempt`` succeed.
 
     Returns:
         The key and its value as the start of a message; "" if the search finds no key.

@@ -115,7 +115,7 @@ def _default_type(saved: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def quantize(model: Any, method: str, device: torch.device) -> None:
-    """Quantize a model's linear layers with torchao, one after the other, except the output head.
+    """Quantize a model's linear layers with torchao, one after another, except the output head.
 
     Args:
         model: a model whose weights have the dtype that it computes in.

@@ -120,7 +120,7 @@ def _cut_vocabulary(text: Any) -> None:
 
 
 def _num_layers(model: PreTrainedModel) -> int:
-    """Return how many of the first layers to copy, so that they include a layer of each kind.
+    """Return the number of layers to copy from the start, which include a layer of each kind.
 
     Beyond ``_MAX_LAYERS``, a layer is included only if no earlier layer has modules of the same
     classes. In Bamba, for example, layer 9 is the first attention layer.

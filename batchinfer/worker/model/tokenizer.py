@@ -33,7 +33,8 @@ _WALL_S = 600
 """Limit of elapsed time, in seconds, for a process that sleeps or gets no processor time."""
 _MEMORY_BYTES = 4 << 30
 _PANICKED = 3
-# sys.path is replaced first: it begins with the current folder, which may contain any modules.
+# sys.path is replaced before other imports. It begins with the current folder, whose modules could
+# otherwise be imported instead of the intended ones.
 _TRIAL_CODE = f"""
 import sys
 path, sys.path[:] = sys.argv[1], sys.argv[2:]

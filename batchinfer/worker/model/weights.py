@@ -166,7 +166,7 @@ def read_weights(
 
     Args:
         read: ``from_pretrained`` of the model's class.
-        attention: transformers' name of the attention function.
+        attention: name of the attention function in transformers.
 
     Returns:
         The model, transformers' report on loading it, and the names of tensors that the model

@@ -76,7 +76,7 @@ class Family:
             parts = module.fix_query_key_value_ordering(
                 module.in_proj_qkvz(hidden)[None], module.in_proj_ba(hidden)[None]
             )
-            # With one value head per key head, transformers returns `beta` and `decay` strided.
+            # With one value head per key head, transformers returns strided `beta` and `decay`.
             query, key, value, gate, beta, decay = (
                 part[0].flatten(1).contiguous() for part in parts
             )

@@ -1,4 +1,4 @@
-"""Gives the kernels of recurrent layers the states of the current step's sequences."""
+"""Provides the kernels of recurrent layers with the states of the current step's sequences."""
 
 from __future__ import annotations
 

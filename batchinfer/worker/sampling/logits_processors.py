@@ -167,7 +167,7 @@ def _rewrite(
     """
     if token_ids.shape[1] == 0:
         return
-    # Padding repeats a token of the same row. A row of only padding keeps its values.
+    # Padding repeats a token of the same row. If a row has only padding, its logits do not change.
     stand_in = token_ids.amax(dim=1, keepdim=True)
     ids = torch.where(token_ids >= 0, token_ids, stand_in.clamp(min=0))
     at = logits[rows, ids]

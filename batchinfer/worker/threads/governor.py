@@ -135,7 +135,7 @@ class ThreadGovernor:
             next(self._decisions)
 
     def _decide(self) -> Generator[None, None, None]:
-        """Judge one window of steps after the other, and set ``count``. The generator is resumed
+        """Judge windows of steps one after another, and set ``count``. The generator is resumed
         after each step."""
         pause = _FIRST_PAUSE
         while True:

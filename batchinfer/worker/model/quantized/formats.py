@@ -1,4 +1,4 @@
-"""Finds a quantized checkpoint's format in config.json, and reads its weights as floats."""
+"""Finds a quantized checkpoint's format in config.json, and dequantizes its weights."""
 
 from __future__ import annotations
 
