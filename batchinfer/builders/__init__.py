@@ -1,1 +1,1 @@
-"""Builds an engine from the control plane and the worker, or a simulated engine."""
+"""Builds engines: real ones from the scheduler and the worker, or simulated ones."""

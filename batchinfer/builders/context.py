@@ -45,7 +45,7 @@ class EngineContext:
     device: str
     model_facts: Mapping[str, Any]
     kernels: Mapping[str, str]
-    """Kernel names: for linear layers, keyed by the dtype of their weights, and for "attention"."""
+    """Kernel names. The key is "attention", or for linear layers, the dtype of their weights."""
     device_bytes: Callable[[], int]
     """Returns the number of bytes of device memory in use."""
     eos_token_ids: frozenset[int] = frozenset()
@@ -59,12 +59,12 @@ class EngineContext:
     """True if prompts can share the KV of a common prefix. If False, it is fastest
     to run prompts of the same length together."""
     slots_per_state: int = 0
-    """Number of pool slots for a sequence's recurrent state; 0 without recurrent layers."""
+    """Number of blocks that a sequence's recurrent state takes; 0 without recurrent layers."""
     images: ImageSupport | None = None
     """How to process images; None if the model takes only text."""
     load_adapter: Callable[[str, str], None] | None = None
-    """Takes a name and a folder and loads this adapter, between steps; None if adapters are
-    fixed."""
+    """Loads an adapter, given its name and folder, while no step runs; None if no adapters can be
+    added."""
     warm_up: WarmUp | None = None
     """Compiles sampling kernels; None on devices that compile none."""
 

@@ -43,7 +43,8 @@ def describe(device: torch.device) -> str:
 def set_threads(
     device: torch.device, engine: EngineConfig, log: Callable[[str], None]
 ) -> ThreadCount | None:
-    """Set the number of threads that compute on a CPU, and return it; None for other devices."""
+    """On a CPU, choose and set the number of compute threads, and return it. Otherwise return
+    None."""
     if device.type != "cpu":
         return None
     threads = choose_threads(engine.num_threads, cpu_limits(), TORCH_THREADS.default())

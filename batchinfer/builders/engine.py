@@ -76,8 +76,9 @@ def build_engine(
         fit_length: True to limit sequences to the length that fits in the KV cache.
         more_adapters: True if adapters can be added to the model later.
         random_weights: True if the model's files need not contain weights.
-        check_vocab_size: takes the number of token ids before the weights are loaded, and raises a
-            JobError if the job does not fit. Encoders, which draw no tokens, skip this check.
+        check_vocab_size: called with the vocabulary size before the weights are loaded; raises a
+            JobError if the job does not fit. Not called for encoders, because they generate no
+            tokens.
         with_images: True to load the vision tower of a vision-language model.
 
     Raises:
@@ -103,7 +104,8 @@ def build_engine(
         )
     engine = sized_for(device.type, engine)
     thread_count = set_threads(device, engine, log)
-    # Check the model before the tokenizer, so that a wrong model or job is refused at once.
+    # Check the model's config before loading the tokenizer, so that a wrong model or job fails
+    # early.
     folder = resolve_folder(model.name, model.revision, CONFIG_FILES)
     pretrained = load_config(folder, model.runner)
     if check_vocab_size is not None:
@@ -173,8 +175,8 @@ def build_engine(
     embeddings = None
     if tower is not None:
         layers = decoder_layers_of(loaded.model)
-        # A GPU needs several images at once to be busy. A CPU does not, and without packing, an
-        # image's embeddings always have the same bits.
+        # A GPU is fast only if it embeds several images at once. A CPU embeds them one at a time,
+        # so an image's embeddings are bitwise the same, no matter which other images are waiting.
         packs = device.type == "cuda" and not engine.deterministic
         embeddings = ImageEmbeddings(tower, EMBEDDING_BYTES, layers, packs=packs)
     runner = ModelRunner(loaded.model, cache, Sampler(), graphs, loaded.kernels.kernel, embeddings)
@@ -216,7 +218,7 @@ def build_engine(
         engine=Engine(
             Scheduler(pool, table, engine.max_num_batched_tokens, policy),
             runner if threads is None else ThreadedRunner(runner, threads),
-            # A CPU computes a step while it is submitted, so the host cannot run ahead.
+            # On a CPU, submitting a step computes it, so the scheduler cannot run ahead.
             runs_ahead=device.type == "cuda",
             vocab_size=loaded.vocab_size,
         ),
@@ -269,7 +271,7 @@ def _graphs(
 
 
 class _SamplingKernels:
-    """A ``WarmUp`` that compiles nothing twice.
+    """A ``WarmUp`` that remembers which kernels are compiled and does not compile them again.
 
     Args:
         logits: makes a row of logits [1, V].

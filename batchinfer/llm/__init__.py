@@ -1,4 +1,4 @@
-"""The engine from Python: ``LLM(...).generate(...)``, with vLLM's names and meanings."""
+"""The Python API: ``LLM(...).generate(...)`` and its classes, named and used as in vLLM."""
 
 from batchinfer.llm.llm import LLM
 from batchinfer.llm.logprobs import FlatLogprobs, Logprob

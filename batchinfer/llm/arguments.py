@@ -30,14 +30,14 @@ _ENGINE_ALIASES: Mapping[str, str] = {
 }
 """Our names of engine settings, keyed by vLLM's names."""
 _OUTLINES_WHITESPACE = "[ ]?"
-"""Whitespace between the parts of JSON in outlines, a backend of vLLM
+"""Regex for the whitespace that vLLM's backend outlines allows between JSON tokens
 (``outlines_core.json_schema.WHITESPACE``).
 """
 
 
 @dataclass(frozen=True, kw_only=True)
 class CallDefaults:
-    """Arguments of an ``LLM`` that no other dataclass of settings checks.
+    """Arguments of ``LLM`` that belong to neither ``ModelConfig`` nor ``EngineConfig``.
 
     Raises:
         TypeError: an argument has the wrong type.
@@ -141,7 +141,8 @@ def template_text(template: str | os.PathLike[str] | None) -> str | None:
 def reasoning_markers(
     reasoning: str | Mapping[str, str], parser: str | None
 ) -> str | Mapping[str, str]:
-    """Return the markers of the model's reasoning, from either of two arguments.
+    """Return the setting for reasoning from ``LLM(reasoning=...)`` or
+    ``LLM(reasoning_parser=...)``.
 
     Args:
         parser: vLLM's name of a parser; "" counts as None.
@@ -164,12 +165,12 @@ class SchemaDefaults:
     """Settings of an ``LLM`` for JSON schemas, used by calls that do not set them."""
 
     whitespace: Mapping[str, Any]
-    """The entry of ``structured_outputs`` that limits whitespace, if any."""
+    """An entry for ``structured_outputs`` that limits whitespace; empty if whitespace is free."""
     closes_objects: bool
     """True if objects may have no properties besides those in their schema."""
 
     def apply(self, structure: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return ``structured_outputs`` of a call, with the settings added."""
+        """Return a call's ``structured_outputs`` with these defaults added."""
         completed = dict(structure)
         if "json" in completed and self.closes_objects:
             completed["json"] = closed_schema(json.loads(completed["json"]))

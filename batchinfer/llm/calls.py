@@ -22,8 +22,7 @@ from batchinfer.report.report_data import ReportData
 from batchinfer.requests.branch_points import with_branch_points
 
 OnError = Literal["raise", "return"]
-"""Treatment of a prompt that cannot run: the call raises, or the prompt's output has an
-``error``.
+"""What happens if a prompt cannot run: the call raises, or the prompt's output has an ``error``.
 """
 ProgressBar = bool | Callable[..., Any]
 """True to show a progress bar, or a function that makes one and is called like tqdm's class."""
@@ -54,7 +53,7 @@ class Calls:
 
         Raises:
             RuntimeError: the active call belongs to this thread, so waiting would never end.
-            ValueError: the model is not loaded for this call.
+            ValueError: the model does not support this call.
         """
         if name in self._refused:
             raise ValueError(f"LLM.{name}: {self._refused[name]}")
@@ -76,11 +75,11 @@ class Calls:
     def completions(
         self, requests: Sequence[Request], num_prompts: int, use_tqdm: ProgressBar
     ) -> Iterator[tuple[Iterator[Completion], Meter, Any]]:
-        """Run requests until they finish; if the block ends early, the engine drops the rest.
+        """Run requests until they finish; if the ``with`` block ends early, abort the others.
 
         Yields:
-            The completions as they finish, the rates so far, and the progress bar over
-            ``num_prompts``, which the caller advances.
+            The completions in the order in which they finish, a meter of the rates so far, and a
+            progress bar of ``num_prompts`` steps, which the caller advances.
         """
         meter = Meter(num_prompts)
         if callable(use_tqdm):
@@ -116,7 +115,7 @@ class Calls:
             self._measured.seconds += time.perf_counter() - began
 
     def reset(self) -> None:
-        """Reset the statistics; of an active call, only later steps count."""
+        """Reset the statistics; if a call is active, its later steps are still counted."""
         self._measured = MetricsCollector(self._pool["block_size"])
         self._log = CallLog()
 

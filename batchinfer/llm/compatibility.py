@@ -52,7 +52,7 @@ tokenizer_pool_size ubatch_size use_fp64_gumbel use_replayssm use_tqdm_on_load u
 watchdog_config watermark worker_cls worker_extension_cls worker_use_ray
 """
 NO_EFFECT = frozenset(_NO_EFFECT.split())
-"""Arguments without effect, because the engine does not have the feature or offers no choice."""
+"""Arguments that have no effect, because the engine lacks the feature or offers no choice."""
 
 _PREFIXES = """
 cpu_distributed_ data_parallel_ dbo_ dcp_ ec_manager_ elastic_ep_ eplb_ jit_monitor_
@@ -60,7 +60,7 @@ long_prefill_token_threshold_ mamba_ master_ mm_ node_rank numa_bind offload_ re
 safetensors_ sleep_ video_pruning_
 """
 NO_EFFECT_PREFIXES = tuple(_PREFIXES.split())
-"""Prefixes of arguments that have no effect either."""
+"""Prefixes of the names of other arguments that have no effect."""
 
 ONLY_VALUES: Mapping[str, tuple[object, ...]] = {
     "config_format": ("auto", "hf"),

@@ -1,4 +1,4 @@
-"""The calls of an ``LLM`` that write text: ``generate``, ``chat`` and ``beam_search``."""
+"""The calls of an ``LLM`` that generate text: ``generate``, ``chat`` and ``beam_search``."""
 
 from __future__ import annotations
 
@@ -79,7 +79,8 @@ class GenerationCalls:
         errors: OnError = "raise",
         **others: Any,
     ) -> list[RequestOutput]:
-        """Continue prompts. Texts are used raw: without a template, and with special tokens parsed.
+        """Generate continuations of prompts. Texts are used as they are: no chat template is
+        applied, and special tokens in a text are parsed.
 
         Args:
             prompts: one or several texts, token id lists, ``{"prompt": ...}`` or
@@ -147,9 +148,9 @@ class GenerationCalls:
             continue_final_message: continue the last message.
             tools: tools that the model may call, in OpenAI's format; passed to the template.
             tool_choice: ``auto``: the model decides; ``none``: the template gets no tools;
-                ``required``: each answer consists of calls; or ``{"type": "function", "function":
-                {"name": ...}}``: each answer is a call to that tool. A grammar enforces calls, in
-                the format of ``LLM(tool_parser=...)``.
+                ``required``: each answer consists of tool calls; or ``{"type": "function",
+                "function": {"name": ...}}``: each answer is a call to that tool. A grammar enforces
+                calls, in the format of ``LLM(tool_parser=...)``.
             others: see ``generate``.
 
         Raises:
@@ -215,8 +216,8 @@ class GenerationCalls:
 
         Returns:
             An output for each prompt, in order. Its ``outputs`` are the ``beam_width`` best
-            continuations, best first, each with its ``score``; its ``sequences`` are the same in
-            vLLM's form.
+            continuations, best first, each with its ``score``; its ``sequences`` are the same
+            continuations in vLLM's format.
 
         Raises:
             TypeError, ValueError, RuntimeError, NotYetError: see ``generate``.

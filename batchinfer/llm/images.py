@@ -40,7 +40,7 @@ class TokensWithImages:
 
     token_ids: TokenIds
     text: str | None
-    """The text to show for the token ids."""
+    """Text that outputs show for the token ids."""
     images: list[ImageFile | RowError]
 
 
@@ -63,7 +63,7 @@ class CallImages:
     def prompts(
         self, items: Sequence[TextWithImages | TokensWithImages]
     ) -> list[Prompt | RowError]:
-        """Make prompts, in order; a prompt that cannot be made is its error."""
+        """Make a prompt from each item, in order, or a RowError if that is not possible."""
         errors = [_error_of(item) for item in items]
         good = [item for item, error in zip(items, errors, strict=True) if error is None]
         texts = [item for item in good if isinstance(item, TextWithImages)]
@@ -101,8 +101,8 @@ class CallImages:
     def load(self, items: Sequence[PromptRequest]) -> None:
         """Number and load the images of prompts.
 
-        If an image cannot be decoded, the error replaces its prompt. Pixels beyond a limit are
-        dropped, and decoded again when they are needed.
+        If an image cannot be decoded, the error replaces its prompt. To save memory, pixels beyond
+        a limit are dropped, and decoded again when needed.
         """
         loader: ImageLoader | None = None
         waiting: deque[tuple[PromptRequest, FinishLoading]] = deque()

@@ -56,7 +56,7 @@ class LLM(GenerationCalls, PoolingCalls):
 
     Args:
         model: hub id or local directory.
-        tokenizer: hub id or directory of another tokenizer; default the model's.
+        tokenizer: hub id or directory of another tokenizer; default: the model's.
         skip_tokenizer_init: accept and return only token ids; do not read the tokenizer's files.
         revision: branch, tag or commit of a model on the hub. It does not apply to ``tokenizer``.
         dtype: ``auto`` (as saved), ``float32`` (``float``), ``bfloat16``, ``float16``
@@ -68,28 +68,30 @@ class LLM(GenerationCalls, PoolingCalls):
         logprobs_mode: ``raw_logprobs``: log-probabilities of the unmodified logits;
             ``processed_logprobs``: after penalties, temperature, top-k and so on; ``raw_logits``
             and ``processed_logits``: the logits themselves. Values of prompt tokens are never
-            processed, and beams always have log-probabilities.
+            processed, and beam search always returns log-probabilities.
         seed: seed for samples whose parameters have no seed, combined with the number of the call;
             default: samples differ in every call.
         load_format: ``dummy`` makes random weights with the model's shapes, to try settings and
             speed without weight files. Other formats have no effect.
         quantization: ``int8``, ``int4``, ``fp8``, ``int8_weight_only`` or
             ``int4_weight_only``; default: as saved.
-        adapters: LoRA adapters in peft's format: folder or hub id by name.
-        enable_lora: calls may use more adapters as ``LoRARequest``, which are loaded when first
-            used.
+        adapters: LoRA adapters in peft's format: a dict from the adapter's name to its folder or
+            hub id.
+        enable_lora: True to let calls pass more adapters as ``LoRARequest``; each is loaded when
+            first used.
         generation_config: the source of ``get_default_sampling_params``: ``auto``: the model's
             folder; ``vllm``: none; or another folder.
         override_generation_config: values that replace values of ``generation_config.json``.
         structured_outputs_config: vLLM's class, or a dict; ``disable_any_whitespace`` and
             ``disable_additional_properties`` apply to schemas that do not set them.
         guided_decoding_disable_any_whitespace: the earlier name of ``disable_any_whitespace``.
-        reasoning: separates the model's reasoning from ``text`` in all outputs: ``auto``, by the
-            markers of its chat template, or ``{"start": text, "end": text}``.
+        reasoning: how to separate the model's reasoning from ``text`` in all outputs: ``auto``: by
+            the markers in its chat template; ``{"start": text, "end": text}``: by these markers;
+            ``none``: reasoning stays in the text.
         reasoning_parser: vLLM's name for the reasoning format, such as ``qwen3``; use it instead of
             ``reasoning``.
-        tool_parser: format of tool calls: ``auto``, by the chat template, or vLLM's name, such as
-            ``hermes``; ``none``: calls stay in the text.
+        tool_parser: format of tool calls: ``auto``: the format in the chat template; vLLM's name of
+            a format, such as ``hermes``; or ``none``: calls stay in the text.
         chat_template: text or file of the default template (Jinja2) for chats; default: the
             model's.
         runner: ``generate``: write text; ``pooling``: only ``embed``, ``classify`` and ``score``;
@@ -287,7 +289,7 @@ class LLM(GenerationCalls, PoolingCalls):
         return Path(path)
 
     def reset_stats(self) -> None:
-        """Reset ``stats``. Never waits: of an active call, only later steps count."""
+        """Reset ``stats``. Never waits; if a call is active, its later steps are still counted."""
         self._calls.reset()
 
     def reward(self, *_: object, **__: object) -> NoReturn:

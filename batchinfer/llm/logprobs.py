@@ -26,7 +26,7 @@ class Logprob:
 
 @dataclass
 class FlatLogprobs(Sequence[dict[int, Logprob] | None]):
-    """The log-probabilities of many positions, read like a list of dicts keyed by token id.
+    """Log-probabilities of many positions, indexed like a list of dicts keyed by token id.
 
     A few long lists give the garbage collector less work than millions of dicts. The names are the
     same as in vLLM's class (vllm/logprobs.py). Position i has the entries from ``start_indices[i]``
@@ -86,7 +86,8 @@ PromptLogprobs = list[dict[int, Logprob] | None] | FlatLogprobs
 def output_logprobs(
     tokens: Sequence[TokenLogprobs], text: list[int], tokenizer: Tokenizer | None, *, flat: bool
 ) -> Logprobs:
-    """Return log-probabilities of each output token and of its best or named alternatives.
+    """Return log-probabilities of each output token and of its most likely or requested
+    alternatives.
 
     Args:
         text: token ids that end with those of ``tokens``; earlier ids are context for decoding.

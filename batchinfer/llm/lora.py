@@ -19,7 +19,8 @@ class LoRARequest:
     lora_int_id: int = 1
     """Ignored, because the name identifies an adapter."""
     lora_path: str = ""
-    """Folder or hub id. It also selects an adapter that was loaded under another name."""
+    """Folder or hub id. If an adapter was loaded from it under another name, that adapter is
+    used."""
     base_model_name: str | None = None
     """Ignored."""
     lora_local_path: str | None = None

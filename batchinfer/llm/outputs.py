@@ -59,8 +59,9 @@ class RequestMetrics:
     """Times at which a prompt arrived, started and finished, under vLLM's names.
 
     Times are in seconds. ``arrival_time`` is a wall clock time (``time.time``). Times that end in
-    ``_ts`` count from the time when the prompt was queued. The last token is the last token of the
-    sample that finished last. If a prompt never ran, all times except the arrival are 0.
+    ``_ts`` count from the time when the prompt was queued. ``last_token_ts`` is the time of the
+    last token of the sample that finished last. If a prompt never ran, all times except
+    ``arrival_time`` are 0.
     """
 
     arrival_time: float
@@ -142,7 +143,7 @@ class RequestOutput:
 
 @dataclass(frozen=True, slots=True)
 class BeamSearchSequence:
-    """A beam in vLLM's form, together with its prompt."""
+    """A beam in vLLM's format, together with its prompt."""
 
     tokens: list[int]
     """Tokens of the prompt and the beam, without the end-of-sequence token unless
@@ -163,7 +164,7 @@ class BeamSearchOutput(RequestOutput):
     """A prompt and its beams, best first."""
 
     sequences: list[BeamSearchSequence] = field(default_factory=list)
-    """The beams of ``outputs`` in vLLM's form."""
+    """The beams of ``outputs`` in vLLM's format."""
 
 
 @dataclass(slots=True)

@@ -72,7 +72,7 @@ def check_params(
 def as_called(
     requests: Sequence[Request], params: SamplingParams, mode: LogprobsMode
 ) -> Sequence[Request]:
-    """Return a prompt's requests, with the options of the call that only the Python API has."""
+    """Return a prompt's requests with the call's options that only the Python API has."""
     named, processors = params.logprob_token_ids or (), params.logits_processors or ()
     table, scored_from = params.prompt_logprob_token_ids, 1
     if mode == LogprobsMode.RAW and not named and table is None and not processors:

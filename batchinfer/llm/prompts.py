@@ -38,7 +38,7 @@ class ImagesPrompt(TypedDict):
 
 
 class TokensPrompt(TypedDict):
-    """vLLM's type for a prompt given as token ids; ``prompt`` is the text to show for them."""
+    """vLLM's type for a prompt given as token ids; outputs show ``prompt`` as their text."""
 
     prompt_token_ids: list[int]
     prompt: NotRequired[str]
@@ -53,7 +53,7 @@ _KEYS = ("prompt", "prompt_token_ids")
 _FORMS = "a string, a list of token ids, {'prompt': ...} or {'prompt_token_ids': ...}"
 _MESSAGES = "a list of messages such as [{'role': 'user', 'content': '...'}]"
 _FILE_KEYS = ("image", "image_pil", "bytes")
-"""Keys of a message whose bytes are the file of an image, and whose arrays are pixels."""
+"""Keys in messages whose values are images: bytes are an image file, and arrays are pixels."""
 
 
 def read_prompts(
@@ -113,8 +113,8 @@ def _plain_talk(messages: Any, at: int) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Return ``value`` with every mapping, list and string in it as a dict, list or str, and every
-    image as an ``ImageFile``, or as the error of an image that cannot be decoded."""
+    """Convert every mapping, list and string in ``value`` to a plain dict, list or str, and every
+    image to an ``ImageFile``, or to an error if it cannot be decoded."""
     if isinstance(value, Mapping):
         return {
             _plain(key): image_file(item)
@@ -219,8 +219,8 @@ def _with_images(
 
 
 def _value_of(item: Mapping[Any, Any], name: str) -> tuple[Any, str | None, str]:
-    """Return the text or token ids of a prompt that is a dict, the text to show for token ids, and
-    the value's name in messages."""
+    """Return the text or token ids of a prompt that is a dict, the text that outputs show for token
+    ids, and the value's name in messages."""
     unknown = {str(key): value for key, value in item.items() if key not in _KEYS}
     try:
         settle(name, unknown, _KEYS, stacklevel=8)

@@ -38,7 +38,8 @@ class CallRunner:
             None if samples differ in every call.
         reasoning: format of the model's reasoning; None if reasoning stays in the text.
         tool_format: format of the model's tool calls; None if calls stay in the text.
-        mode: meaning of log-probabilities; log-probabilities of beams are always raw.
+        mode: values to return as log-probabilities (``LLM(logprobs_mode=...)``); beam search always
+            returns raw log-probabilities.
         images: loads the images of prompts; None if the model takes only text.
     """
 

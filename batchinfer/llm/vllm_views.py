@@ -38,7 +38,7 @@ class EngineView:
     ) -> None:
         self._engine = context.engine
         self.model_executor: object = None
-        """None; programs delete this attribute to free vLLM's memory."""
+        """Always None. Programs written for vLLM delete this attribute to free memory."""
         self.model_config = ModelView(
             model=model.name,
             tokenizer=model.tokenizer or model.name,
@@ -66,11 +66,11 @@ class EngineView:
         return self.model_config
 
     def get_num_unfinished_requests(self) -> int:
-        """Return the number of requests that wait or run; 0 unless a call is running."""
+        """Return the number of requests that are waiting or running; 0 unless a call is active."""
         return self._engine.num_unfinished
 
     def has_unfinished_requests(self) -> bool:
-        """Return True if any request waits or runs."""
+        """Return True if any request is waiting or running."""
         return self._engine.num_unfinished > 0
 
 
@@ -88,7 +88,7 @@ class Counter(Metric):
 
 
 class Gauge(Metric):
-    """A number that goes up and down."""
+    """A number that can rise and fall."""
 
 
 _COUNTERS: Mapping[str, tuple[str, str]] = {

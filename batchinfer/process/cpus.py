@@ -68,9 +68,9 @@ def openmp_binds(environ: Mapping[str, str] = os.environ) -> bool:
 def cgroup_quota(root: str = "/") -> float | None:
     """Return the lowest CPU quota of the process's control groups and their parents, in cores.
 
-    Return None if there is no limit. Files that cannot be read or parsed are ignored. A container
-    may see only the end of its group's path below the mount point, so the function tries every part
-    of the path.
+    Return None if there is no limit. Files that cannot be read or parsed are ignored. In a
+    container, only part of the group's path may exist below the mount point, so this function tries
+    every contiguous part of the path.
     """
     quotas = list[float]()
     for line in _read(root, "/proc/self/cgroup").splitlines():
@@ -96,7 +96,7 @@ def cgroup_quota(root: str = "/") -> float | None:
 def _quota(text: str) -> list[float]:
     fields = text.split()
     if len(fields) != 2 or not all(re.fullmatch("[0-9]{1,18}", field) for field in fields):
-        return []  # "max", -1, or a file that is not from a kernel
+        return []  # "max" or -1 (no limit), or not a kernel's file
     quota, period = map(int, fields)
     return [quota / period] if quota and period else []
 

@@ -22,10 +22,10 @@ _STDERR = 2
 SPIN_COUNT = "10000"
 """Iterations of libgomp's wait loop before a waiting thread sleeps.
 
-libgomp's default is 300,000, which takes milliseconds. While threads spin, the thread for which
-they wait may get no core, so fewer iterations are better if other processes run. With 1,000,
-libgomp's value for more threads than cores, a run without competing processes lost a tenth of its
-speed; values from 4,000 to 300,000 made no difference.
+libgomp's default is 300,000, which takes milliseconds. Spinning threads can keep the thread that
+they wait for from getting a core, so fewer iterations are better if other processes compete for
+cores. Without such processes, 1,000 iterations (libgomp's default if there are more threads than
+cores) cost a tenth of the speed, and 4,000 were as fast as 300,000.
 """
 UNUSED = ("accelerate", "scipy")
 """Packages that transformers imports for every model if they are installed. batchinfer does not use
@@ -49,7 +49,8 @@ message.
 
 @contextmanager
 def leaves_at_once() -> Iterator[None]:
-    """Make ``SystemExit`` end the process right after ``atexit``, without unloading modules.
+    """Make ``SystemExit`` end the process right after the ``atexit`` handlers, without unloading
+    modules.
 
     Unloading torch and triton takes two seconds.
     """
@@ -187,8 +188,8 @@ def gc_frozen() -> Iterator[None]:
 def gc_paused() -> Iterator[None]:
     """Pause garbage collection, and move objects created meanwhile to the oldest generation.
 
-    When torch and transformers are imported and a model is loaded, a million objects are created
-    that stay alive. Walking them repeatedly takes a fifth of the startup time.
+    Importing torch and transformers and loading a model creates a million long-lived objects.
+    Walking them repeatedly takes a fifth of the startup time.
     """
     was_on = gc.isenabled()
     gc.disable()

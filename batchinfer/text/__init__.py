@@ -1,1 +1,1 @@
-"""Text plane: templates, tokenizing, detokenizing, stop strings. No torch, no files."""
+"""Text processing: chat templates, tokenizing, detokenizing, stop strings. Imports no torch."""

@@ -23,15 +23,16 @@ from batchinfer.text.tools.tool_format import Tools
 
 Message = dict[str, Any]
 FinalMessage = Literal["auto", "answer", "continue", "leave"]
-"""How a prompt ends. auto: continue the last message if it is the assistant's, else open an answer;
-answer: always open an answer; continue: always continue the last message; leave: do neither."""
+"""How a prompt ends. auto: continue the last message if it is the assistant's, else start a new
+assistant message; answer: always start a new assistant message; continue: always continue the last
+message; leave: do neither."""
 
 _END_MARK = "\U0010fffd "
-"""Mark at the end of the message to continue. If a template drops its space, the template trims
-messages."""
+"""Mark that is appended to the message to continue. If the rendered text lacks the mark's space,
+the template strips whitespace from messages."""
 _REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 _PROBES = ("first7tExt", "second7tExt")
-"""Texts that no template contains."""
+"""Texts for test conversations; no template contains them."""
 _WRITTEN_AS_LIST = re.compile(rf"""['"]text['"]:\s*['"]{_PROBES[0]}""")
 _TURNS = {"system": 0, "developer": 0, "user": 0, "assistant": 1, "tool": 2}
 """Number of messages that precede a message of each role in a test conversation."""
@@ -57,7 +58,7 @@ def compile_chat_template(source: str, error: type[JobError], origin: str) -> ji
 
 
 class ContentFormat(Enum):
-    """The form in which a template takes the content of a message."""
+    """The form in which a template accepts the content of a message."""
 
     ANY = "a text or a list of parts"
     TEXT = "a text"
@@ -81,7 +82,8 @@ class ChatTemplate:
         """Compile ``source``.
 
         Args:
-            special_tokens: texts of tokens, keyed by templates' names for them (``bos_token``).
+            special_tokens: texts of special tokens, keyed by their names in templates
+                (``bos_token``).
             kwargs: further variables, which override ``special_tokens``.
             now: time for ``strftime_now``, the same for all rows.
             error: type of the error for an invalid template.
@@ -101,12 +103,12 @@ class ChatTemplate:
             **kwargs,
         }
         self.content_format = functools.cache(self._find_format)
-        """Returns the form of content that the template takes for a role."""
+        """Returns the form of content that the template accepts for a role."""
 
     def _find_format(self, role: str) -> ContentFormat:
         parts = [{"type": "text", "text": text} for text in _PROBES]
         shown = self._probe(role, parts)
-        # A template that takes only texts prints the list as Python or JSON.
+        # A template that accepts only text prints the list as Python or JSON.
         if not all(text in shown for text in _PROBES) or _WRITTEN_AS_LIST.search(shown):
             return ContentFormat.TEXT
         takes_text = _PROBES[0] in self._probe(role, _PROBES[0])
@@ -156,7 +158,7 @@ class ChatTemplate:
         return self._render(messages, added, add_generation_prompt=end == "answer")
 
     def _as_taken(self, message: Message) -> Message:
-        """Convert a message's content to a form that the template takes."""
+        """Convert a message's content to a form that the template accepts."""
         content = message.get("content")
         if not content:
             return message

@@ -10,7 +10,7 @@ from batchinfer.protocols import FinishedSample, StopChecker, StopMatch
 from batchinfer.text.tokenizer import Tokenizer
 
 REPLACEMENT = "\ufffd"
-"""Character in place of bytes that are not UTF-8, or are an incomplete character."""
+"""Character that replaces bytes that are not valid UTF-8 or are only part of a character."""
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _LONG_WINDOW = 64  # tokens; only long runs of invalid UTF-8 reach this length
 MAX_CHAR_TOKENS = 4
@@ -193,7 +193,7 @@ def bad_words_token_ids(
     """Return the token ids of each text in ``bad_words``, at the start of a text and after a space.
 
     Equal lists of ids appear only once. Lists with ids of ``vocab_size`` or more, which the model
-    cannot write, are omitted.
+    cannot generate, are omitted.
     """
     spellings = [space + word.lstrip() for word in bad_words for space in ("", " ")]
     encoded = tokenizer.encode_batch(spellings, add_special_tokens=False, parse_special_tokens=True)

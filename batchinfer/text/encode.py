@@ -84,7 +84,8 @@ class TextEncoder:
     def _has_hidden_control(self, item: RenderedText, token_ids: TokenIds) -> bool:
         """Return True if the tokenized text has more control tokens than are visible in the text.
 
-        Some tokenizers find them in normalized text (full-width or upper-case letters).
+        Some tokenizers normalize the text first, and also find control tokens that are written in
+        full-width or upper-case letters.
         """
         added = self._tokenizer.num_added_special_tokens if item.add_special_tokens else 0
         count = self._tokenizer.num_control_ids(token_ids) - added

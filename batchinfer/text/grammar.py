@@ -1,7 +1,8 @@
 """Structured output: masks of the tokens that keep a text within its grammar.
 
-llguidance (https://github.com/guidance-ai/llguidance) compiles and follows grammars, with limits on
-the work. It refuses a schema that is too large, and a sample fails if a step takes too much work.
+llguidance (https://github.com/guidance-ai/llguidance) compiles grammars and matches samples against
+them, with limits on the work: it refuses a schema that is too large, and a sample fails if a step
+takes too much work.
 """
 
 from __future__ import annotations

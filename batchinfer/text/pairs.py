@@ -136,7 +136,7 @@ _QWEN3_RERANKER = (
 
 
 def with_question(prompt: PromptConfig, classify: ClassifyConfig) -> PromptConfig:
-    """Return ``prompt`` with the template of a Qwen3-Reranker over the columns of ``classify``."""
+    """Return ``prompt`` with Qwen3-Reranker's template, which reads the columns of ``classify``."""
     instruction = json.dumps(classify.instruction or _INSTRUCTION, ensure_ascii=False)
     parts = [f"{{{{ {instruction} }}}}", *_columns(classify)]
     return replace(prompt, template=_QWEN3_RERANKER % tuple(parts), chat_template="none")

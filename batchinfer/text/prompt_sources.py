@@ -1,6 +1,6 @@
 """Reads the source of a row's prompt: a column, a template, or a conversation made of templates.
 
-The module also finds settings that contradict each other for any data and model.
+The module also finds settings that contradict each other, whatever the data and the model.
 
 A row template is Jinja2 over the columns of one row, in the sandbox. Each column is a variable.
 ``row`` has all of them, for names that are not identifiers: ``row['prompt text']``. A column called

@@ -16,8 +16,8 @@ from batchinfer.text.render import RowRenderer
 from batchinfer.text.tokenizer import TokenIds, Tokenizer
 
 ANY_LENGTH = 2**31
-"""Value of ``max_model_len`` for prompt builders, which leave it to the engine to refuse long
-prompts."""
+"""Value of ``max_model_len`` for builders of prompts that the engine, not the builder, refuses if
+they are too long."""
 RowValues = Mapping[str, object]
 _Argument = TypeVar("_Argument")
 _Result = TypeVar("_Result")

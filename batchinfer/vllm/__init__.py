@@ -1,7 +1,8 @@
-"""Runs vLLM's client programs unchanged: ``import vllm`` imports batchinfer.
+"""Runs programs written for vLLM unchanged: ``import vllm`` imports batchinfer.
 
-``python -m batchinfer.vllm -m lm_eval run --model vllm ...`` runs a module or a script as
-``python`` does; ``install()`` does the same for the Python process that calls it.
+``python -m batchinfer.vllm -m lm_eval run --model vllm ...`` runs a module or a script in this way,
+with the same arguments as ``python``. ``install()`` makes ``import vllm`` import batchinfer in the
+process that calls it.
 """
 
 from batchinfer.vllm.alias import install

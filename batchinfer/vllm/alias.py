@@ -1,6 +1,7 @@
-"""Makes ``import vllm`` import batchinfer, by a finder in ``sys.meta_path``.
+"""Makes ``import vllm`` import batchinfer, with a finder in ``sys.meta_path``.
 
-A module of ``vllm`` is empty until a program asks it for a name, because the classes import torch.
+A module of ``vllm`` imports a class from batchinfer only when a program first uses the class,
+because importing the class imports torch.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class _Distribution(Distribution):
 
 
 class _Loader(Loader):
-    """Fills the modules of ``vllm``."""
+    """Makes the modules of ``vllm`` look up their names in batchinfer."""
 
     def create_module(self, spec: ModuleSpec) -> None:
         """Let Python create the module."""
@@ -49,7 +50,7 @@ class _Loader(Loader):
         vars(module).update(
             __all__=[name for name in names if not name.startswith("_")],
             __dir__=lambda: [*names],
-            __file__=__file__,  # errors about missing names show it
+            __file__=__file__,  # Python shows it in import errors
             __doc__=f"{module.__name__}, as batchinfer provides it.",
             __getattr__=partial(_value, module.__name__),
         )
@@ -63,7 +64,7 @@ class _Finder(DistributionFinder):
     ) -> ModuleSpec | None:
         if fullname not in MODULES:
             return None
-        # As packages without folders, they have no modules but those in ``MODULES``.
+        # These packages have no search path, so their only submodules are those in ``MODULES``.
         return ModuleSpec(fullname, _Loader(), origin="batchinfer", is_package=True)
 
     def find_distributions(
@@ -76,7 +77,7 @@ def install(*, replace: bool = False) -> None:
     """Make ``import vllm`` import batchinfer in this process, and in processes forked from it.
 
     Args:
-        replace: hide a vLLM that is installed.
+        replace: True to replace vLLM even if it is installed.
 
     Raises:
         UsageError: vLLM is installed and ``replace`` is False, or vLLM is imported already.
@@ -99,10 +100,10 @@ def install(*, replace: bool = False) -> None:
 
 
 def _value(module: str, name: str) -> Any:
-    """Return a name of a module of ``vllm``.
+    """Return the object that a name in a module of ``vllm`` refers to.
 
     Raises:
-        AttributeError: batchinfer does not have it.
+        AttributeError: batchinfer has no such object.
     """
     place = MODULES[module].get(name)
     if place is None:

@@ -1,4 +1,4 @@
-"""Where each name of vLLM that clients import is in batchinfer."""
+"""Maps the names that programs import from vLLM to objects in batchinfer."""
 
 from __future__ import annotations
 
@@ -72,4 +72,4 @@ MODULES: Mapping[str, Mapping[str, str]] = {
     "vllm.transformers_utils": {},
     "vllm.transformers_utils.tokenizer": {"get_tokenizer": f"{_FUNCTIONS}:get_tokenizer"},
 }
-"""For each module of vLLM, the place of each of its names: ``module:name``."""
+"""Names in each module of vLLM, mapped to batchinfer's objects, as ``module:name``."""

@@ -74,7 +74,7 @@ class PoolingCalls:
         """Compute embeddings of prompts from the hidden states of their tokens.
 
         Args:
-            prompts: see ``generate``; texts are used raw.
+            prompts: see ``generate``; texts are used as they are.
             pooling_params: one object for all prompts, or a list with one per prompt.
                 ``dimensions`` truncates embeddings to their first numbers; with
                 ``normalize=False``, they are not scaled to unit norm.
@@ -108,7 +108,8 @@ class PoolingCalls:
         errors: OnError = "raise",
         **others: Any,
     ) -> list[ClassificationRequestOutput]:
-        """Classify prompts; the model must have a head for it (``...ForSequenceClassification``).
+        """Classify prompts; the model must have a classification head
+        (``...ForSequenceClassification``).
 
         Args:
             pooling_params: ``activation=False`` returns logits.
@@ -153,7 +154,8 @@ class PoolingCalls:
             An output for each prompt, in order; its ``outputs.data`` is a float32 tensor.
 
         Raises:
-            TypeError, ValueError, RuntimeError, NotYetError, ModelError: see both calls.
+            TypeError, ValueError, RuntimeError, NotYetError, ModelError: see ``embed`` and
+                ``classify``.
         """
         import torch
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import torch
 
 _ACTIVATES = ("use_activation", "normalize", "activation", "softmax")
-"""All names of one setting, which vLLM has renamed."""
+"""All names that vLLM has used for one setting."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,13 +25,14 @@ class PoolingParams:
     """
 
     truncate_prompt_tokens: int | None = None
-    """Truncate longer prompts to this many tokens, at the end as in vLLM's pooling. Special tokens
-    around a text stay, and the longer text of a pair is truncated. -1 for the model's limit."""
+    """Truncate longer prompts to this many tokens by dropping tokens at the end, as vLLM does for
+    pooling; -1 means the model's limit. Special tokens around a text are kept. If the prompt is a
+    pair of texts, the longer text is truncated."""
     dimensions: int | None = None
     """Keep only the first dimensions of an embedding (Matryoshka)."""
     use_activation: bool | None = None
     """False: embeddings are not normalized, and logits are returned instead of scores. None: scores
-    are returned, and embeddings are normalized if the model's folder says so, or says nothing."""
+    are returned, and embeddings are normalized unless the model's folder says otherwise."""
     normalize: bool | None = None
     """The earlier name of ``use_activation`` for embeddings."""
     activation: bool | None = None

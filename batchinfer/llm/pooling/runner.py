@@ -67,7 +67,8 @@ class PoolingRunner:
 
     @cached_property
     def is_classifier(self) -> bool:
-        """True if a head scores two texts; False if the similarity of embeddings is the score."""
+        """True if a head scores pairs of texts; False if their score is the similarity of
+        embeddings."""
         name = class_name(self._model.name, self._model.revision)
         return self._tokens is not None or name.endswith("ForSequenceClassification")
 
@@ -77,10 +78,11 @@ class PoolingRunner:
         return self._modules.width
 
     def embedder(self, params: PoolingParams) -> Embedder:
-        """Return the function from a hidden state [H] to an embedding, float32 [D].
+        """Return a function that turns a hidden state [H] into an embedding, float32 [D].
 
         Raises:
-            ValueError: the model is loaded to write text, or ``dimensions`` is too large.
+            ValueError: the model's pooling needs ``LLM(runner="pooling")``, or ``dimensions`` is
+                too large.
         """
         config = EmbedConfig(normalize=params.activates, dimensions=params.dimensions)
         embedder = Embedder(self._modules, config)
@@ -97,7 +99,7 @@ class PoolingRunner:
         return embedder
 
     def classifier(self, params: PoolingParams) -> Classifier:
-        """Return the function from a hidden state [H] to scores, float32 [L].
+        """Return a function that turns a hidden state [H] into scores of labels, float32 [L].
 
         Raises:
             ModelError: the model has no classification head.

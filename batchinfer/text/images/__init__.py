@@ -1,5 +1,5 @@
 """Images of prompts: finds them in rows, reads their files, and prepares them for vision towers.
 
-A prompt's tokens need only the size of each image, which its header gives (``row_images``). The
-pixels are decoded later, shortly before the engine needs them (``pixels``).
+Tokenizing a prompt requires only the size of each image, which is in the image's header
+(``row_images``). The pixels are decoded later, shortly before the engine needs them (``pixels``).
 """

@@ -24,7 +24,7 @@ _TRANSPOSE = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-"""The operation that turns a picture upright, by EXIF orientation."""
+"""Operations that turn a picture upright, keyed by EXIF orientation."""
 
 
 class OpenImage:
@@ -63,7 +63,7 @@ class OpenImage:
         return (width, height) if is_on_side else (height, width)
 
     def pixels(self) -> Image.Image:
-        """Decode the picture: upright, RGB, the first frame of an animation.
+        """Decode the picture to upright RGB; decode only the first frame of an animation.
 
         Raises:
             RowError: ``invalid_image``: the data is damaged.
@@ -88,7 +88,7 @@ class OpenImage:
 
 
 def rgb_of(picture: Image.Image, max_pixels: int, name: str) -> Image.Image:
-    """Return a picture that a caller has opened or made: upright, and in RGB.
+    """Convert a picture that a caller has opened or made to upright RGB.
 
     Raises:
         RowError: ``invalid_image``: the picture has no pixels or too many, or its file is damaged.

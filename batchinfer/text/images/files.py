@@ -17,7 +17,7 @@ from batchinfer.text.row_values import MAX_ROW_BYTES
 INVALID_IMAGE = "invalid_image"
 _DATA = "data:"
 _MAX_PATH_CHARS = 4096
-"""Limit of Linux. Longer values may be data URLs with an error."""
+"""Maximum length of a path on Linux. A longer value may be a malformed data URL."""
 _MAX_SHOWN = 160
 """Maximum number of characters of a name in a message. The beginning and the end of a longer name
 are shown, because many paths begin alike."""
@@ -69,7 +69,8 @@ class ImageFile:
 
 
 class _Unprintable:
-    """Replaces an image in the variables of a template."""
+    """Stands for an image in a template's variables; raises a RowError if the template prints
+    it."""
 
     def __init__(self, column: str) -> None:
         self._column = column
@@ -94,9 +95,8 @@ def without_images(value: Any, column: str) -> Any:
 
 
 class ImageFiles:
-    """Finds the images in a value: files and data URLs. Picklable.
-
-    A subclass can also find images by path or web address (``elsewhere``).
+    """Finds the images in a value: bytes of files, and data URLs. Picklable. A subclass can also
+    find images by path or web address (``elsewhere``).
     """
 
     def in_cell(self, value: Any, where: str) -> list[ImageFile]:
@@ -163,7 +163,7 @@ class ImageFiles:
 
 
 def has_scheme(name: str, *schemes: str) -> bool:
-    """Return True if a URL begins with one of some schemes, such as ``data:``, in any case."""
+    """Return True if a URL has one of ``schemes`` (such as ``data:``), in upper or lower case."""
     return name[: max(map(len, schemes))].lower().startswith(schemes)
 
 

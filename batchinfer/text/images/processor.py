@@ -20,7 +20,7 @@ from batchinfer.text.images.token_counts import TOKEN_COUNTS
 _GROUP = "images_kwargs"
 Inputs = dict[str, npt.NDArray[Any]]
 _TRIALS = ((64, 48), (48, 200), (330, 210), (300, 1200))
-"""Sizes [height, width] of the blank images that test whether ``_Repeated`` applies."""
+"""Sizes [height, width] of blank images, used to test whether ``_Repeated`` applies."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class ImageProcessor:
         kwargs: the job's ``prompt.mm_processor_kwargs``.
 
     Raises:
-        UsageError: the processor has no option of a name in ``kwargs``.
+        UsageError: ``kwargs`` names an option that the processor does not have.
         TypeError, ValueError, StrictDataclassError: ``kwargs`` do not fit the processor.
     """
 
@@ -79,7 +79,7 @@ class ImageProcessor:
         """Return about how many patches the vision tower reads for each token of an image.
 
         Args:
-            patch_size: rows and columns of pixels of a patch.
+            patch_size: height and width of a patch, in pixels.
         """
         size = _TRIALS[-1]
         arrays = self.inputs(_blank(size), self.num_tokens(size))
@@ -103,7 +103,7 @@ class ImageProcessor:
                 f"the model's processor turns an image into {text.count(self._token)} tokens, but "
                 f"its size predicts {num_tokens}",
             )
-        # DeepSeek-OCR-2 does not list its tiles.
+        # ``model_input_names`` of DeepSeek-OCR-2 lacks the tiles.
         names = (*self._processor.image_processor.model_input_names, "pixel_values_local")
         unused = self._processor.unused_input_names
         return {
@@ -156,7 +156,7 @@ class ImageProcessor:
             try:
                 _, (text,) = self._processor._process_images([_blank(size)], **self._kwargs)
                 texts[size] = text
-            except (ValueError, ArithmeticError) as error:  # without do_resize, some sizes fit
+            except (ValueError, ArithmeticError) as error:  # without do_resize, some sizes are refused
                 refusals.append(error)
         if not texts:
             raise ValueError(one_line(refusals[0])) from refusals[0]
@@ -178,8 +178,8 @@ class ImageProcessor:
 
 
 def _num_patches(pixels: npt.NDArray[Any], patch_size: int) -> int:
-    """Count the patches of images [..., channels, height, width], or of rows of patches [...,
-    values of a patch]."""
+    """Count the patches in images [..., channels, height, width] or in flattened patches [...,
+    values per patch]."""
     if pixels.ndim < 4:
         return math.prod(pixels.shape[:-1])
     num_pixels = math.prod(pixels.shape[:-3]) * math.prod(pixels.shape[-2:])
@@ -187,11 +187,11 @@ def _num_patches(pixels: npt.NDArray[Any], patch_size: int) -> int:
 
 
 def _options(processor: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of the image processor in ``kwargs``; they may also be in a mapping
-    ``images_kwargs``, as transformers' processors take them.
+    """Return the image processor's options from ``kwargs``. As in transformers, they may also be in
+    a nested mapping ``images_kwargs``.
 
     Raises:
-        UsageError: there is no option of this name; transformers would ignore it.
+        UsageError: an option is unknown; transformers would ignore it.
     """
     known = set(processor.image_processor.valid_kwargs.__annotations__)
     if hasattr(processor, "valid_processor_kwargs"):
@@ -209,7 +209,7 @@ def _options(processor: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _refused(size: tuple[int, int], error: Exception) -> RowError:
-    """Return the error of an image whose size the processor does not take."""
+    """Return the error of an image whose size the processor does not accept."""
     height, width = size
     return RowError(
         INVALID_IMAGE,

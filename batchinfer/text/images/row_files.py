@@ -39,8 +39,8 @@ class RowFiles:
     ) -> tuple[list[Message], list[ImageFile]]:
         """Return messages with a part for each image, and the images in the order of the parts.
 
-        An image part without content takes the next image of the columns. If there is no such part,
-        the images of the columns go before the text of the first user message.
+        A part without an image takes the next image from the columns. If there is no such part, the
+        images from the columns are put before the text of the first user message.
 
         Raises:
             RowError: ``invalid_image``; ``unsupported_content``: the number of parts differs from
@@ -85,7 +85,7 @@ def image_parts(message: Message) -> Iterator[Mapping[str, Any]]:
 
 
 def _with_leading_images(messages: Sequence[Message], count: int) -> list[Message]:
-    """Put image parts without content before the text of the first user message."""
+    """Put ``count`` image parts without images before the text of the first user message."""
     images = [{"type": "image", "image": None}] * count
     placed = [*messages]
     for at, message in enumerate(placed):

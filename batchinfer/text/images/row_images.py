@@ -35,8 +35,8 @@ class ImageSettings:
         max_pixels: largest allowed number of pixels of an image.
         processor_kwargs: ``prompt.mm_processor_kwargs``.
         salt: hash of everything else that affects an image's pixels.
-        merge_size: for models with multimodal rotary positions: a token covers ``merge_size`` rows
-            and columns of patches.
+        merge_size: for models with multimodal rotary positions: each image token covers
+            ``merge_size`` x ``merge_size`` patches.
         attends_both_ways: ``engine.images.Image.attends_both_ways`` of the model's images.
     """
 
@@ -91,7 +91,7 @@ class RowImage:
     size: tuple[int, int]
     """Height and width in pixels."""
     num_tokens: int
-    """Number of embeddings that the vision tower makes of the image."""
+    """Number of embeddings that the vision tower computes for the image."""
     token_id: int
     """Id of the image token in the model's vocabulary."""
     number: int = -1

@@ -11,7 +11,7 @@ _MAX_MESSAGE_CHARS = 200
 _OUT_OF_MEMORY = "memory allocation of"
 """Text that Rust's runtime prints before it aborts."""
 _COMPUTES_S = 0.1
-"""Processor time in seconds; a process with less only waited."""
+"""Processor time in seconds. A process that used less was only waiting."""
 _KILLED = "another process killed it (SIGKILL), as the system does when it runs out of memory"
 
 
@@ -22,7 +22,7 @@ class End:
     exit_code: int
     """Exit code of the process, negative for a signal."""
     stderr: str
-    """Last bytes that the process wrote to stderr."""
+    """End of the text that the process wrote to stderr."""
     cpu_seconds: float
 
 
@@ -39,7 +39,7 @@ class Death:
     is_bug: bool = False
     """True if the cause is a bug in this program, not a row."""
     is_out_of_time: bool = False
-    """True if the process ran out of wall-clock time, which also passes during a pause."""
+    """True if the process ran out of wall-clock time, which also passes while it is paused."""
     outside: str | None = None
     """Cause outside the process, if something else stopped it or kept it from computing."""
 

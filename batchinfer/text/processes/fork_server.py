@@ -26,7 +26,7 @@ GREETING = b"batchinfer: makes prompts\n"
 # because another child of the parent may keep the parent's end of the pipe open.
 _LOOK_S = 1.0
 _STDERR_BYTES = 4096
-"""Number of last bytes of a worker's stderr to keep, which say why native code died."""
+"""Number of bytes to keep from the end of a worker's stderr, which says why native code died."""
 _CRASHED = 70
 
 

@@ -4,10 +4,10 @@ A timer ends the process by the default action of a signal, which no code in the
 It interrupts a regular expression in native code as well as a loop in Python. One timer counts the
 process's own processor time (setitimer(2), ``ITIMER_PROF``), so a busy or suspended machine does
 not matter. A second, generous timer (``ITIMER_REAL``) ends a process that waits without computing.
-This timer also runs while the process is stopped or its virtual machine is paused, so its first
-alarm blames no row. Memory is limited as address space (setrlimit(2), ``RLIMIT_AS``), because Linux
-cannot limit resident memory. macOS supports neither limit (``setrlimit`` fails), so memory is
-unlimited on macOS; see ``BOUNDS_MEMORY``.
+This timer also runs while the process is stopped or its virtual machine is paused, so a row that
+exceeds it runs once more with a longer limit before it is blamed. Memory is limited as address
+space (setrlimit(2), ``RLIMIT_AS``), because Linux cannot limit resident memory. macOS supports
+neither limit (``setrlimit`` fails), so memory is unlimited on macOS; see ``BOUNDS_MEMORY``.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from dataclasses import dataclass, replace
 from batchinfer.process.process import SIGNALS
 
 BYTES_PER_PIXEL = 24
-"""Address space to prepare an image, per pixel. The processors of the supported families need up to
-18 bytes: Pillow's picture has 4, and several copies exist while a processor works."""
+"""Bytes of address space per pixel that preparing an image may take. The processors of the
+supported families need up to 18 bytes: Pillow's picture has 4, and several copies exist while a
+processor works."""
 
 
 @dataclass(frozen=True, slots=True)

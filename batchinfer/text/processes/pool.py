@@ -22,14 +22,15 @@ from batchinfer.text.row_values import MAX_ROW_BYTES, require_size
 from batchinfer.text.tokenizer import Tokenizer
 
 MAX_WORKERS = 16
-"""Maximum number of workers, because one process cannot send rows fast enough to more."""
+"""Maximum number of workers. The parent cannot send rows fast enough to keep more of them busy."""
 _BATCHES_PER_WORKER = 2
 """Number of batches per worker in a call, so that no worker waits long for another worker's last
 batch."""
 _LIMITS = Limits()
 
 _MIN_ROWS, _MAX_ROWS = 8, 256
-"""Limits on the number of rows in a batch. Small batches let workers share the work evenly."""
+"""Minimum and maximum number of rows in a batch. Small batches let workers share the work
+evenly."""
 _MAX_BYTES = 1 << 17
 
 _Pending = Sequence[tuple["Batch", "Future[list[Result]]"]]

@@ -167,7 +167,7 @@ class ServerProcess:
         Raises:
             TimeoutError: the server is alive but does not answer.
         """
-        # Counts tries, because a clock would count suspended time.
+        # Count tries, because a clock would also count the time while the machine is suspended.
         for _ in range(round(_ANSWER_S / _LOOK_S)):
             if self._control.poll(_LOOK_S):
                 return
@@ -192,7 +192,7 @@ class ServerProcess:
         self._stderr.close()
 
     def _kill(self) -> None:
-        # While the server exists, the process ids belong to its workers.
+        # While the server is alive, the process ids of its workers cannot be reused.
         if self._process.poll() is None:
             for pid in self._pids:
                 with suppress(ProcessLookupError):
@@ -254,7 +254,7 @@ def _require_interpreter() -> None:
 
 
 def _occupy_standard_streams() -> None:
-    """Open closed standard streams, because prints could otherwise go to a worker's pipe."""
+    """Open /dev/null for closed standard streams, because prints could go to a worker's pipe."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(descriptor)

@@ -22,8 +22,8 @@ from batchinfer.text.processes.server_process import ForkRefusedError, ServerPro
 from batchinfer.text.processes.worker import Result
 
 _MAX_OUTSIDE = 4
-"""If outside causes kill this many workers of a row, this machine counts as unable to run
-workers."""
+"""If causes outside the process kill this many workers for one row, the call fails, because this
+machine cannot run workers."""
 
 
 @dataclass(eq=False)
