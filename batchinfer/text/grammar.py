@@ -30,7 +30,7 @@ _PROBED_TOKENS = 3
 _BYTES = 256
 
 _IMPOSSIBLE = ("Unsatisfiable schema", "no text can match")
-"""Beginnings of messages about grammars that allow no text, even if they are widened."""
+"""Beginnings of messages about grammars that no text matches. No wider grammar is tried then."""
 
 
 class CompiledGrammar:
@@ -72,7 +72,7 @@ class MatcherState:
         return _error_of(self.matcher)
 
     def apply_to(self, mask: Mask) -> None:
-        """Leave the matcher's mask unchanged."""
+        """Do nothing: the matcher's mask needs no changes."""
 
     def take(self, token_id: int) -> list[int]:
         matcher = self.matcher

@@ -44,8 +44,8 @@ class RowRenderer:
 
     Args:
         columns: columns of the data.
-        conversation_columns: columns that contain conversations, if known. A missing chat template
-            is then an error of the job instead of each row.
+        conversation_columns: columns that contain conversations, if known. If there are any, a
+            missing chat template fails the job instead of each row.
         chat_template_source: content of the file that ``config.chat_template`` names.
         vocab_size: number of valid token ids in rows, by default the tokenizer's vocabulary size.
         now: time for chat templates, the same for all rows; by default the time of this call.

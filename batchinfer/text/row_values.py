@@ -17,9 +17,9 @@ MAX_ROW_BYTES = 4 * _MAX_BYTES_PER_CHAR * MAX_TEXT_CHARS
 """Maximum number of bytes in all columns from which a row's prompt is made."""
 SYSTEM_ROLES = ("system", "developer")
 IMAGE_TYPES = ("image", "image_url", "input_image", "image_pil")
-"""Types of parts that are images, in the forms of OpenAI, transformers and vLLM."""
+"""Types of image parts in the message formats of OpenAI, transformers and vLLM."""
 IMAGE_KEYS = ("image_url", "image", "image_pil", "url", "path")
-"""Fields of a part that hold an image, in the same forms."""
+"""Fields of a part that hold an image in these formats."""
 
 
 def decoded(value: object, column: str) -> Any:
@@ -113,7 +113,8 @@ def as_messages(value: list[Any], column: str) -> list[Message]:
     """Return the messages of a conversation, without null fields.
 
     The content of a message is a text, or a list of parts: ``{"type": "text", "text": ...}`` or
-    ``{"type": "image", "image": ...}``, where null stands for the next image of a column.
+    ``{"type": "image", "image": ...}``, where null means the next image from the row's image
+    columns.
 
     Raises:
         RowError: ``empty_prompt`` for null content, or ``unsupported_content`` for other content.

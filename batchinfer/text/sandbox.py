@@ -70,8 +70,9 @@ class _GenerationTag(Extension):
 
 
 class UncomputedCode(CodeGenerator):
-    """Compiles templates without computing constants. A worker computes them when it renders the
-    template, because only workers have limits; templates are compiled in the job's process."""
+    """Compiles templates without evaluating constant expressions. Templates are compiled in the
+    job's process too, but only workers limit time and memory, so a worker evaluates the expressions
+    when it renders the template."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)

@@ -2,9 +2,9 @@
 
 Prompt and completion are separated as in EleutherAI's lm-evaluation-harness (``_encode_pair`` in
 lm_eval/api/model.py), so that scores are comparable. Whitespace at the end of the prompt belongs to
-the completion. Prompt and completion are tokenized as one text, and the completion's tokens begin
-after as many tokens as the prompt alone has. All completions of a row thus share the prompt's
-tokens. A prompt that is scored itself starts with the beginning-of-sequence token, as in
+the completion. Prompt and completion are tokenized as one text. If the prompt alone has n tokens,
+the tokens after the first n belong to the completion. All completions of a row can thus share the
+prompt's tokens. A prompt that is scored itself starts with the beginning-of-sequence token, as in
 ``loglikelihood_rolling`` (or with the end-of-sequence token if the model has no other), unless it
 comes from a chat template.
 """
@@ -118,7 +118,7 @@ class ScoringBuilder:
         return RenderedText(marks.mark(text), False, marks, self._control.occur_in(text))
 
     def _read_completions(self, row: RowValues) -> tuple[Any, ...]:
-        """Return a row's completions, all as texts or all as token ids; none without a column.
+        """Return a row's completions, all as texts or all as token ids; empty if no column is set.
 
         Raises:
             RowError: ``empty_completion``, ``invalid_utf8``, ``unsupported_content``,
@@ -148,7 +148,7 @@ class ScoringBuilder:
 
     def _finish(self, given: tuple[_Draft, Iterator[TokenIds | RowError]]) -> ScoredPrompt:
         draft, encoded = given
-        results = [next(encoded) for _ in draft.texts]  # encode all texts, even if one is an error
+        results = [next(encoded) for _ in draft.texts]  # take all results, even if one is an error
         ids = []
         for result in results:
             if isinstance(result, RowError):
@@ -185,7 +185,8 @@ class _Draft:
     """A row before it is tokenized."""
 
     texts: list[RenderedText]
-    """The prompt if it is text, then the completions if they are text."""
+    """The prompt if it is text, then the completions if they are text. If both are text, each
+    completion is preceded by the prompt."""
     ids: TokenIds | None = None
     """Token ids of the prompt, if the row has token ids."""
     completion_ids: tuple[TokenIds, ...] = ()
@@ -204,6 +205,7 @@ class _Draft:
         first, *wholes = ids
         if self.prefix_token_id is not None and len(first) and first[0] != self.prefix_token_id:
             first = np.concatenate([np.array([self.prefix_token_id], dtype=np.int32), first])
-        # Copy the ends, because nearly all of each array is the prompt.
+        # Copy the completions' tokens, so that the whole arrays, which are mostly prompt, can be
+        # freed.
         ends = tuple(whole[len(first) :].copy() for whole in wholes)
         return ScoredPrompt(first, self.whole, False, has_control, self.completion_ids or ends)

@@ -20,7 +20,8 @@ TokenIds = npt.NDArray[np.int32]
 _Text = TypeVar("_Text", str, tuple[str, str])
 
 _MAX_CHARS_PER_CALL = 2**22
-"""Maximum number of characters per call to the backend, which needs about 200 bytes for each."""
+"""Maximum number of characters per call to the backend, which needs about 200 bytes per
+character."""
 _WORD_PIECE_SPACES = (
     *((" .", "."), (" ?", "?"), (" !", "!"), (" ,", ","), (" ' ", "'"), (" n't", "n't")),
     *((" 'm", "'m"), (" 's", "'s"), (" 've", "'ve"), (" 're", "'re")),

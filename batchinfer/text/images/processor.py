@@ -156,7 +156,7 @@ class ImageProcessor:
             try:
                 _, (text,) = self._processor._process_images([_blank(size)], **self._kwargs)
                 texts[size] = text
-            except (ValueError, ArithmeticError) as error:  # without do_resize, some sizes are refused
+            except (ValueError, ArithmeticError) as error:  # without do_resize, some sizes fail
                 refusals.append(error)
         if not texts:
             raise ValueError(one_line(refusals[0])) from refusals[0]

@@ -1,8 +1,8 @@
 """Finds the markers of a model's reasoning, like ``<think>`` and ``</think>``, and splits by them.
 
-A marker that is an added token is found by its id, even if the text omits special tokens. The text
-of a row cannot imitate it. Other markers are found in the text, because their first and last
-tokens may also contain other text.
+A marker that is an added token is found by its id, even if the text omits special tokens. Text in a
+row is never mistaken for such a marker. Other markers are found in the text, because their first
+and last tokens may also contain other text.
 
 The markers come from the parsers of vLLM (vllm/reasoning) and SGLang
 (python/sglang/srt/parser/reasoning_parser.py).
@@ -124,7 +124,8 @@ class TokenMarker:
         self.token_ids = (token_id,)
 
     def find(self, sample: SampleText, after: Place | None) -> Place | None:
-        """Return the marker's first place in a sample, or its first place after another marker."""
+        """Return the marker's first position in a sample, or its first position after another
+        marker."""
         places = np.flatnonzero(sample.token_ids == self.token_ids[0])
         places = places[places >= (0 if after is None else after.after_token)]
         if not len(places):
@@ -133,7 +134,8 @@ class TokenMarker:
         return Place(sample.length_at(at), sample.length_at(at + 1), at, at + 1)
 
     def end_in_prompt(self, token_ids: TokenIds) -> int:
-        """Return the number of tokens up to the end of the last marker in a prompt, or 0."""
+        """Return the number of tokens of a prompt up to and including its last marker; 0 without
+        one."""
         places = np.flatnonzero(token_ids == self.token_ids[0])
         return int(places[-1]) + 1 if len(places) else 0
 
@@ -146,8 +148,8 @@ class TokenMarker:
 class TextMarker:
     """A marker that is ordinary text, with the methods of ``TokenMarker``.
 
-    In a prompt, the marker counts only at the very end, because elsewhere it may be part of a
-    user's text.
+    In a prompt, the marker is recognized only at the very end, because elsewhere it may be part of
+    a user's text.
     """
 
     def __init__(self, tokenizer: Tokenizer, text: str) -> None:
@@ -199,7 +201,7 @@ class MarkerTracker:
 
 
 class MarkerFormat:
-    """Separates reasoning that is between two markers; the prompt may contain the first or both.
+    """Separates reasoning that is between two markers, one or both of which may be in the prompt.
 
     As in vLLM's parsers for DeepSeek R1 and Qwen3 (vllm/reasoning/basic_parsers.py), an end marker
     without a start marker ends reasoning that began with the sample. Unlike in vLLM, a sample
@@ -250,8 +252,8 @@ class MarkerFormat:
         start, end = self._start.end_in_prompt(prompt), self._end.end_in_prompt(prompt)
         special = self._tokenizer.special_token_ids
         if start > end:
-            # A special token after the marker starts another turn, so the marker is part of a
-            # message.
+            # A special token after the marker starts another turn, so the marker is part of an
+            # earlier message.
             is_open = special.isdisjoint(prompt[start:].tolist())
             return Phase.THINKING if is_open else Phase.BEFORE
         rest = prompt[end:]

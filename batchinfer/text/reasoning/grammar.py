@@ -1,4 +1,4 @@
-"""A grammar for answers after reasoning; the reasoning is free text with an optional budget.
+"""Constrains the answer after the reasoning; the reasoning is free text with an optional budget.
 
 When the budget is used up, the tokens of the end marker are forced, as vLLM's
 ``ThinkingTokenBudgetLogitsProcessor`` does (vllm/v1/sample/logits_processor/builtin.py).
@@ -80,7 +80,8 @@ class _State:
         return self._answer.matcher if self._answer is not None and is_asked else None
 
     def apply_to(self, mask: Mask) -> None:
-        """Change the mask where the answer's grammar does not decide, such as in the reasoning."""
+        """Overwrite the mask where the answer's grammar does not apply, such as during
+        reasoning."""
         if self._due:
             mask[:] = 0
             _allow(mask, self._due[0])
@@ -100,7 +101,7 @@ class _State:
         forced = 0
         for at, token_id in enumerate(token_ids):
             if forced:
-                forced -= 1  # was taken together with the previous token
+                forced -= 1  # ``_follow`` has already taken this token
             elif self._answers(token_id):
                 if self._answer is not None:
                     self._answer.replay(token_ids[at:])
@@ -115,7 +116,8 @@ class _State:
         return self._has_answered
 
     def _may_start(self) -> bool:
-        """Return True if the start token starts reasoning, because it cannot begin the answer."""
+        """Return True if the start token would start the reasoning, because no answer can begin
+        with it."""
         if self._has_answered or self._answer is None or not self._start:
             return False
         if self._tracker.phase is not Phase.BEFORE:

@@ -1,8 +1,12 @@
-"""OpenAI's harmony format, which gpt-oss writes: messages in channels.
+"""OpenAI's harmony format, in which gpt-oss writes messages to channels.
+
+After the generation prompt ``<|start|>assistant``, a sample with reasoning and an answer looks like
+this:
 
 ``<|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>final<|message|>...<|return|>``
-with the generation prompt ``<|start|>assistant``. Reasoning is in the channel ``analysis``, and a
-message to a recipient is a tool call (https://github.com/openai/harmony, docs/format.md).
+
+Reasoning is in the channel ``analysis``, and a message to a recipient is a tool call
+(https://github.com/openai/harmony, docs/format.md).
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ class SampleText:
         return min(len(self._decode(num_tokens)), len(self.text))
 
     def tokens_until(self, length: int) -> int:
-        """Return the number of leading tokens that hold the first ``length`` characters."""
+        """Return the number of leading tokens that contain the first ``length`` characters."""
         wanted = self.text[:length]
         holds: Callable[[int], bool] = lambda n: self._decode(n).startswith(wanted)  # noqa: E731
         return bisect_left(range(len(self.token_ids)), True, key=holds)
@@ -68,7 +68,7 @@ class Phase(Enum):
     """Neither the reasoning nor the answer has begun."""
     THINKING = "thinking"
     BETWEEN = "between"
-    """The sample is in the head of a message or in a tool call."""
+    """The sample is in the header of a gpt-oss message or in a tool call."""
     ANSWER = "answer"
 
 

@@ -1,9 +1,9 @@
 """Translates GBNF, the grammar format of llama.cpp, xgrammar and vLLM, to Lark.
 
-The syntax is defined in llama.cpp's grammars/README.md: rules ``name ::= ...``, the first of which
-is ``root``, with strings, character classes, ``.``, groups, ``|`` and ``* + ? {m,n}``; ``#`` begins
-a comment. A rule ends where the next rule begins, even on the same line. Lark matches a terminal
-greedily and GBNF does not, so every terminal is a single character.
+The syntax is defined in llama.cpp's grammars/README.md: rules ``name ::= ...`` with strings,
+character classes, ``.``, groups, ``|`` and ``* + ? {m,n}``. Texts match the rule ``root``, and
+``#`` begins a comment. A rule ends where the next rule begins, even on the same line. Lark matches
+a terminal greedily and GBNF does not, so every terminal is a single character.
 """
 
 from __future__ import annotations

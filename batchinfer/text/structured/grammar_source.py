@@ -1,4 +1,4 @@
-"""Converts ``structured_outputs`` to grammars in llguidance's form."""
+"""Converts ``structured_outputs`` to grammars in llguidance's format."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
 Source = Callable[[], str]
-"""Returns a grammar in llguidance's form, or raises GrammarError."""
+"""Returns a grammar in llguidance's format, or raises GrammarError."""
 
 _WHITESPACE = r" |\r?\n[ \t]{0,40}"
 """Default pattern of whitespace between the parts of JSON: as json.dumps writes it, with or without
-an indent. JSON itself allows endless whitespace, in which small models get stuck.
+an indent. JSON itself allows unlimited whitespace, and small models would write it without end.
 """
 _UNSUPPORTED = ("Unimplemented keys", "oneOf constraints", "min/maxProperties", "patternProperty")
-"""Beginnings of messages about valid schemas that grammars cannot enforce."""
+"""Beginnings of llguidance's messages about valid schemas that grammars cannot enforce."""
 _HINT = "set unsupported: check to check finished texts against the whole schema instead"
 
 
@@ -41,7 +41,8 @@ class GrammarError(ValueError):
 def sources(
     structured_outputs: Mapping[str, Any], compiles: Callable[[Source], bool]
 ) -> Iterator[Source]:
-    """Yield the grammar to use; with ``unsupported: check``, also yield grammars that allow more.
+    """Yield the grammar to use. With ``unsupported: check``, yield several: each allows more texts
+    than the one before it, and the caller uses the first that compiles.
 
     Args:
         structured_outputs: the result of ``config.structured.normalized``.

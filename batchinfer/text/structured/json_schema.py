@@ -36,7 +36,7 @@ _DRAFTS_OF_LONE_REFERENCES = ("draft-03", "draft-04", "draft-06", "draft-07")
 """Drafts in which keywords next to a reference are ignored."""
 _BESIDE_REFERENCES = frozenset(("$ref", "$schema", "definitions", "$defs"))
 _LARGEST = 2**63
-"""Limit of llguidance for whole numbers."""
+"""Limit of llguidance on the absolute value of integers."""
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "uniqueItems": (False,),
     "propertyNames": (True, {}),
@@ -88,8 +88,8 @@ def exact_schema(schema: Any) -> Any:
     """Return a schema with llguidance's keywords that allows the same texts as ``schema``.
 
     Counts like ``2.0`` become whole numbers, classes in patterns become ASCII classes, and keywords
-    without meaning are dropped. Formats become patterns; unknown formats are annotations, as JSON
-    Schema says.
+    without meaning are dropped. Formats become patterns. Unknown formats are dropped, because JSON
+    Schema treats them as annotations.
     """
     draft = schema.get("$schema") if isinstance(schema, dict) else None
     if isinstance(draft, str) and any(old in draft for old in _DRAFTS_OF_LONE_REFERENCES):
@@ -121,7 +121,7 @@ def widened_schema(schema: Any) -> Any:
 
 
 def loosened_schema(schema: Any, compiles: Callable[[Keywords], bool]) -> Any:
-    """Drop keywords that do not compile from a widened schema; the result allows no fewer texts.
+    """Drop keywords that do not compile from a widened schema. This never excludes a text.
 
     Args:
         compiles: returns True if keywords compile by themselves.

@@ -12,7 +12,8 @@ from batchinfer.text.structured.schema_work import GROWING, num_steps
 MAX_BACKTRACKS = 1_000_000
 """Maximum number of backtracking steps when matching one pattern of a schema."""
 MAX_STEPS = 10_000_000
-"""Maximum number of subschema visits for one text; they take half a second to a few seconds."""
+"""Maximum number of subschema visits for one text; this many take between 0.5 s and a few
+seconds."""
 _MAX_MESSAGE = 200
 
 

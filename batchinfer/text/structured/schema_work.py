@@ -1,7 +1,7 @@
-"""Bounds the work to validate a value against a JSON schema; references can make it exponential.
+"""Bounds the number of steps to validate a value against a JSON schema; it may be exponential.
 
-Forty schemas that each refer twice to the next schema cause 10^12 visits. A few schemas that refer
-to themselves twice for each level of a value cause just as many.
+References are the reason: forty schemas that each refer twice to the next schema cause 10^12
+visits, and so do a few schemas that refer to themselves twice for each level of a nested value.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Makes grammars (llguidance's Lark) of calls that a sample must make.
+"""Makes grammars (in llguidance's Lark syntax) for the tool calls that a sample must make.
 
-Every format has its own rules around the name of a tool. The arguments are a JSON object that
-follows the tool's schema, or parameters in the order of the schema.
+Every format has its own rules for the text around a tool's name. The arguments are a JSON object
+that follows the tool's schema, or parameters in the order of the schema.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ class Parameter:
 
 
 def object_grammar(tools: Tools, names: Mapping[str, str], body: str) -> str:
-    """Return a grammar whose rule ``call`` is a JSON object of a tool's name and arguments.
+    """Return a grammar whose rule ``call`` matches a JSON object of a tool's name and arguments.
 
     Args:
         names: the JSON keys of the name and the arguments.
-        body: the other rules.
+        body: the other rules, which use ``call``.
     """
     rules = list[str]()
     for at, tool in enumerate(tools):
@@ -82,10 +82,10 @@ def object_grammar(tools: Tools, names: Mapping[str, str], body: str) -> str:
 
 
 def named_grammar(tools: Tools, body: str, call: Callable[[str, str], str]) -> str:
-    """Return a grammar whose rule ``call`` is a tool's name and its arguments as a JSON object.
+    """Return a grammar whose rule ``call`` matches a tool's name and its JSON arguments.
 
     Args:
-        body: the other rules.
+        body: the other rules, which use ``call``.
         call: returns the rule of a call, given the tool's name and the rule of its arguments.
     """
     rules = list[str]()
@@ -99,11 +99,11 @@ def named_grammar(tools: Tools, body: str, call: Callable[[str, str], str]) -> s
 def parameter_grammar(
     tools: Tools, body: str, call: Callable[[str, list[Parameter]], str]
 ) -> str | None:
-    """Return a grammar whose rule ``call`` is a tool's name and its parameters; None if a schema
-    does not list its parameters.
+    """Return a grammar whose rule ``call`` matches a tool's name and its parameters; None if a
+    schema does not list its parameters.
 
     Args:
-        body: the other rules.
+        body: the other rules, which use ``call``.
         call: returns the rule of a call, given the tool's name and its parameters.
     """
     rules = list[str]()
@@ -150,7 +150,8 @@ def _grammar(num_tools: int, body: str, rules: list[str]) -> str:
 
 
 def _schema(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the schema of a tool's arguments; plain schemas allow no further arguments."""
+    """Return the schema of a tool's arguments. If it only lists parameters, set
+    ``additionalProperties`` to False unless the schema sets it."""
     parameters = tool["function"].get("parameters", {})
     schema: dict[str, Any] = widened_schema(exact_schema(parameters))
     if set(schema) <= _OF_PLAIN_OBJECTS:

@@ -36,7 +36,7 @@ class RowTools:
         return json.dumps([list(self.tools), self.choice, self.several], ensure_ascii=False)
 
     def grammar(self, tools_as: ToolFormat, tokenizer: Tokenizer) -> str | None:
-        """Return a grammar (Lark) of the answer; None if the answer is not constrained.
+        """Return a grammar (Lark) for the answer; None if the answer is not constrained.
 
         Raises:
             ValueError: calls in this format have no grammar.

@@ -35,8 +35,8 @@ class TagFormat(ToolFormat):
 
     Args:
         outer: the tag around a call, or around all calls.
-        call, parameter: the start of a call's and a parameter's tag, up to the name.
-        after_name: the end of these tags, after the name.
+        call, parameter: the beginning of the opening tag of a call or a parameter, up to the name.
+        after_name: the rest of these opening tags, after the name.
         is_around_all: True if one ``outer`` tag surrounds all calls.
     """
 

@@ -64,7 +64,7 @@ class ToolFormat(ABC):
 
     @abstractmethod
     def grammar(self, tools: Tools, tokenizer: Tokenizer, *, several: bool) -> str | None:
-        """Return a grammar (Lark) of calls to these tools; None if the format has none.
+        """Return a grammar (Lark) for calls to these tools; None if the format has none.
 
         Args:
             several: True if more than one call is allowed.
@@ -114,7 +114,7 @@ def parameters_of(tools: Tools, name: str) -> Mapping[str, Any]:
 
 
 def fields_between(text: str, *markers: str) -> Iterator[list[str]]:
-    """Yield the texts between markers, which repeat in order, until one is missing.
+    """Yield the texts between consecutive markers, each time the whole series of markers occurs.
 
     This takes linear time for any text, because a model that loops repeats markers by the thousand.
     """
@@ -133,8 +133,9 @@ def fields_between(text: str, *markers: str) -> Iterator[list[str]]:
 
 def typed_value(text: str, schema: Mapping[str, Any], name: str) -> Any:
     """Return the value of a parameter that is written as plain text: the text itself if the type is
-    string or the text is not JSON, otherwise the parsed JSON. Python's ``True`` and ``False``
-    are read too if the type is boolean, and ``None`` if there is a type."""
+    string or the text is not JSON, otherwise the parsed JSON. If the declared type is boolean,
+    Python's ``True`` and ``False`` are accepted too; if any type is declared, ``None`` is accepted
+    as null."""
     properties = schema.get("properties")
     declared = properties.get(name) if isinstance(properties, Mapping) else None
     kind = declared.get("type") if isinstance(declared, Mapping) else None
