@@ -44,8 +44,9 @@ _MOST_WEIGHTS = 32
 
 def seconds(run: Callable[[], object], device: torch.device, repeats: int = 20) -> float:
     """Capture ``run`` in a CUDA graph and return the median time of its replays; on a CPU, return
-    the time of one call."""
+    the time of its second call."""
     if device.type == "cpu":
+        run()
         began = time.perf_counter()
         run()
         return time.perf_counter() - began
@@ -71,12 +72,9 @@ def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
     """Measure the bandwidth of copies and the FLOP/s of matrix products, on random data."""
     if device.type == "cpu":
         return Ceilings(_copy_rate(device, 2**22), _matrix_rate(device, dtype, 128), 8 * 2**30)
-    properties = torch.cuda.get_device_properties(device)
+    memory_bytes = torch.cuda.get_device_properties(device).total_memory
     return Ceilings(
-        _copy_rate(device, _COPY_BYTES),
-        _matrix_rate(device, dtype, _MATRIX),
-        properties.total_memory,
-        l2_bytes=properties.L2_cache_size,
+        _copy_rate(device, _COPY_BYTES), _matrix_rate(device, dtype, _MATRIX), memory_bytes
     )
 
 
@@ -219,6 +217,20 @@ def _strided(
     return {"pool_bytes": pool.nbytes, **_timed_decode(device, ceilings, pool, heads)}
 
 
+def seconds_of_layers(
+    run: Callable[[], object], planning: float, pool: Pool, device: torch.device
+) -> float:
+    """Return the time of one layer's attention, without the time to make the work list.
+
+    Args:
+        run: makes a work list, and attends in all layers of the pool. A list can be used only
+            once, because the kernels count in it the items that they have taken.
+        planning: seconds to make the list. A model makes it once for all its layers, of which it
+            has more than the pool.
+    """
+    return (seconds(run, device) - planning) / pool.layers
+
+
 def _spread(count: int, context: int) -> list[int]:
     """Return random lengths from 0.5 to 1.5 times ``context``."""
     generator = torch.Generator().manual_seed(0)
@@ -244,8 +256,8 @@ def _timed_decode(
     query = torch.randn(count, heads, _WIDTH, device=device, dtype=pool.dtype)
     starts = torch.arange(count + 1, dtype=torch.int32, device=device)
 
-    def run() -> None:
-        work = plan_decode(
+    def plan() -> DecodeWork:
+        return plan_decode(
             starts,
             pool.context_lens,
             num_heads=heads,
@@ -254,13 +266,16 @@ def _timed_decode(
             max_context_len=pool.tables.shape[1] * _BLOCK,
             num_launches=pool.layers,
         )
-        pool.attend(query, starts, work=work)
 
-    taken = seconds(run, device) / pool.layers
+    planning = seconds(plan, device)
+    taken = seconds_of_layers(
+        lambda: pool.attend(query, starts, work=plan()), planning, pool, device
+    )
     rate = pool.bytes_per_layer / taken
     return {
         "bytes": pool.bytes_per_layer,
         "seconds": taken,
+        "seconds_of_plan": planning,
         "bytes_per_s": rate,
         "share_of_copy": rate / ceilings.bytes_per_s,
     }
@@ -284,8 +299,9 @@ def _shared(
     lens[::samples], lens[0] = prefix, 0
     tree = {"order": starts[:-1].clone(), "shared_lens": lens}
 
-    def run(**shares: torch.Tensor) -> None:
-        work = plan_decode(
+    def taken(**shares: torch.Tensor) -> float:
+        plan = partial(
+            plan_decode,
             starts,
             pool.context_lens,
             **shares,
@@ -295,11 +311,11 @@ def _shared(
             max_context_len=context,
             num_launches=pool.layers,
         )
-        pool.attend(query, starts, work=work)
+        return seconds_of_layers(
+            lambda: pool.attend(query, starts, work=plan()), seconds(plan, device), pool, device
+        )
 
-    shared = seconds(lambda: run(**tree), device) / pool.layers
-    apart = seconds(run, device) / pool.layers
-    return {"seconds": shared, "seconds_apart": apart}
+    return {"seconds": taken(**tree), "seconds_apart": taken()}
 
 
 def _prefill(
@@ -312,14 +328,17 @@ def _prefill(
     keys, values = pool.layer(0).unbind(1)
     tile = query_tile(Heads.of(query, keys, values))
 
-    def run() -> None:
-        pool.attend(query, starts, chunks=plan_chunks(starts, tokens=tile, num_tokens=tokens))
+    def plan() -> ChunkWork:
+        return plan_chunks(starts, tokens=tile, num_tokens=tokens)
 
-    taken = seconds(run, device)
-    flops = 4 * heads * _WIDTH * num_sequences * length * (length + 1) / 2
-    rate = flops * pool.layers / taken
+    planning = seconds(plan, device)
+    taken = seconds_of_layers(
+        lambda: pool.attend(query, starts, chunks=plan()), planning, pool, device
+    )
+    rate = 4 * heads * _WIDTH * num_sequences * length * (length + 1) / 2 / taken
     return {
-        "seconds": taken / pool.layers,
+        "seconds": taken,
+        "seconds_of_plan": planning,
         "flop_per_s": rate,
         "share_of_product": rate / ceilings.flop_per_s,
     }

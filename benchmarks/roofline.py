@@ -18,15 +18,13 @@ from gpu_workloads import Job
 
 @dataclass(frozen=True)
 class Ceilings:
-    """Limits of a device; all are measured except those of the L2 cache."""
+    """Measured limits of a device."""
 
     bytes_per_s: float
     """Copy bandwidth, bytes read plus bytes written."""
     flop_per_s: float
     """Rate of a large GEMM in the model's dtype."""
     memory_bytes: float
-    l2_bytes: float = 60e6
-    l2_bytes_per_s: float = 6e12
 
 
 @dataclass(frozen=True)
@@ -84,16 +82,21 @@ class _Running:
     def __init__(self) -> None:
         self.count = 0
         self.tokens = 0
+        self.repeated = 0
+        """Tokens that are counted again because samples of a row share its prompt."""
         self.ends: list[tuple[int, int, Job]] = []
 
     @property
-    def shared(self) -> int:
-        """Tokens that all decoding sequences share."""
-        return self.ends[0][2].shared_len if self.ends else 0
+    def stored(self) -> int:
+        """Number of different tokens in all contexts: prompts count once for all samples of a row,
+        and a prefix that rows share counts once for all rows."""
+        shared = self.ends[0][2].shared_len if self.ends else 0
+        return self.tokens - self.repeated - max(len(self.ends) - 1, 0) * shared
 
     def add(self, job: Job, step: int, order: int) -> None:
         self.count += job.samples
         self.tokens += job.samples * (job.prompt_len + 1)
+        self.repeated += (job.samples - 1) * job.prompt_len
         heapq.heappush(self.ends, (step + job.output_len - 1, order, job))
 
     def advance(self, step: int) -> list[Job]:
@@ -104,6 +107,7 @@ class _Running:
             job = heapq.heappop(self.ends)[2]
             self.count -= job.samples
             self.tokens -= job.samples * (job.prompt_len + job.output_len)
+            self.repeated -= (job.samples - 1) * job.prompt_len
             ended.append(job)
         return ended
 
@@ -121,8 +125,8 @@ def sequential_seconds(
 ) -> float:
     """Return seconds for all jobs.
 
-    A shared prefix is computed and stored once, and read again for every sequence. These reads
-    come from the L2 cache if the keys and values of one layer fit in it.
+    A shared prefix is computed and stored once. Each step reads it once for all sequences, and the
+    prompt of a row once for all its samples.
     """
 
     def blocks(tokens: int) -> int:
@@ -169,11 +173,6 @@ def sequential_seconds(
                 break
             prefilling.popleft()
             ready.append((order, job))
-        from_l2 = 0.0
-        if 0 < running.shared * shape.kv_bytes / shape.layers < 0.6 * device.l2_bytes:
-            from_l2 = (running.count - 1) * running.shared * shape.kv_bytes
-        decoded = shape.kv_bytes * running.tokens - from_l2
-        decoded += from_l2 * device.bytes_per_s / device.l2_bytes_per_s
         tokens = running.count + computed
         logits = running.count + sum(job.samples for _, job in ready)
         weights, head = shape.layer_weights, shape.head_weights if logits else 0
@@ -181,7 +180,7 @@ def sequential_seconds(
         total += (
             seconds(2 * weights * tokens, weights * shape.element_bytes)
             + seconds(2 * head * logits, head * shape.element_bytes)
-            + seconds(shape.pair_flops * running.tokens, decoded)
+            + seconds(shape.pair_flops * running.tokens, shape.kv_bytes * running.stored)
             + seconds(shape.pair_flops * pairs, shape.kv_bytes * read)
             + passes / device.bytes_per_s
         )

@@ -8,6 +8,8 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -193,6 +195,28 @@ def test_bound_computes_a_shared_prompt_once() -> None:
     shared = sequential_seconds(LLAMA_8B, [Job(8000, 7900, 1)] * 4, DEVICE)
     apart = sequential_seconds(LLAMA_8B, [Job(8000, 0, 1)] * 4, DEVICE)
     assert shared < 1.2 * alone < 0.4 * apart
+
+
+@pytest.mark.parametrize(
+    "jobs",
+    [
+        lambda prompt, output: [Job(prompt, prompt, output)] * 8,
+        lambda prompt, output: [Job(prompt, 0, output, samples=8)],
+    ],
+    ids=["rows", "samples"],
+)
+def test_bound_reads_tokens_that_contexts_share_once_a_step(
+    jobs: Callable[[int, int], list[Job]],
+) -> None:
+    fast = replace(DEVICE, flop_per_s=1e18)
+
+    def seconds_of_100_steps(prompt: int) -> float:
+        few, many = (sequential_seconds(LLAMA_8B, jobs(prompt, n), fast) for n in (50, 150))
+        return many - few
+
+    difference = seconds_of_100_steps(14_000) - seconds_of_100_steps(4_000)
+    read = 100 * LLAMA_8B.kv_bytes * 10_000 / fast.bytes_per_s
+    assert difference == pytest.approx(read, rel=1e-3)
 
 
 def test_bound_with_little_memory_makes_sequences_wait() -> None:
