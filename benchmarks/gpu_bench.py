@@ -38,6 +38,8 @@ def bench(
     workloads: list[str],
     ends: float,
     *,
+    layer_major: bool,
+    imports_s: float,
     dry_run: bool,
 ) -> None:
     """Measure workloads on one model, each after a warm-up with rows of the same kind.
@@ -46,23 +48,18 @@ def bench(
 
     Args:
         ends: value of `time.monotonic` at which this process must end.
+        layer_major: store the blocks of a layer together; names of cells say so.
+        imports_s: seconds that this process took to import its modules.
     """
+    name = f"{model} layer-major" if layer_major else model
     settings = EngineConfig(
         max_num_seqs=8 if dry_run else 1024,
         max_num_batched_tokens=64 if dry_run else 8192,
         num_kv_blocks=64 if dry_run else None,
     )
     dtype = torch.float32 if dry_run else torch.bfloat16
-    began = time.perf_counter()
-    built = ready(model, device, dtype, settings)
-    start = {
-        "ok": built.is_complete,
-        "seconds": time.perf_counter() - began,
-        "graphs_captured": built.graphs.num_captured if built.graphs else 0,
-        "fused_layers": built.fused_layers,
-        "num_blocks": built.num_blocks,
-    }
-    results.add("bench", f"{model} start", start)
+    built = ready(model, device, dtype, settings, layer_major=layer_major)
+    results.add("bench", f"{name} start", {**built.facts, "imports s": imports_s})
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in workloads}
 
     def run(workload: str) -> dict[str, Any]:
@@ -76,15 +73,15 @@ def bench(
         return _cell(runs[workload], bound_s)
 
     for workload in workloads:
-        results.measure("bench", f"{model} {workload}", partial(run, workload))
+        results.measure("bench", f"{name} {workload}", partial(run, workload))
     if "W1" not in workloads or dry_run:
         return
     if runs["W1"]:
-        results.measure("bench", f"{model} W1 busy", lambda: {"share": _busy_share(built)})
+        results.measure("bench", f"{name} W1 busy", lambda: {"share": _busy_share(built)})
     while runs["W1"] and len(runs["W1"]) < _W1_REPEATS:
         if ends - time.monotonic() < 1.5 * runs["W1"][-1]["seconds"]:
             break
-        results.measure("bench", f"{model} W1", partial(run, "W1"))
+        results.measure("bench", f"{name} W1", partial(run, "W1"))
 
 
 def warm_up(jobs: list[Job]) -> list[Job]:
@@ -225,13 +222,7 @@ def _tokens(device: torch.device, jobs: list[Job]) -> dict[str, Any]:
             pad_token_id=0,
         )
         same += out[0, len(ids) :].tolist() == got[row]
-    captured = built.graphs.num_captured if built.graphs else 0
-    return {
-        "ok": same == len(jobs) and built.is_complete,
-        "rows": len(jobs),
-        "same": same,
-        "graphs_captured": captured,
-    }
+    return {**built.facts, "ok": same == len(jobs) and built.is_complete, "same": same}
 
 
 def _logits(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -10,53 +11,121 @@ import time
 from pathlib import Path
 from typing import Any
 
+from gpu_pytest import LIMIT_S, records
 from gpu_results import Results
 
 ROOT = Path(__file__).resolve().parent.parent
 _PROCESSES = 8
-_SPARE_S = 10.0  # reserved for reading logs if a test hangs
-_OUTCOME = re.compile(r"^(\S+\.py::.+?) (PASSED|FAILED|ERROR|SKIPPED)\b", re.MULTILINE)
-_PYTEST = (
-    sys.executable, "-m", "pytest", "-m", "gpu", "-o", "filterwarnings=default",
-    "-p", "no:cacheprovider",
+_SPARE_S = 3.0  # reserved for reading the records
+_MOST_SLOW = 10
+_OPTIONS = (
+    "-v", "-p", "gpu_pytest", "-p", "no:cacheprovider", "-p", "no:randomly", "-p", "no:xdist",
+    "-o", "filterwarnings=default", "-o", "faulthandler_timeout=0",
 )  # fmt: skip
+_DRY_RUN_FILES = ["tests/kernels/test_cache_ops.py"]
 
 
-def kernels(results: Results, ends: float, *, dry_run: bool) -> None:
-    """Run the tests, and add one cell per process; a dry run only collects the tests."""
-    tests = _collect()
-    results.add("kernels", "collected", {"ok": bool(tests), "tests": len(tests)})
-    if dry_run:
-        return
+def kernels(results: Results, ends: float, *, brief: bool, dry_run: bool) -> None:
+    """Run the tests, and add one cell. A dry run runs a few tests in the interpreter.
+
+    Args:
+        ends: value of `time.monotonic` at which this process must end.
+        brief: run as many tests as there is time for, the most valuable first. Otherwise, tests
+            that did not run make the cell fail.
+    """
+    command = [sys.executable, "-m", "pytest", *_OPTIONS]
+    command += ["-m", "not gpu", *_DRY_RUN_FILES] if dry_run else ["-m", "gpu", *test_files()]
+    count = 2 if dry_run else min(_PROCESSES, max(1, (os.cpu_count() or 1) - 2))
     logs = results.folder / "logs"
     logs.mkdir(exist_ok=True)
-    count = min(_PROCESSES, max(1, (os.cpu_count() or 1) - 2), len(tests))
-    running = {
-        f"tests-{place}": _start(tests[place::count], logs, f"tests-{place}")
-        for place in range(count)
+    shares = [Share(command, logs, place, count) for place in range(count)]
+    results.add("kernels", "tests", run_shares(shares, ends - _SPARE_S, brief=brief))
+
+
+def run_shares(shares: list[Share], ends: float, *, brief: bool) -> dict[str, Any]:
+    """Run all shares at the same time until ``ends``, and return what came of their tests."""
+    while sum(share.goes_on() for share in shares) and time.monotonic() < ends:
+        time.sleep(0.1)
+    for share in shares:
+        share.stop()
+    outcome = outcomes([record for share in shares for record in records(share.records)])
+    return outcome | {"ok": outcome["ok"] and (brief or not outcome["not_run"])}
+
+
+class Share:
+    """A process that runs every n-th test. It starts again if a test ends the process.
+
+    Args:
+        command: runs pytest with the plugin ``gpu_pytest``.
+        place: number of this share, below ``count``.
+    """
+
+    def __init__(self, command: list[str], logs: Path, place: int, count: int) -> None:
+        self.records = logs / f"tests-{place}.jsonl"
+        self.records.unlink(missing_ok=True)
+        self._command = command
+        self._environment = os.environ | {
+            "GPU_TESTS_LOG": str(self.records),
+            "GPU_TESTS_SHARE": f"{place}/{count}",
+        }
+        self._log = (logs / f"tests-{place}.log").open("wb")
+        self._num_records = 0
+        self._process = self._start()
+
+    def goes_on(self) -> bool:
+        """Return true if the process runs. Start it again if it has ended before its last test,
+        unless it did nothing since its last start."""
+        if self._process.poll() is None:
+            return True
+        found = records(self.records)
+        if not outcomes(found)["not_run"] or len(found) <= self._num_records + 1:
+            return False
+        self._num_records = len(found)
+        self._process = self._start()
+        return True
+
+    def stop(self) -> None:
+        """Kill the process if it runs, and record the test that did not end."""
+        if self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()
+            *_, last = [{}, *records(self.records)]
+            if "started" in last:
+                with self.records.open("a") as file:
+                    file.write(json.dumps({"cut": last["started"]}) + "\n")
+        self._log.close()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            self._command, cwd=ROOT, env=self._environment, stdout=self._log,
+            stderr=subprocess.STDOUT,
+        )  # fmt: skip
+
+
+def outcomes(found: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return numbers of tests, the errors of failed tests, and the names of tests that did not
+    run."""
+    collected = dict.fromkeys(test for record in found for test in record.get("collected", []))
+    started = {record["started"] for record in found if "started" in record}
+    started -= {record["cut"] for record in found if "cut" in record}
+    ended = {record["ended"]: record for record in found if "ended" in record}
+    by_outcome = {
+        outcome: [test for test, record in ended.items() if record["outcome"] == outcome]
+        for outcome in ("passed", "skipped", "failed")
     }
-    for place, (name, process) in enumerate(running.items()):
-        try:
-            process.wait(max(1.0, ends - _SPARE_S - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        log = (logs / f"{name}.log").read_text(errors="replace")
-        results.add("kernels", name, outcomes(tests[place::count], log))
-
-
-def outcomes(tests: list[str], log: str) -> dict[str, Any]:
-    """Parse a log: return numbers of tests, and the names of failed tests and of missing ones."""
-    seen = dict(_OUTCOME.findall(log))
-    passed = [test for test in tests if seen.get(test) == "PASSED"]
-    failed = [test for test in tests if seen.get(test) in ("FAILED", "ERROR")]
-    missing = [test for test in tests if test not in seen]
+    failed = {test: ended[test]["error"] for test in by_outcome["failed"]}
+    failed |= dict.fromkeys(
+        sorted(started - ended.keys()), f"crashed, or took longer than {LIMIT_S:.0f} s"
+    )
+    slowest = sorted(ended, key=lambda test: -ended[test]["seconds"])[:_MOST_SLOW]
     return {
-        "ok": bool(passed) and not failed and not missing,
-        "passed": len(passed),
-        "skipped": sum(seen.get(test) == "SKIPPED" for test in tests),
+        "ok": bool(by_outcome["passed"]) and not failed,
+        "tests": len(collected),
+        "passed": len(by_outcome["passed"]),
+        "skipped": len(by_outcome["skipped"]),
         "failed": failed,
-        "not_run": missing,
+        "not_run": [test for test in collected if test not in started],
+        "slowest": {test: ended[test]["seconds"] for test in slowest},
     }
 
 
@@ -69,23 +138,3 @@ def test_files() -> list[str]:
             r"pytest\.mark\.gpu\b|\b(NEEDS_CUDA|CPU_AND_CUDA|on_both\w*)", path.read_text()
         )
     )
-
-
-def _collect() -> list[str]:
-    done = subprocess.run(
-        [*_PYTEST, "--collect-only", "-q", *test_files()],
-        cwd=ROOT, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    print(done.stderr, *done.stdout.splitlines()[-20:], sep="\n")
-    if done.returncode != 0:
-        raise RuntimeError("pytest could not collect the tests; its output is above")
-    return [line for line in done.stdout.splitlines() if "::" in line]
-
-
-def _start(tests: list[str], logs: Path, name: str) -> subprocess.Popen[bytes]:
-    chosen = logs / f"{name}.txt"
-    chosen.write_text("\n".join(tests) + "\n")
-    with (logs / f"{name}.log").open("wb") as log:
-        return subprocess.Popen(
-            [*_PYTEST, "-v", f"@{chosen}"], cwd=ROOT, stdout=log, stderr=subprocess.STDOUT
-        )

@@ -93,15 +93,27 @@ def _matrix_rate(device: torch.device, dtype: torch.dtype, size: int) -> float:
 
 
 def attention(
-    results: Results, device: torch.device, ceilings: Ceilings, model: str, *, dry_run: bool
+    results: Results,
+    device: torch.device,
+    ceilings: Ceilings,
+    model: str,
+    *,
+    brief: bool,
+    dry_run: bool,
 ) -> None:
-    """Measure all cases with a model's number of heads; context lengths vary."""
+    """Measure all cases with a model's number of heads; context lengths vary.
+
+    Args:
+        brief: measure only decodes in a whole pool.
+    """
     heads = max(shape_of(model).heads, _KV_HEADS)  # a dry run's model has fewer heads
     measure = partial(_measure, results, model)
     strided = (2, 20) if dry_run else _STRIDED
     for layer_major in (False, True):
         name = f"decode in a whole pool, {'layer' if layer_major else 'block'}-major"
         measure(name, partial(_strided, device, ceilings, model, heads, *strided, layer_major))
+    if brief:
+        return
     for count, context in ((2, 40),) if dry_run else _DECODES:
         for piece in _PIECES[-1:] if dry_run else _PIECES:
             name = f"decode {count} x {context}, pieces of {piece}"

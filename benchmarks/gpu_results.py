@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+_MOST_SHOWN = 300  # characters of a value that are printed
+
 
 class Results:
     """Cells of a table in a folder: appended to ``cells.jsonl`` and merged into ``results.json``.
@@ -73,4 +75,5 @@ def _text(values: dict[str, Any]) -> str:
 def _short(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
-    return str(value)
+    text = str(value)
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."

@@ -1,46 +1,95 @@
-"""Runs one task of ``gpu.py``."""
+"""Runs one task of ``gpu.py`` or ``first_light.py``."""
 
 from __future__ import annotations
 
-import argparse
-import platform
 import time
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
-from typing import Any
 
-import torch
-from gpu_results import Results
-from roofline import Ceilings
+_BEGAN = time.monotonic()  # before torch is imported, which takes seconds
 
-_PACKAGES = ("torch", "triton", "transformers", "numpy", "flashinfer-python", "flash-attn")
+import argparse  # noqa: E402
+from contextlib import nullcontext  # noqa: E402
+from pathlib import Path  # noqa: E402
+from typing import TYPE_CHECKING  # noqa: E402
+
+from gpu_environment import environment, versions  # noqa: E402
+from gpu_results import Results  # noqa: E402
+
+if TYPE_CHECKING:
+    import torch
+    from roofline import Ceilings
+
+_ON_ENGINE = ("smoke", "parity", "bench")
+"""Stages that run the engine; on a CPU, the interpreter runs its kernels."""
 
 
 def ceilings(results: Results, device: torch.device) -> Ceilings:
     """Return the device's measured limits; measure them if the results do not have them yet."""
-    name = _device_name(device)
+    import torch
+    from gpu_operators import measure_ceilings
+    from roofline import Ceilings
+
+    name = "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device)
     known = results.read().get("machine", {}).get(name, {})
     if "ceilings" not in known:
         dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-        from gpu_operators import measure_ceilings
-
-        known = {**_versions(), "ceilings": vars(measure_ceilings(device, dtype))}
+        known = {**versions(), "ceilings": vars(measure_ceilings(device, dtype))}
         results.add("machine", name, known)
     return Ceilings(**known["ceilings"])
 
 
-def _device_name(device: torch.device) -> str:
-    return "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device)
+def run(args: argparse.Namespace) -> None:
+    """Run a task. Imports are local, so that a missing package fails only the tasks that need
+    it."""
+    results, dry = Results(args.out), args.dry_run
+    ends = _BEGAN + args.seconds
+    if args.stage == "environment":
+        environment(results, dry_run=dry)
+        return
+    if args.stage == "kernels":
+        from gpu_kernels import kernels
+
+        kernels(results, ends, brief=args.brief, dry_run=dry)
+        return
+    import torch
+    from gpu_interpreted import interpreted
+
+    device = torch.device("cpu" if dry else "cuda")
+    with interpreted() if dry and args.stage in _ON_ENGINE else nullcontext():
+        _run_on(device, args, results, ends)
 
 
-def _versions() -> dict[str, Any]:
-    packages = {}
-    for name in _PACKAGES:
-        try:
-            packages[name] = version(name)
-        except PackageNotFoundError:
-            packages[name] = None
-    return {"python": platform.python_version(), "packages": packages}
+def _run_on(device: torch.device, args: argparse.Namespace, results: Results, ends: float) -> None:
+    dry = args.dry_run
+    if args.stage == "smoke":
+        from gpu_smoke import smoke
+
+        smoke(results, device, dry_run=dry)
+    elif args.stage == "parity":
+        from gpu_bench import parity
+
+        parity(results, device, dry_run=dry)
+    elif args.stage == "attention":
+        from gpu_operators import attention
+
+        known = ceilings(results, device)
+        attention(results, device, known, args.model, brief=args.brief, dry_run=dry)
+    elif args.stage == "linears":
+        from gpu_operators import linears
+
+        linears(results, device, ceilings(results, device), args.model, dry_run=dry)
+    elif args.stage == "bench":
+        from gpu_bench import bench
+
+        imports_s = time.monotonic() - _BEGAN
+        known = ceilings(results, device)
+        bench(
+            results, device, known, args.model, args.workloads, ends,
+            layer_major=args.layer_major, imports_s=imports_s, dry_run=dry,
+        )  # fmt: skip
+    else:
+        from gpu_peers import peer
+
+        peer(results, device, args.peer, args.model, dry_run=dry)
 
 
 def main() -> None:
@@ -51,38 +100,10 @@ def main() -> None:
     parser.add_argument("--model", default="")
     parser.add_argument("--workloads", nargs="*", default=[])
     parser.add_argument("--peer", default="")
+    parser.add_argument("--layer-major", action="store_true")
+    parser.add_argument("--brief", action="store_true", help="measure only the main cases")
     parser.add_argument("--dry-run", action="store_true")
-    args = parser.parse_args()
-    ends = time.monotonic() + args.seconds
-    results = Results(args.out)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    dry = args.dry_run
-    # Imports are local, so that a missing package fails only the tasks that need it.
-    if args.stage == "kernels":
-        from gpu_kernels import kernels
-
-        kernels(results, ends, dry_run=dry)
-    elif args.stage == "parity":
-        from gpu_bench import parity
-
-        parity(results, device, dry_run=dry)
-    elif args.stage == "attention":
-        from gpu_operators import attention
-
-        attention(results, device, ceilings(results, device), args.model, dry_run=dry)
-    elif args.stage == "linears":
-        from gpu_operators import linears
-
-        linears(results, device, ceilings(results, device), args.model, dry_run=dry)
-    elif args.stage == "bench":
-        from gpu_bench import bench
-
-        known = ceilings(results, device)
-        bench(results, device, known, args.model, args.workloads, ends, dry_run=dry)
-    else:
-        from gpu_peers import peer
-
-        peer(results, device, args.peer, args.model, dry_run=dry)
+    run(parser.parse_args())
 
 
 if __name__ == "__main__":
