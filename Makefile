@@ -43,12 +43,22 @@ clients: setup
 wheel: setup
 	.venv/bin/python -m pip wheel --quiet --no-deps --wheel-dir dist .
 
-# Runs the GPU benchmark. Installs nothing, because a GPU machine may have no network. Uses PYTHON, or
-# else .venv if it exists, or else python3. OUT is the folder of results.
+# Shows within ten minutes on a machine with a GPU whether the code for GPUs works, and how fast it is.
+# Installs nothing, because such a machine may have no network. Uses PYTHON, or else .venv if it exists,
+# or else python3. OUT is the folder of results.
+.PHONY: first-light
+GPU_PYTHON = $(or $(PYTHON),$(wildcard .venv/bin/python),python3)
+first-light:
+	$(GPU_PYTHON) benchmarks/first_light.py $(if $(STAGES),--stages $(STAGES)) $(if $(OUT),--out $(OUT)) \
+	  $(GPU_FLAGS)
+
+# Runs the whole GPU benchmark, which takes half an hour. Uses PYTHON as above. OUT=FOLDER is the folder of
+# results. If OUT is only an environment variable, a copy of the results goes there.
 gpu:
-	$(or $(PYTHON),$(wildcard .venv/bin/python),python3) benchmarks/gpu.py \
+	$(GPU_PYTHON) benchmarks/gpu.py \
 	  $(if $(STAGES),--stages $(STAGES)) $(if $(MODELS),--models $(MODELS)) \
-	  $(if $(WORKLOADS),--workloads $(WORKLOADS)) $(if $(OUT),--out $(OUT)) $(GPU_FLAGS)
+	  $(if $(WORKLOADS),--workloads $(WORKLOADS)) \
+	  $(if $(filter command,$(firstword $(origin OUT))),--out $(OUT)) $(GPU_FLAGS)
 
 # Compiles the kernels with the installed Triton and the oldest supported one, and updates the table
 # benchmarks/compiled.csv. Takes two minutes if attention has changed.

@@ -33,6 +33,7 @@ PROGRAM = ".venv/bin/batchinfer"
 PYTHON = ".venv/bin/python"
 COMPARED_ELSEWHERE = {
     "make test": ".ci/run",
+    "make first-light": "tests/test_first_light.py",
     "make gpu": "tests/test_gpu_benchmark.py",
     "make faults": "tests/faults/__main__.py",
 }
