@@ -70,7 +70,7 @@ class EngineContext:
 
 
 def pool_fields(model: ModelDescription, layout: KVLayout, memory: MemoryPlan) -> dict[str, Any]:
-    """Return the fields of ``EngineContext`` that follow from a model and its KV cache."""
+    """Return the fields of ``EngineContext`` that a model and its KV cache determine."""
     return {
         "max_model_len": model.max_model_len,
         "vocab_size": model.vocab_size,

@@ -36,8 +36,8 @@ class SimulatedEngine(EngineContext):
     runner: DryRunner | DryEncoder
     num_host_blocks: int = 0
     simulated_share: float = 1.0
-    """Share of the KV cache's blocks that are simulated. Blocks that sequences cannot fill are left
-    out."""
+    """Fraction of the KV cache's blocks that are simulated. Blocks that sequences cannot fill are
+    not."""
     tower: TowerCost | None = None
     """Cost of the vision tower; None if rows have no images."""
 
@@ -57,8 +57,8 @@ def build_dry_engine(
 
     Args:
         device: device to simulate. A simulated CPU has as much memory as this machine has free.
-        end_after: number of output tokens after which a sample that may end draws ``END_TOKEN``;
-            None: samples run to ``max_tokens``.
+        end_after: number of output tokens after which samples draw ``END_TOKEN``, which ends those
+            whose request has it as an end-of-sequence token; None: samples run to ``max_tokens``.
         with_images: True to leave memory for the vision tower of a vision-language model.
 
     Raises:

@@ -72,7 +72,7 @@ def build_engine(
     Args:
         log: receives lines about threads, kernels and device memory.
         pinned_kernels: ``EngineContext.kernels`` of the runs that this run resumes.
-        tokenizer: tokenizer to use instead of the model's own tokenizer, which is then not read.
+        tokenizer: tokenizer to use; if it is given, the model's own tokenizer is not read.
         fit_length: True to limit sequences to the length that fits in the KV cache.
         more_adapters: True if adapters can be added to the model later.
         random_weights: True if the model's files need not contain weights.
@@ -274,7 +274,7 @@ class _SamplingKernels:
     """A ``WarmUp`` that remembers which kernels are compiled and does not compile them again.
 
     Args:
-        logits: makes a row of logits [1, V].
+        logits: returns logits of one row, [1, vocabulary size].
     """
 
     def __init__(self, logits: Callable[[], torch.Tensor]) -> None:

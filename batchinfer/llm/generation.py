@@ -84,7 +84,7 @@ class GenerationCalls:
 
         Args:
             prompts: one or several texts, token id lists, ``{"prompt": ...}`` or
-                ``{"prompt_token_ids": ...}``. Images are in ``multi_modal_data``, as in vLLM:
+                ``{"prompt_token_ids": ...}``. Pass images in ``multi_modal_data``, as in vLLM:
                 ``{"prompt": ..., "multi_modal_data": {"image": picture}}``, where the picture is a
                 PIL image, an array [height, width, 3] of uint8, the bytes of a file, or a list of
                 these.
@@ -104,8 +104,8 @@ class GenerationCalls:
             An output for each prompt, in order.
 
         Raises:
-            TypeError, ValueError: an argument is invalid, or a prompt cannot run. No prompt has
-                run then.
+            TypeError, ValueError: an argument is invalid, or a prompt cannot run. In this case, no
+                prompt has run.
             RuntimeError: called from within another call.
             NotYetError: an argument is not supported yet.
         """
@@ -134,7 +134,7 @@ class GenerationCalls:
         errors: OnError = "raise",
         **others: Any,
     ) -> list[RequestOutput]:
-        """Answer conversations, rendered by the model's chat template.
+        """Render conversations with the model's chat template, and generate answers.
 
         If the last message is the assistant's, the model continues it, unless
         ``add_generation_prompt`` or ``continue_final_message`` is given.
@@ -145,7 +145,7 @@ class GenerationCalls:
             chat_template_kwargs: more variables for the template.
             add_generation_prompt: True: start a new assistant message after the last message;
                 False: add nothing.
-            continue_final_message: continue the last message.
+            continue_final_message: True: continue the last message instead of starting a new one.
             tools: tools that the model may call, in OpenAI's format; passed to the template.
             tool_choice: ``auto``: the model decides; ``none``: the template gets no tools;
                 ``required``: each answer consists of tool calls; or ``{"type": "function",

@@ -69,8 +69,8 @@ class LLM(GenerationCalls, PoolingCalls):
             ``processed_logprobs``: after penalties, temperature, top-k and so on; ``raw_logits``
             and ``processed_logits``: the logits themselves. Values of prompt tokens are never
             processed, and beam search always returns log-probabilities.
-        seed: seed for samples whose parameters have no seed, combined with the number of the call;
-            default: samples differ in every call.
+        seed: seed for samples whose parameters set no seed; each call derives another seed from it.
+            Default: a random seed for every call.
         load_format: ``dummy`` makes random weights with the model's shapes, to try settings and
             speed without weight files. Other formats have no effect.
         quantization: ``int8``, ``int4``, ``fp8``, ``int8_weight_only`` or
@@ -79,8 +79,9 @@ class LLM(GenerationCalls, PoolingCalls):
             hub id.
         enable_lora: True to let calls pass more adapters as ``LoRARequest``; each is loaded when
             first used.
-        generation_config: the source of ``get_default_sampling_params``: ``auto``: the model's
-            folder; ``vllm``: none; or another folder.
+        generation_config: folder whose ``generation_config.json`` sets
+            ``get_default_sampling_params``; ``auto``: the model's folder; ``vllm``: no folder, only
+            vLLM's defaults.
         override_generation_config: values that replace values of ``generation_config.json``.
         structured_outputs_config: vLLM's class, or a dict; ``disable_any_whitespace`` and
             ``disable_additional_properties`` apply to schemas that do not set them.
@@ -94,8 +95,8 @@ class LLM(GenerationCalls, PoolingCalls):
             a format, such as ``hermes``; or ``none``: calls stay in the text.
         chat_template: text or file of the default template (Jinja2) for chats; default: the
             model's.
-        runner: ``generate``: write text; ``pooling``: only ``embed``, ``classify`` and ``score``;
-            ``auto``: by the model's class.
+        runner: ``generate``: generate text; ``pooling``: only ``embed``, ``classify`` and
+            ``score``; ``auto``: choose by the model's class.
         task: the earlier name of ``runner``: ``generate``, ``embed``, ``classify`` or ``score``.
         hf_overrides: a dict with ``classifier_from_token``, the tokens with which a reranker
             answers no and yes: ``["no", "yes"]``.
@@ -274,7 +275,7 @@ class LLM(GenerationCalls, PoolingCalls):
 
         Args:
             path: the file to write.
-            price_per_hour: price of the machine, to show what the calls cost.
+            price_per_hour: price of the machine for one hour, to show what the calls cost.
             currency: code of the price's currency.
 
         Raises:

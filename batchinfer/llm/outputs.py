@@ -135,7 +135,7 @@ class RequestOutput:
     error: RowError | None = None
     metrics: RequestMetrics | None = None
     lora_request: LoRARequest | None = None
-    """The call's argument for this prompt."""
+    """``lora_request`` of the call, for this prompt."""
     prompt_token_id_logprobs: Float32 | None = field(default=None, compare=False)
     """Log-probabilities [tokens, ids] of ``prompt_logprob_token_ids``, if given. Row i belongs to
     prompt token ``prompt_logprob_start + i + 1``; padding has -inf."""
@@ -175,7 +175,7 @@ class PromptRequest:
     params: SamplingParams
     adapter: int
     lora_request: LoRARequest | None
-    """The call's argument for this prompt."""
+    """``lora_request`` of the call, for this prompt."""
     tools: RowTools | None = None
     images: tuple[PromptImage, ...] = ()
     """Images of the prompt, once they are loaded."""
@@ -257,7 +257,7 @@ def _sample(
     token_ids, logprobs = sample.token_ids.tolist(), None
     if sample.logprobs is not None:
         end = request.prompt_token_ids[-MAX_CHAR_TOKENS:]
-        text = end[end >= 0].tolist() + token_ids  # images have no text
+        text = end[end >= 0].tolist() + token_ids  # drop negative ids, which are images
         flat = item.params.flat_logprobs
         logprobs = output_logprobs(sample.logprobs, text, decoder, flat=flat)
     is_plain = sample.logprobs is None and sample.score is None

@@ -34,8 +34,8 @@ class CallRunner:
     """Runs the prompts of calls.
 
     Args:
-        seed: seed for samples whose parameters have no seed, combined with the number of the call;
-            None if samples differ in every call.
+        seed: seed for samples whose parameters set no seed; each call derives another seed from it.
+            None: a random seed for every call.
         reasoning: format of the model's reasoning; None if reasoning stays in the text.
         tool_format: format of the model's tool calls; None if calls stay in the text.
         mode: values to return as log-probabilities (``LLM(logprobs_mode=...)``); beam search always
@@ -196,8 +196,8 @@ class CallRunner:
         return as_called(requests, params, LogprobsMode.RAW if params.beam_width else self._mode)
 
     def _too_long_message(self, length: int) -> str:
-        """Return an error message in vLLM's wording, which programs search for
-        (vllm/v1/engine/input_processor.py)."""
+        """Return an error message in vLLM's wording (vllm/v1/engine/input_processor.py), because
+        programs search for it."""
         most = self._engine.max_model_len
         return (
             f"The decoder prompt (length {length}) plus the number of requested output tokens (at "
@@ -209,7 +209,7 @@ class CallRunner:
 
 
 def _truncated(prompt: Prompt, kept: int | None, max_model_len: int) -> Prompt:
-    """Return the prompt cut to its last ``kept`` tokens (``truncate_prompt_tokens``)."""
+    """Return the prompt with only its last ``kept`` tokens (``truncate_prompt_tokens``)."""
     if kept is None:
         return prompt
     if kept > max_model_len:

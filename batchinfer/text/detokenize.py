@@ -14,7 +14,7 @@ REPLACEMENT = "\ufffd"
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _LONG_WINDOW = 64  # tokens; only long runs of invalid UTF-8 reach this length
 MAX_CHAR_TOKENS = 4
-"""Maximum number of tokens of a character, which has at most four bytes in UTF-8."""
+"""Maximum number of tokens per character, because a character has at most four bytes in UTF-8."""
 
 
 class IncrementalDetokenizer:
@@ -76,7 +76,7 @@ class IncrementalDetokenizer:
         """
         text = self.tail if text is None else text
         prefix_chars = len(self._decode(self._window[self._prefix_tokens : end]))
-        if prefix_chars == 0:  # decoded on its own, the prefix loses its only text, a space
+        if prefix_chars == 0:  # its only text is a space, which decoding drops at the start
             return ""
         del self._window[: self._prefix_tokens]
         self._prefix_tokens = end - self._prefix_tokens
@@ -190,7 +190,7 @@ def token_text(tokenizer: Tokenizer, token_id: int, before: Sequence[int]) -> st
 def bad_words_token_ids(
     tokenizer: Tokenizer, bad_words: Sequence[str], vocab_size: int | None = None
 ) -> tuple[tuple[int, ...], ...]:
-    """Return the token ids of each text in ``bad_words``, at the start of a text and after a space.
+    """Return the token ids of each text in ``bad_words``, both without and with a leading space.
 
     Equal lists of ids appear only once. Lists with ids of ``vocab_size`` or more, which the model
     cannot generate, are omitted.

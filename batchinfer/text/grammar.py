@@ -1,4 +1,4 @@
-"""Structured output: masks of the tokens that keep a text within its grammar.
+"""Structured output: masks that allow only tokens that keep a text within its grammar.
 
 llguidance (https://github.com/guidance-ai/llguidance) compiles grammars and matches samples against
 them, with limits on the work: it refuses a schema that is too large, and a sample fails if a step

@@ -3,8 +3,8 @@
 The module also finds settings that contradict each other, whatever the data and the model.
 
 A row template is Jinja2 over the columns of one row, in the sandbox. Each column is a variable.
-``row`` has all of them, for names that are not identifiers: ``row['prompt text']``. A column called
-``row`` takes precedence.
+``row`` holds all columns, for names that are not identifiers: ``row['prompt text']``. A column
+called ``row`` takes precedence.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ def _environment() -> PromptEnvironment:
 
 @functools.cache
 def _name_environment() -> PromptEnvironment:
-    """Make an environment without globals, to find names: a column may be called ``range``."""
+    """Make an environment without globals to find column names, because a column may be called
+    ``range``."""
     environment = PromptEnvironment()
     environment.globals.clear()
     return environment

@@ -16,8 +16,8 @@ from batchinfer.text.render import RowRenderer
 from batchinfer.text.tokenizer import TokenIds, Tokenizer
 
 ANY_LENGTH = 2**31
-"""Value of ``max_model_len`` for builders of prompts that the engine, not the builder, refuses if
-they are too long."""
+"""Value of ``max_model_len`` that turns a builder's length check off; the engine then refuses
+prompts that are too long."""
 RowValues = Mapping[str, object]
 _Argument = TypeVar("_Argument")
 _Result = TypeVar("_Result")
@@ -109,8 +109,8 @@ class PromptBuilder:
         return self.tokenize(self.render(rows))
 
     def start(self, rows: Sequence[RowValues]) -> Callable[[], list[Prompt | RowError]]:
-        """Build prompts now; return a function that returns them. The method of this name in other
-        builders builds in the background."""
+        """Build prompts now; return a function that returns them. ``WorkerPrompts.start``, in
+        contrast, builds them in the background."""
         built = self.build(rows)
         return lambda: built
 

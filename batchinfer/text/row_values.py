@@ -93,7 +93,8 @@ def row_token_ids(value: object, where: str, vocab_size: int) -> npt.NDArray[np.
     """Return a row's own token ids, int32.
 
     Raises:
-        RowError: ``empty_prompt`` without ids, ``unsupported_content`` for other values.
+        RowError: ``empty_prompt`` if there are no ids; ``unsupported_content`` if the value is not
+            a list of valid ids.
     """
     if value is None or (isinstance(value, list | tuple | np.ndarray) and len(value) == 0):
         raise RowError("empty_prompt", f"{where} holds no token ids")

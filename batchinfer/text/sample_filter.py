@@ -45,7 +45,7 @@ class RowVerdicts:
 
 @dataclass(frozen=True, slots=True)
 class Tally:
-    """Numbers of a row's samples with each verdict; zeros if the job judges no samples."""
+    """How many of a row's samples got each verdict; all 0 if the job judges no samples."""
 
     samples_tried: int = 0
     """Sum of the other counts."""

@@ -288,7 +288,7 @@ def _encode(backend: Backend, texts: Sequence[_Text], add_special_tokens: bool) 
 
 
 def _groups(texts: Sequence[_Text]) -> Iterator[list[_Text]]:
-    """Split texts into runs of a limited number of characters; a longer text is its own run."""
+    """Split texts into groups of a limited number of characters; a longer text is its own group."""
     group: list[_Text] = []
     size = 0
     for text in texts:

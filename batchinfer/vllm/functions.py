@@ -60,7 +60,7 @@ def resolve_chat_template(
 
     Args:
         chat_template: text of a template, or the name of one of the tokenizer's templates.
-        tools: tools for which the tokenizer may have a template of its own.
+        tools: tools of the chat; some tokenizers have a separate template for chats with tools.
     """
     with suppress(ValueError):  # the tokenizer has no template
         template: str = tokenizer.get_chat_template(chat_template, tools=tools)

@@ -76,8 +76,8 @@ class PoolingCalls:
         Args:
             prompts: see ``generate``; texts are used as they are.
             pooling_params: one object for all prompts, or a list with one per prompt.
-                ``dimensions`` truncates embeddings to their first numbers; with
-                ``normalize=False``, they are not scaled to unit norm.
+                ``dimensions`` truncates embeddings to that many numbers; with ``normalize=False``,
+                they are not scaled to unit norm.
             others: see ``generate``.
 
         Returns:

@@ -58,8 +58,8 @@ def _embeds_whole_texts(model: str, revision: str | None) -> bool:
 
 
 def class_name(model: str, revision: str | None) -> str:
-    """Return the first class in config.json; "" if the file cannot be read, in which case loading
-    the model reports the error."""
+    """Return the first of ``architectures`` in config.json; "" if the file cannot be read, in which
+    case loading the model reports the error."""
     return _class_of(_config_values(model, revision))
 
 

@@ -89,7 +89,7 @@ class PoolingRunner:
         if embedder.reads_whole_texts and self._context.shares_prefixes:
             raise ValueError(
                 f"LLM.embed: the model pools by {', '.join(embedder.pooling)}, "
-                'for which it must be loaded with runner="pooling"'
+                'which requires LLM(..., runner="pooling")'
             )
         if (params.dimensions or 1) > self.embedding_size:
             raise ValueError(
@@ -130,7 +130,8 @@ class PoolingRunner:
             kind: the class of the outputs.
 
         Raises:
-            ValueError: a prompt cannot run, and ``on_error`` is ``raise``. No prompt has run then.
+            ValueError: a prompt cannot run, and ``on_error`` is ``raise``. In this case, no prompt
+                has run.
         """
         request_ids = [str(next(self._request_ids)) for _ in items]
         requests, outputs = [], dict[int, Output]()

@@ -12,7 +12,7 @@ from batchinfer.text.images.files import INVALID_IMAGE
 
 Image.init()
 _PICTURES = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF", "ICO")
-"""Raster formats. Pillow starts other programs to decode some of the rest, such as EPS."""
+"""Raster formats to accept. For some other formats, such as EPS, Pillow starts other programs."""
 _FORMATS = tuple(name for name in _PICTURES if name in Image.OPEN)
 _ORIENTATION = 0x0112
 _TRANSPOSE = {

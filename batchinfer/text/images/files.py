@@ -20,7 +20,7 @@ _MAX_PATH_CHARS = 4096
 """Maximum length of a path on Linux. A longer value may be a malformed data URL."""
 _MAX_SHOWN = 160
 """Maximum number of characters of a name in a message. The beginning and the end of a longer name
-are shown, because many paths begin alike."""
+are shown, because many paths begin with the same folders."""
 
 
 class ImageMemoryError(MemoryError):
@@ -50,7 +50,7 @@ class ImageFile:
             return self.data
         assert self.path is not None
         if len(self.path) > _MAX_PATH_CHARS:
-            raise RowError(INVALID_IMAGE, f"{self.name} is not an image: a path is shorter")
+            raise RowError(INVALID_IMAGE, f"{self.name} is not an image, and too long for a path")
         try:
             # Without O_NONBLOCK, opening a FIFO that has no writer would block forever.
             descriptor = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK)
@@ -157,8 +157,8 @@ class ImageFiles:
         """
         raise RowError(
             INVALID_IMAGE,
-            f"{where}: {shown(name)} is a path or a web address, which is not read here; give the "
-            "bytes of the file, or a PIL image",
+            f"{where}: {shown(name)} is a path or a web address, which cannot be read here; give "
+            "the bytes of the file, or a PIL image",
         )
 
 

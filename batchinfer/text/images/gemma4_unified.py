@@ -13,8 +13,8 @@ def image_processor(settings: Mapping[str, Any]) -> Any:
     """Return an image processor that makes the same patches.
 
     ``Gemma4UnifiedImageProcessor`` merges a square of patches into one patch for each token. The
-    processor of the other Gemma 4 models returns the same patches if its patch size is the size of
-    such a square and it merges none.
+    processor of the other Gemma 4 models returns the same patches if its patches have the size of
+    such a square and it merges none (``pooling_kernel_size`` 1).
 
     Args:
         settings: the settings of ``Gemma4UnifiedImageProcessor``.

@@ -1,7 +1,7 @@
 """The image processor of LFM2-VL.
 
-transformers' own processor needs torchvision. Source of the rules: ``Lfm2VlImageProcessor``
-(models/lfm2_vl/image_processing_lfm2_vl.py).
+transformers' own processor needs torchvision. This processor does the same as
+``Lfm2VlImageProcessor`` (models/lfm2_vl/image_processing_lfm2_vl.py).
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ def _image_processor(folder: Path, name: str) -> Any:
 
 
 def _class_of(name: str) -> Any:
-    """Return a processor's class. Video and audio parts that are not given are None."""
+    """Return a processor's class. Parts that are not passed to it, such as for video, are None."""
     import transformers
 
     from batchinfer.text.images.pixtral import PixtralProcessor

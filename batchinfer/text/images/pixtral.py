@@ -1,7 +1,7 @@
 """The processor of Pixtral and Mistral 3.
 
-transformers' own class cannot be imported without torchvision. Source of the rules: transformers'
-``PixtralProcessor`` (models/pixtral/processing_pixtral.py).
+transformers' own class cannot be imported without torchvision. This class does the same as
+transformers' ``PixtralProcessor`` (models/pixtral/processing_pixtral.py).
 """
 
 from __future__ import annotations

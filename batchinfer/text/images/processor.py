@@ -1,4 +1,4 @@
-"""Prepares images for a vision tower with transformers' own processor of the model."""
+"""Prepares images for a vision tower with the model's processor from transformers."""
 
 from __future__ import annotations
 

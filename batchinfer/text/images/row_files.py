@@ -14,7 +14,7 @@ class RowFiles:
     """Finds the images of rows.
 
     Args:
-        files: finds the images that rows name.
+        files: finds the images to which the values of rows refer.
         columns: columns of images.
     """
 

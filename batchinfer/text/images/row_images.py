@@ -31,7 +31,7 @@ class ImageSettings:
     Args:
         model_folder: folder of the model and its image processor.
         token_id: id of the token that the embeddings of an image replace.
-        files: finds the images that rows name.
+        files: finds the images to which the values of rows refer.
         max_pixels: largest allowed number of pixels of an image.
         processor_kwargs: ``prompt.mm_processor_kwargs``.
         salt: hash of everything else that affects an image's pixels.

@@ -45,7 +45,7 @@ class TokenPrompts:
                 "unsupported_content",
                 f"the prompt has {len(starts)} image placeholders ({self._processor.placeholder}, "
                 f"token ids {self._placeholder.tolist()}), but there are {len(files)} images; give "
-                "one placeholder for each image, which all tokens of the image replace",
+                "one placeholder for each image, which is expanded to all of the image's tokens",
             )
         images = tuple(opened_image(file, self._settings) for file in files)
         texts = tuple(self._processor.replacement(image.size) for image in images)

@@ -1,9 +1,9 @@
 """The image processor of Unlimited-OCR.
 
-transformers' own processor needs torchvision. Source of the rules: ``UnlimitedOcrImageProcessor``
-(models/unlimited_ocr/image_processing_unlimited_ocr.py), which differs from DeepSeek-OCR-2's in
-three ways: it returns the grid of each image's tiles, the view of the whole image always has the
-configured size, and small views are squeezed to squares.
+transformers' own processor needs torchvision. This processor does the same as
+``UnlimitedOcrImageProcessor`` (models/unlimited_ocr/image_processing_unlimited_ocr.py). It differs
+from DeepSeek-OCR-2's in three ways: it returns the grid of each image's tiles, the view of the
+whole image always has the configured size, and small views are squeezed to squares.
 """
 
 from __future__ import annotations

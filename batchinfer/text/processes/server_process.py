@@ -135,7 +135,8 @@ class ServerProcess:
         """End the server and its workers immediately.
 
         Args:
-            reason: reason in the error of unfinished calls; None if they raise ``StoppedError``.
+            reason: reason to give in the error that unfinished calls raise; None: they raise
+                ``StoppedError``.
         """
         if self._closed_for is not None:
             return
@@ -176,7 +177,7 @@ class ServerProcess:
     def _read_greeting(self) -> bytes:
         try:
             return self._control.recv_bytes(len(GREETING))
-        except OSError:  # another program's text was read as a length
+        except OSError:  # another program's text was misread as a message length
             return b""
 
     def _hang_up(self) -> None:

@@ -138,7 +138,7 @@ class Workers:
                 for result in values[0]:
                     if isinstance(result, SharedArrays):
                         result.receive(worker.connection)
-        except (EOFError, OSError, RuntimeError):  # RuntimeError: no file came
+        except (EOFError, OSError, RuntimeError):  # RuntimeError: no file arrived
             kind = ""
         if kind == "refused":
             raise values[0]

@@ -1,4 +1,5 @@
-"""Finds the markers of a model's reasoning, like ``<think>`` and ``</think>``, and splits by them.
+"""Finds the markers of a model's reasoning, like ``<think>`` and ``</think>``, and splits samples
+at them.
 
 A marker that is an added token is found by its id, even if the text omits special tokens. Text in a
 row is never mistaken for such a marker. Other markers are found in the text, because their first

@@ -28,7 +28,7 @@ _TO_ANSWER = "<|end|><|start|>assistant<|channel|>final<|message|>"
 
 @dataclass(frozen=True, slots=True)
 class _Message:
-    """A message's head, and the indices of its tokens in the sample."""
+    """A message's header, and the indices of its tokens in the sample."""
 
     head: str
     first_token: int
@@ -52,7 +52,7 @@ class HarmonyTracker:
         self._tokenizer = tokenizer
         self._start, self._message, self._ends = start, message, ends
         self._head: list[int] | None = []
-        """Tokens of the current message's head; None in the body of a message."""
+        """Tokens of the current message's header; None in the body of a message."""
 
     def take(self, token_id: int) -> None:
         if token_id == self._start or (token_id in self._ends and self._head is None):

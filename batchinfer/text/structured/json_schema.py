@@ -67,7 +67,7 @@ _APART = (
 """Groups of keywords. A group compiles independently of the rest of a schema."""
 
 GRAMMAR_FORMATS = frozenset(("duration", "ipv4", "ipv6", "uuid", "uri"))
-"""Formats for which llguidance's own expressions are correct."""
+"""Formats for which llguidance's own regular expressions are correct."""
 
 _LEAP_YEAR = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:[02468][048]|[13579][26])00)"
 _DATE = (

@@ -1,7 +1,8 @@
-"""Bounds the number of steps to validate a value against a JSON schema; it may be exponential.
+"""Computes an upper bound on the work of validating a value against a JSON schema.
 
-References are the reason: forty schemas that each refer twice to the next schema cause 10^12
-visits, and so do a few schemas that refer to themselves twice for each level of a nested value.
+References can make the work exponential: forty schemas that each refer twice to the next schema
+cause 10^12 visits, and so do a few schemas that refer to themselves twice for each level of a
+nested value.
 """
 
 from __future__ import annotations
