@@ -17,7 +17,7 @@ from batchinfer.worker.vision.support import ImageSupport
 
 
 class WarmUp(Protocol):
-    """Compiles the sampling kernels for some parameters before the steps that need them."""
+    """Compiles the sampling kernels that some parameters need, before the steps that use them."""
 
     def __call__(
         self,

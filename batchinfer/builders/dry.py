@@ -52,8 +52,8 @@ def build_dry_engine(
 ) -> SimulatedEngine:
     """Build the simulated engine for a model on a device.
 
-    The size of the weights follows from the model's config. With ``dtype: auto``, the weights have
-    the config's dtype, or else float32.
+    The size of the weights is computed from the model's config. With ``dtype: auto``, the weights
+    have the config's dtype, or else float32.
 
     Args:
         device: device to simulate. A simulated CPU has as much memory as this machine has free.

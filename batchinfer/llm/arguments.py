@@ -28,7 +28,7 @@ _ENGINE_ALIASES: Mapping[str, str] = {
     "kv_cache_memory_bytes": "kv_cache_memory",
     "num_gpu_blocks_override": "num_kv_blocks",
 }
-"""Our names of engine settings, keyed by vLLM's names."""
+"""Names of engine settings in batchinfer, keyed by vLLM's names."""
 _OUTLINES_WHITESPACE = "[ ]?"
 """Regex for the whitespace that vLLM's backend outlines allows between JSON tokens
 (``outlines_core.json_schema.WHITESPACE``).

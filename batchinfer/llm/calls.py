@@ -25,7 +25,7 @@ OnError = Literal["raise", "return"]
 """What happens if a prompt cannot run: the call raises, or the prompt's output has an ``error``.
 """
 ProgressBar = bool | Callable[..., Any]
-"""True to show a progress bar, or a function that makes one and is called like tqdm's class."""
+"""True to show a progress bar, or a function that takes tqdm's arguments and returns a bar."""
 
 _LOG = logging.getLogger(__name__)
 

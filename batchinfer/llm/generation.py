@@ -88,7 +88,7 @@ class GenerationCalls:
                 ``{"prompt": ..., "multi_modal_data": {"image": picture}}``, where the picture is a
                 PIL image, an array [height, width, 3] of uint8, the bytes of a file, or a list of
                 these.
-            sampling_params: one object for all prompts, or a list with one per prompt; default
+            sampling_params: one object for all prompts, or a list with one per prompt; default:
                 ``get_default_sampling_params()``.
             adapter: name of the adapter for all prompts, or a list; None means the base model.
             lora_request: the adapter as an object of vLLM's class, or a list.

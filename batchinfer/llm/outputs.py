@@ -42,7 +42,8 @@ class CompletionOutput:
     """``stop``, ``length`` or ``error``."""
     stop_reason: int | str | None = None
     cumulative_logprob: float | None = None
-    """Sum of the tokens' log-probabilities; None unless the call requests logprobs or beams."""
+    """Sum of the tokens' log-probabilities; None unless the call requests logprobs or is a beam
+    search."""
     logprobs: Logprobs | None = None
     score: float | None = None
     """Score that ranks beams; None without beam search."""
@@ -135,7 +136,7 @@ class RequestOutput:
     error: RowError | None = None
     metrics: RequestMetrics | None = None
     lora_request: LoRARequest | None = None
-    """``lora_request`` of the call, for this prompt."""
+    """The call's ``lora_request`` for this prompt."""
     prompt_token_id_logprobs: Float32 | None = field(default=None, compare=False)
     """Log-probabilities [tokens, ids] of ``prompt_logprob_token_ids``, if given. Row i belongs to
     prompt token ``prompt_logprob_start + i + 1``; padding has -inf."""
@@ -175,7 +176,7 @@ class PromptRequest:
     params: SamplingParams
     adapter: int
     lora_request: LoRARequest | None
-    """``lora_request`` of the call, for this prompt."""
+    """The call's ``lora_request`` for this prompt."""
     tools: RowTools | None = None
     images: tuple[PromptImage, ...] = ()
     """Images of the prompt, once they are loaded."""

@@ -98,7 +98,7 @@ _COUNTERS: Mapping[str, tuple[str, str]] = {
     "vllm:prefix_cache_hits": ("tokens", "prompt_cached"),
     "vllm:num_preemptions": ("kv", "preemptions"),
 }
-"""Section and key of ``LLM.stats``, keyed by vLLM's name (vllm/v1/metrics/loggers.py)."""
+"""Section and key in ``LLM.stats`` of each of vLLM's metrics (vllm/v1/metrics/loggers.py)."""
 
 
 def read_metrics(

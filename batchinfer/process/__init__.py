@@ -1,1 +1,1 @@
-"""The process of a job: signals, garbage collection, threads, and the cores to use."""
+"""Manages a job's process: signals, garbage collection, threads, and the cores to use."""

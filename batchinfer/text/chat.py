@@ -1,8 +1,8 @@
 """Renders a conversation with a chat template, as transformers' ``apply_chat_template`` does.
 
-The content of a message may be a list of text parts. Some templates loop over parts, some take only
-one text, some take only parts, and this may depend on the role. Rendering a test conversation shows
-which form a template accepts. (vLLM instead analyzes the template's syntax in
+The content of a message may be a list of text parts. Some templates accept both texts and lists of
+parts, some only texts, and some only lists, and this may depend on the role. Rendering a test
+conversation shows which form a template accepts. (vLLM instead analyzes the template's syntax in
 ``vllm/entrypoints/chat_utils.py``, which fails if the content passes through a macro or a filter.)
 """
 
@@ -48,7 +48,8 @@ def compile_chat_template(source: str, error: type[JobError], origin: str) -> ji
     """Compile ``source``; ``origin`` names it in errors.
 
     Raises:
-        JobError: (as ``error``) the template has a syntax error or reads a private attribute.
+        JobError: of the type ``error``: the template has a syntax error or reads a private
+            attribute.
     """
     try:
         return _environment().compile_template(source)
@@ -90,7 +91,8 @@ class ChatTemplate:
             origin: name of the template in errors.
 
         Raises:
-            JobError: (as ``error``) the template has a syntax error or reads a private attribute.
+            JobError: of the type ``error``: the template has a syntax error or reads a private
+                attribute.
         """
         self._origin = origin
         self._final_message = final_message

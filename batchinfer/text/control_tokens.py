@@ -31,12 +31,13 @@ class ControlTokens:
         return self.pattern.search(text) is not None
 
     def beginning_at_end(self, text: str) -> int:
-        """Return the length of the longest incomplete control token at the end of ``text``."""
+        """Return the length of the longest end of ``text`` that is the beginning of a control
+        token."""
         lengths = range(min(self._longest - 1, len(text)), 0, -1)
         return next((n for n in lengths if text[-n:] in self._beginnings), 0)
 
     def ending_at_start(self, text: str) -> int:
-        """Return the length of the longest piece at the start of ``text`` that ends a control
+        """Return the length of the longest beginning of ``text`` that is the end of a control
         token."""
         lengths = range(min(self._longest - 1, len(text)), 0, -1)
         return next((n for n in lengths if text[:n] in self._endings), 0)

@@ -154,7 +154,8 @@ def make_stop_checker_factory(
 
 
 def output_text(tokenizer: Tokenizer, sample: FinishedSample, params: SamplingParams) -> str:
-    """Return a sample's text. The token or string that stopped it is included only on request."""
+    """Return a sample's text. The token or string that stopped it is included only with
+    ``include_stop_str_in_output``."""
     token_ids, match = sample.token_ids, sample.stop_match
     stopped_by_token = sample.finish_reason == "stop" and match is None
     if stopped_by_token and not params.include_stop_str_in_output:

@@ -2,9 +2,9 @@
 
 The module also finds settings that contradict each other, whatever the data and the model.
 
-A row template is Jinja2 over the columns of one row, in the sandbox. Each column is a variable.
-``row`` holds all columns, for names that are not identifiers: ``row['prompt text']``. A column
-called ``row`` takes precedence.
+A row template is a Jinja2 template that is rendered in the sandbox. Each column of the row is a
+variable. ``row`` holds all columns, for names that are not identifiers: ``row['prompt text']``. A
+column called ``row`` takes precedence.
 """
 
 from __future__ import annotations

@@ -157,7 +157,7 @@ class PromptBuilder:
 
 
 class RawTexts:
-    """Makes prompts from plain texts of any length: no template, special tokens parsed.
+    """Makes prompts from plain texts of any length, without a template; parses special tokens.
 
     Used instead of a ``PromptBuilder`` for rows whose column ``text`` is valid Unicode.
 

@@ -50,14 +50,14 @@ class RowRenderer:
         vocab_size: number of valid token ids in rows, by default the tokenizer's vocabulary size.
         now: time for chat templates, the same for all rows; by default the time of this call.
         appended_column: column whose texts follow the rendered text. Control-token texts in this
-            column get marks too.
+            column are marked too.
         final_message: how the prompt of a conversation ends.
         variables_column: column with a row's own ``config.chat_template_kwargs``, which override
             the job's values; ignored if it is not in the data.
         images: settings for images; None if rows have only text.
 
     Raises:
-        UsageError: settings contradict each other or the columns.
+        UsageError: settings contradict each other or do not fit the columns.
         DataError: a column is missing.
         ModelError: the tokenizer's chat template is invalid, or is needed but missing.
     """

@@ -90,7 +90,7 @@ def map_texts(function: Callable[[str], str], value: Any, *, keys: bool = False)
 
 
 def row_token_ids(value: object, where: str, vocab_size: int) -> npt.NDArray[np.int32]:
-    """Return a row's own token ids, int32.
+    """Return the token ids that a row contains, int32.
 
     Raises:
         RowError: ``empty_prompt`` if there are no ids; ``unsupported_content`` if the value is not

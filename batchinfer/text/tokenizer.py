@@ -250,7 +250,7 @@ class Tokenizer:
 
     @functools.cached_property
     def _plain_backend(self) -> Backend:
-        """Backend whose control tokens have secret texts instead of their own, and the same ids.
+        """Copy of the backend in which control tokens keep their ids, but have secret texts.
 
         Text therefore never becomes a control token, however the tokenizer finds tokens (added
         tokens, normalized text, whole words, merges). ``encode_marked`` writes a template's own

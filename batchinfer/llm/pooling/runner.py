@@ -45,7 +45,8 @@ class PoolingRunner:
 
     Args:
         tokens: tokens with which a reranker answers no and yes; None if the model has its own head.
-        random_weights: True if the model's weights are random, so that it cannot use a stored head.
+        random_weights: True if the model's weights are random, which makes a stored classification
+            head useless.
     """
 
     def __init__(
@@ -174,7 +175,7 @@ class PoolingRunner:
         return row if refusal is None else PromptRow(at, RowError(*refusal))
 
     def most_tokens(self, params: PoolingParams) -> int | None:
-        """Return the number of tokens to which longer prompts are cut; None for no limit.
+        """Return the number of tokens to which longer prompts are truncated; None for no limit.
 
         Raises:
             ValueError: ``truncate_prompt_tokens`` is more than ``max_model_len``.

@@ -13,7 +13,7 @@ from PIL import Image
 
 
 class PixtralProcessor:
-    """The part of a transformers processor that ``ImageProcessor`` uses.
+    """Implements the part of a transformers processor that ``ImageProcessor`` uses.
 
     Args:
         image_processor: transformers' image processor.
@@ -42,6 +42,7 @@ class PixtralProcessor:
         return inputs, [self._text(*size) for size in inputs["image_sizes"].tolist()]
 
     def _text(self, height: int, width: int) -> str:
-        """Return a token for each merged patch, row by row, with breaks between the rows."""
+        """Return the text of an image: a token for each merged patch, and breaks between the
+        rows."""
         row = self.image_token * (width // self._patch_size)
         return self._break_token.join([row] * (height // self._patch_size)) + self._end_token

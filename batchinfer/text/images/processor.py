@@ -146,7 +146,8 @@ class ImageProcessor:
         return int(counted["num_image_tokens"][0])
 
     def _find_repeated(self) -> _Repeated | None:
-        """Return the form of the replacement texts; None if they must be computed from pictures.
+        """Return the common form of all replacement texts; None if they have none, in which case
+        the processor must make each text from a picture.
 
         Raises:
             ValueError: the processor refuses all pictures.

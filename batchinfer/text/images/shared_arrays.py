@@ -18,7 +18,8 @@ _ALIGNMENT = 64
 
 
 class SharedArrays:
-    """Arrays in an anonymous file in memory. The file is freed when no process has it open.
+    """Arrays that are stored in an anonymous file in memory. The file is freed when no process has
+    it open.
 
     A pickled object does not contain the file. After the worker has sent the pickled object, it
     therefore calls ``send``, and the parent calls ``receive`` on its copy.

@@ -78,7 +78,8 @@ class _Worker:
         self._tokenizer = tokenizer
         self._limits = limits
         self._builders: dict[bytes, Builder] = {}
-        """The most recently used builders, keyed by pickled factory. A job uses a few factories."""
+        """The most recently used builders, keyed by pickled factory. A job uses only a few
+        factories."""
 
     def answer(self, factory: bytes, rows: Sequence[bytes], seconds: float) -> None:
         try:

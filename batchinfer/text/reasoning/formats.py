@@ -184,7 +184,7 @@ Marker = TokenMarker | TextMarker
 
 
 class MarkerTracker:
-    """Follows a sample, token by token."""
+    """Tracks the phase of a sample, token by token."""
 
     def __init__(self, phase: Phase, start: Marker, end: Marker) -> None:
         self.phase = phase

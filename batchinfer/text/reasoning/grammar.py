@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from batchinfer.text.tokenizer import TokenIds
 
 _FREE = np.int32(-1)
-"""Word of a mask that allows all 32 tokens of the word."""
+"""32-bit word of a mask that allows all of the word's tokens."""
 
 
 class ReasoningGrammar:

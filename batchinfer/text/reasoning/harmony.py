@@ -42,7 +42,7 @@ class _Message:
 
 
 class HarmonyTracker:
-    """Follows the messages of a sample."""
+    """Tracks the messages of a sample."""
 
     def __init__(
         self, tokenizer: Tokenizer, start: int, message: int, ends: frozenset[int]

@@ -85,7 +85,7 @@ class Split:
 
 
 class ReasoningTracker(Protocol):
-    """Follows one sample, token by token."""
+    """Tracks the phase of one sample, token by token."""
 
     @property
     def phase(self) -> Phase:

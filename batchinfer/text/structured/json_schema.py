@@ -1,7 +1,7 @@
 """Rewrites JSON schemas for grammars: exactly, or widened to what a grammar can express.
 
-Rewriting follows JSON Schema's keywords (https://json-schema.org/draft/2020-12). Keys in
-``properties`` are names, and values of ``enum`` are data, so neither are keywords.
+Keywords are those of JSON Schema (https://json-schema.org/draft/2020-12). Keys in ``properties``
+are names, and values of ``enum`` are data, so neither are keywords.
 
 The regular expressions for values of ``format`` are strict: they allow only dates that exist,
 second 60 only at leap seconds (RFC 3339, section 5.7), and host names and labels up to the maximum
@@ -47,7 +47,7 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "dependentSchemas": ({},),
     "dependencies": ({},),
 }
-"""Values that have no effect, keyed by keywords that no grammar supports."""
+"""Values with which these keywords have no effect; no grammar supports other values of them."""
 _UNSUPPORTED = frozenset(
     (
         *("not", "if", "then", "else", "contains", "minContains", "maxContains", "uniqueItems"),
@@ -85,10 +85,10 @@ _ATOM = "[0-9A-Za-z!#$%&'*+/=?^_`{|}~-]"
 
 
 def exact_schema(schema: Any) -> Any:
-    """Return a schema with llguidance's keywords that allows the same texts as ``schema``.
+    """Rewrite ``schema`` for llguidance, to a schema that allows the same texts.
 
     Counts like ``2.0`` become whole numbers, classes in patterns become ASCII classes, and keywords
-    without meaning are dropped. Formats become patterns. Unknown formats are dropped, because JSON
+    without effect are dropped. Formats become patterns. Unknown formats are dropped, because JSON
     Schema treats them as annotations.
     """
     draft = schema.get("$schema") if isinstance(schema, dict) else None
@@ -248,9 +248,9 @@ def _label(most: int) -> str:
 
 
 _MAILBOX = rf"{_ATOM}(?:\.?{_ATOM}){{0,31}}"
-"""Pattern of a mailbox of at most 63 characters; 64 would be valid."""
+"""Pattern of a mailbox. It allows 63 characters, although 64 would be valid."""
 _MAIL_HOST = rf"{_label(40)}(?:\.{_label(40)}){{0,5}}"
-"""Pattern of a host of at most 245 characters; 253 would be valid, but take too much work."""
+"""Pattern of a host. It allows 245 characters; 253 would be valid, but take too much work."""
 
 PATTERNS: Mapping[str, tuple[str, ...]] = {
     "date": (f"^{_DATE}$",),

@@ -139,7 +139,7 @@ def text_until(tokenizer: Tokenizer, rule: str, end: str, before: str = "") -> s
         before: text that precedes the marker.
     """
     token_id = tokenizer.added_token_id(end)
-    if token_id is not None:  # llguidance does not find a suffix in added tokens
+    if token_id is not None:  # a suffix cannot match an added token
         return f"{rule}: ANY_TEXT <[{token_id}]>\n{ANY_TEXT}"
     return f"{rule}[suffix={quoted(before + end)}]: /(?s:.*)/"
 

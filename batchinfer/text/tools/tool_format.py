@@ -26,7 +26,7 @@ class ToolCall:
     """JSON text of an object."""
 
     def as_openai(self, place: int) -> dict[str, Any]:
-        """Return the call in OpenAI's form.
+        """Return the call in OpenAI's format.
 
         Args:
             place: index among the calls of all samples of a row, so that equal calls get different
@@ -114,7 +114,7 @@ def parameters_of(tools: Tools, name: str) -> Mapping[str, Any]:
 
 
 def fields_between(text: str, *markers: str) -> Iterator[list[str]]:
-    """Yield the texts between consecutive markers, each time the whole series of markers occurs.
+    """Yield the texts between the markers, for each complete series of markers in ``text``.
 
     This takes linear time for any text, because a model that loops repeats markers by the thousand.
     """
