@@ -153,7 +153,7 @@ def test_bad_images_are_refused(llm: LLM, bad: Any, message: str) -> None:
 @pytest.mark.parametrize(
     ("part", "message"),
     [
-        ({"type": "image"}, "has no image; put one into its field image"),
+        ({"type": "image"}, "has no image; set its field image to one"),
         ({"type": "image", "image": b"nothing"}, "an image has an unknown image format"),
         ({"type": "image", "image": np.zeros((4, 4, 3))}, "of float64 .* pass a PIL image"),
         ({"type": "image_url", "image_url": "a.png"}, "a.png is a path .* give the bytes"),

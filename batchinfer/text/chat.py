@@ -167,7 +167,7 @@ class ChatTemplate:
         form = self.content_format(message["role"])
         if isinstance(content, list) and form is ContentFormat.TEXT:
             if any(part["type"] != "text" for part in content):
-                raise RowError("unsupported_content", f"{self._origin} takes no images")
+                raise RowError("unsupported_content", f"{self._origin} does not accept images")
             return {**message, "content": "\n".join(part["text"] for part in content)}
         if isinstance(content, str) and form is ContentFormat.PARTS:
             return {**message, "content": [{"type": "text", "text": content}]}

@@ -66,7 +66,7 @@ class RowFiles:
             else:
                 raise RowError(
                     "unsupported_content",
-                    "an image part of the conversation has no image; put one into its field image",
+                    "an image part of the conversation has no image; set its field image to one",
                 )
         if waiting:
             raise RowError(

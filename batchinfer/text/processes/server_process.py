@@ -238,7 +238,7 @@ def not_started(reason: str) -> DeviceError:
         f"the process that renders and tokenizes prompts cannot run: {reason}",
         hint=f"its command is {sys.executable or '(sys.executable is empty)'} -c ...; "
         "check that this is a Python interpreter, that memory is free, and that "
-        "another process may start (ulimit -u)",
+        "the limit on processes (ulimit -u) allows another one",
     )
 
 
