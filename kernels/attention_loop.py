@@ -1,12 +1,12 @@
-"""The loop over a paged KV cache, and the launch shapes, that all attention kernels share.
+"""Parts that all attention kernels share: the loop over a paged KV cache, and launch shapes.
 
 One program computes a tile of rows over a range of positions with an online softmax (formulas:
-`README.md`). There is a row for each query token and each query head of one KV head. The heads of a
-token are adjacent, so that each key is loaded once for all heads.
+`README.md`). A tile has a row for each of its query tokens and each query head of one KV head, so
+each key is loaded once for all of them. The rows of a token's heads are adjacent.
 
-Loading keys and values needs the slots, which are loaded from the block table first. Triton divides
-its pipeline stages among such a chain of loads: with 5 stages it fetches two tiles ahead, with 3
-stages one tile.
+The addresses of keys and values depend on slots, which are loaded from the block table first.
+Triton divides its pipeline stages among such dependent loads: with 5 stages it fetches two tiles
+ahead, and with 3 stages one tile.
 """
 
 import math
@@ -202,7 +202,7 @@ def attend(
     TILE: tl.constexpr,
     # False: the range consists of whole tiles, and every row sees all positions in it.
     MASKED: tl.constexpr,
-    ends=None,  # [ROWS] int32: one past the last position that each row sees; None: its own
+    ends=None,  # [ROWS] int32: one past the last position that each row sees; None: causal
     prompt_len=None,  # leading positions that the window does not hide; None: 0
 ):  # the new row_max, row_sum and acc
     key_ptr = cache.key_ptr + kv_head * cache.key_head_stride
@@ -258,10 +258,11 @@ def attend(
             tile_max *= scales
             scores *= scales[:, None]
         if cache.TRANSPOSED and query.dtype == tl.float16:
-            # Multiply weights (and their sum) by 2^15, because float16 cannot hold less than 2^-24.
+            # Multiply weights (and their sum) by 2^15, because weights below 2^-24 would be 0 in
+            # float16.
             tile_max -= 15.0
         new_max = tl.maximum(row_max, tile_max)
-        # If a row has seen no token yet, -inf - -inf would be NaN.
+        # Avoid computing -inf - -inf, which is NaN, for rows that have seen no token yet.
         shift = tl.where(new_max == float("-inf"), 0.0, new_max)
         weights = tl.exp2(scores - shift[:, None])
         decay = tl.exp2(row_max - shift)

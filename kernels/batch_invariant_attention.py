@@ -1,9 +1,10 @@
-"""Batch-invariant paged attention: a token's bits depend only on its own context.
+"""Batch-invariant paged attention: the bits of a token's output depend only on its own context.
 
 The formula is the same as in `paged_attention`. In `paged_attention`, decodes and chunks run in
 different kernels and may give the same token different bits. In this module, one compiled kernel
-computes all tokens: in a chunk of any size, in a decode, after a cached prefix or a preemption,
-with any other sequences in the batch. The kernel always sums over a token's context in this order:
+computes all tokens: in chunks of any size and in decodes, after a cached prefix or a preemption,
+and with any other sequences in the batch. The kernel always sums over a token's context in this
+order:
 
 1. Positions are cut into pieces at multiples of `ALIGNED_PIECE`, and pieces into tiles. Both are
    counted from position 0.
@@ -65,7 +66,7 @@ ALIGNED_PIECE = 2048
 
 @dataclass(frozen=True)
 class BatchInvariantWork:
-    """Work list of a step for one window, and memory for the results of the pieces of decodes."""
+    """The work list of a step for one window, and memory for the partial results of decodes."""
 
     items: torch.Tensor  # [N, 2] int32: sequence; tile of query tokens, or piece of a decode
     # [1 + num_launches] int32: N, then the number of items that each launch has taken.
@@ -283,7 +284,7 @@ def _batch_invariant_kernel(
         number = tl.load(items_ptr + 2 * item + 1)
         query_start = tl.load(query_starts_ptr + sequence)
         query_len = tl.load(query_starts_ptr + sequence + 1) - query_start
-        # Tokens that earlier steps computed.
+        # Number of tokens that earlier steps computed.
         computed = tl.load(context_lens_ptr + sequence) - query_len
         first = tl.where(query_len == 1, 0, number * TOKENS)
 
@@ -314,7 +315,7 @@ def _batch_invariant_kernel(
         is_part = (query_len == 1) & (max_pieces > 1) & (count > 1)
         low = first_piece + tl.where(is_part, number, 0)
         last = tl.where(is_part, low, first_piece + count - 1)
-        # If pieces are separate items, the merge starts from the sinks instead. (Triton's
+        # If pieces are separate items, `merge_partials` adds the sinks instead. (Triton's
         # interpreter would turn the simpler `row_live & ~is_part` into integers.)
         holds_sinks = row_live & (rows < tl.where(is_part, 0, ROWS))
         total_max, total_sum = initial_state(sinks_ptr, heads, holds_sinks, ROWS)

@@ -1,4 +1,4 @@
-"""A causal convolution with its state in pool slots: its weights, and a reference in torch."""
+"""Weights and a torch reference of a causal convolution whose state is in pool slots."""
 
 from dataclasses import dataclass
 
@@ -29,8 +29,8 @@ def causal_conv(
     states: PagedStates,
     out: torch.Tensor,  # [T, channels]
 ) -> None:
-    """Convolve packed sequences, and update their states in place. A state holds the last products
-    of ``inputs`` and ``before``. A sequence's first token is preceded by zeros."""
+    """Convolve packed sequences, and update their states in place. A state holds the last inputs,
+    multiplied by ``before``. Inputs before a sequence's first token are 0."""
     for table, rows, zeros in states.sequences():
         x = inputs[rows].double()
         if before is not None:

@@ -94,7 +94,7 @@ def _plan_chunks_kernel(
 
 
 def chunk_config(heads: Heads) -> LaunchConfig:
-    """Return the launch shape: usually 128 rows, or the heads of one token if a group has more.
+    """Return the launch shape: at most 128 rows, unless the heads of one token need more.
 
     With 128 rows, each loaded element of keys and values is multiplied 128 times. At 350 TFLOP/s,
     an H200 then reads 2.7 TB/s from its L2 cache; with 64 rows it would read 5.4 TB/s. Warp groups

@@ -1,5 +1,5 @@
 """The chunked scan of Gated DeltaNet and Kimi Delta Attention over matrices in pool slots, for
-sequences that compute several tokens.
+sequences that have several tokens in the step.
 
 Formula, for a chunk of a head with unit keys K [C, Dk], scaled unit queries Q, values V [C, Dv],
 strengths b [C], the matrix M [Dk, Dv] before the chunk, and the sum G[i] of the logarithms of the
@@ -34,8 +34,8 @@ from batchinfer.kernels.gated_delta import GatedDeltaWeights
 from batchinfer.kernels.launch import OPTIONS, compute_capability
 from batchinfer.kernels.recurrent_state import PagedStates
 
-_CHANNELS = 64  # channels of keys that are multiplied at a time
-_CHANNELS_BY_ROW = 32  # the same for layers with a decay for each channel
+_CHANNELS = 64  # key channels that a program multiplies at a time
+_CHANNELS_BY_ROW = 32  # the same, if each channel has its own decay
 
 
 def chunk_gated_delta(
@@ -54,7 +54,8 @@ def chunk_gated_delta(
     float32.
 
     Args:
-        out: outputs before the norm and the gate. Rows of other sequences are not written.
+        out: outputs before the norm and the gate. Rows of sequences that are not in the work list
+            are not written.
     """
     num_tokens, num_heads = beta.shape
     key_width, value_width = weights.key_width, out.shape[1] // num_heads
@@ -138,8 +139,8 @@ def _solve_chunks_kernel(
 ):
     """One program for each chunk and head.
 
-    A token's four factors scale its key when it recalls, its query, its key when it writes, and the
-    matrix. The factors include decays unless BY_ROW.
+    The four factors of a token scale, in this order: the key that recalls a value, the query, the
+    key that writes the delta, and the matrix. The factors include decays unless BY_ROW.
     """
     num_keys: tl.constexpr = NUM_KEY_HEADS * KEY_WIDTH
     num_channels: tl.constexpr = 2 * num_keys + NUM_HEADS * VALUE_WIDTH
@@ -245,7 +246,7 @@ def _add_products_by_row(
     CHUNK: tl.constexpr,
 ):
     """Add the products of BLOCK_ROWS channels, each with its decay. Products with later tokens are
-    wrong, and the caller drops them."""
+    wrong, and the caller masks them out."""
     dtype: tl.constexpr = key.dtype
     key, query = key.to(tl.float32), query.to(tl.float32)
     places, mask = tl.arange(0, CHUNK), (rows < KEY_WIDTH)[None, :]
@@ -263,7 +264,7 @@ def _add_products_by_row(
         in_part = (part == number)[:, None]
         similar += tl.where(in_part, tl.dot(key_since, until, input_precision="ieee"), 0.0)
         scores += tl.where(in_part, tl.dot(query_since, until, input_precision="ieee"), 0.0)
-    # Products within a part: multiply each token by the token with this number in the same part.
+    # Products within a part: each iteration multiplies every token by token `number` of its part.
     for number in range(16):
         other = tl.minimum(part * 16 + number, count - 1)[:, None]
         decayed = tl.load(totals + other * total_stride + rows[None, :], mask=mask, other=0.0)
@@ -303,7 +304,7 @@ def _chunk_gated_delta_kernel(
     recalling_ptr,  # [T, NUM_HEADS * KEY_WIDTH] keys times exp(G); only if BY_ROW
     writing_ptr,  # [T, NUM_HEADS * KEY_WIDTH] keys times exp(G[last] - G); only if BY_ROW
     out_ptr,  # [T, NUM_HEADS * VALUE_WIDTH]
-    items_ptr,  # [max_items, 2] sequence, 0
+    items_ptr,  # [max_items, 2] sequence; the second column is 0
     num_items_ptr,  # [1]
     slots_ptr,
     tables_ptr,
@@ -399,7 +400,7 @@ def _chunk_gated_delta_kernel(
             matrix *= tl.load(scales_ptr + ((start + begin) * NUM_HEADS + head) * 4 + 3)
         key = tl.load(keys, mask=key_mask, other=0.0)
         matrix = tl.dot(key, delta.to(dtype), matrix, input_precision="ieee")
-    # Compute the pointers again. If they were kept, the loop would have too few registers.
+    # Compute the pointers again, because keeping them would leave too few registers for the loop.
     state = state_pointers(
         slots_ptr,
         tables_ptr,

@@ -1,4 +1,5 @@
-"""Mamba-2's chunked scan over matrices in pool slots, for sequences that compute several tokens.
+"""Mamba-2's chunked scan over matrices in pool slots, for sequences that have several tokens in the
+step.
 
 Formula, for a chunk of L tokens and a head, with values X [L, P], B and C [L, N] of the head's
 group, time steps d [L], the matrix M [N, P] before the chunk, and
@@ -38,7 +39,8 @@ def chunk_mamba2(
     float32.
 
     Args:
-        out: outputs before the gate and the norm. Rows of other sequences are not written.
+        out: outputs before the gate and the norm. Rows of sequences that are not in the work list
+            are not written.
     """
     num_heads, num_values = dt.shape[1], out.shape[1]
     width, items = num_values // num_heads, work.sequences.items
@@ -168,7 +170,7 @@ def _chunk_mamba2_kernel(
     totals_ptr,  # [T, NUM_HEADS] G
     out_ptr,  # [T, NUM_HEADS * HEAD_WIDTH]
     skip_ptr,  # [NUM_HEADS]
-    items_ptr,  # [max_items, 2] sequence, 0
+    items_ptr,  # [max_items, 2] sequence; the second column is 0
     num_items_ptr,  # [1]
     slots_ptr,
     tables_ptr,
@@ -250,7 +252,7 @@ def _chunk_mamba2_kernel(
         writes += rows[:, None]
         write = tl.load(writes, mask=is_token[None, :] & row_mask[:, None], other=0.0)
         matrix = tl.dot(write, new, matrix * tl.exp(last), input_precision="ieee")
-    # Compute the pointers again. If they were kept, the loop would have too few registers.
+    # Compute the pointers again, because keeping them would leave too few registers for the loop.
     state = state_pointers(
         slots_ptr,
         tables_ptr,

@@ -1,4 +1,4 @@
-"""Parts of the chunked scans of recurrent layers: lists of chunks, and columns of states.
+"""Parts that the chunked scans of recurrent layers share: lists of chunks, and pointers to states.
 
 A chunk has up to 64 tokens of one sequence. The first chunk of a sequence starts at its first token
 in the step. A scan computes a sequence's chunks one after the other, with matrix multiplications

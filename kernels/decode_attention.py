@@ -65,7 +65,8 @@ def attend_decodes(
         transposed: true if blocks store values transposed (`is_transposed`).
     """
     num_kv_heads = shared["NUM_KV_HEADS"]
-    hides_middle = shared["prompt_lens_ptr"] is not None  # only masks can hide it
+    # If the window does not hide the prompt, masks must hide the positions between the two.
+    hides_middle = shared["prompt_lens_ptr"] is not None
     split = multiplies_float8(shared["query_ptr"].dtype, heads, transposed=transposed)
     split = split and not hides_middle
     config = decode_config(heads, split=split)
@@ -158,7 +159,7 @@ def _decode_kernel(
         query_ptrs = query_ptr + query_row * query_strides[0] + heads[:, None] * query_strides[1]
         query_ptrs += key_columns[None, :] * query_strides[2]
         query_mask = row_live[:, None] & (key_columns[None, :] < cache.KEY_WIDTH)
-        # If there are several pieces, the merge starts from the sinks instead. (Triton's
+        # If there are several pieces, `merge_partials` adds the sinks instead. (Triton's
         # interpreter would turn the simpler `row_live & (count == 1)` into integers.)
         holds_sinks = rows < tl.where(count == 1, GROUP, 0)
         row_max, row_sum = initial_state(sinks_ptr, heads, holds_sinks, ROWS)

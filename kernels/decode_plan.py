@@ -1,17 +1,17 @@
 """The work list of a step's decodes: the pieces of their contexts.
 
-A context is cut into pieces of `DECODE_PIECE` tokens. The length is constant, so that the order of
-a row's sums does not depend on other rows of the step. If the partial results would take more than
-`MAX_WORKSPACE_BYTES`, the longest contexts get longer pieces instead. The list is made once for all
-layers with the same window. It is made on the device from the lengths in device memory, so that a
-captured step can be replayed with other lengths.
+A context is cut into pieces of `DECODE_PIECE` tokens. The length is constant, so the order in which
+a row's terms are added does not depend on other rows of the step. If the partial results would take
+more than `MAX_WORKSPACE_BYTES`, the longest contexts get longer pieces instead. The list is made
+once for all layers with the same window. It is made on the device from the lengths in device
+memory, so that a captured step can be replayed with other lengths.
 
-If several sequences have a whole piece in the same blocks, the list has one shared item per tile of
-sequences (`shared_attention.py`) instead of one item per sequence. Sequences that share a prefix
+If several sequences store a whole piece in the same blocks, the list has one shared item per tile
+of sequences (`shared_attention.py`) instead of one item per sequence. Sequences that share a prefix
 are adjacent in `order`, so a shared piece belongs to a run of sequences: sequences i and i + 1 of
-`order` share piece p if shared_lens[i + 1] reaches the end of the piece. A run ends at a sequence
-that does not decode, or whose pieces have another length. Shared items come after single items in
-the list. They always fit, because each shared item replaces at least one single item.
+`order` share piece p if shared_lens[i + 1] reaches the end of the piece. A run ends before a
+sequence that does not decode, or whose pieces have another length. Shared items come after single
+items in the list. They always fit, because each shared item replaces at least one single item.
 """
 
 import math
@@ -40,15 +40,16 @@ class DecodeWork:
     # [S * max_pieces, 2] int32: sequence and piece. For a shared item, the index of its first
     # sequence in `order`, instead of the sequence.
     items: torch.Tensor
-    # [2, 1 + num_launches] int32, for single and for shared items: the number of items, then the
-    # number of items that each launch has taken.
+    # [2, 1 + num_launches] int32; row 0 counts single items, and row 1 shared items: the number of
+    # items, then the number of items that each launch has taken.
     counters: torch.Tensor
     partials: Partials
     max_pieces: int
     piece: int  # tokens per piece
     window: int
     order: torch.Tensor | None  # [S] int32; None: no prefixes are shared
-    decode_shared: torch.Tensor | None  # [S] int32: shared_lens if both sequences decode, else 0
+    # [S] int32: shared_lens if this sequence and the previous one can share pieces, else 0.
+    decode_shared: torch.Tensor | None
     tile_sequences: int  # sequences of a shared item, at most
 
 
@@ -123,7 +124,7 @@ def plan_decode(
 
 def sequences_at_once(num_sequences: int) -> int:
     """Return the number of sequences to list at a time. There are only two values, because Triton
-    compiles the kernels again for each."""
+    compiles the kernels once for each value."""
     few = num_sequences <= _FEW_SEQUENCES
     return min(SEQUENCES_AT_ONCE, _FEW_SEQUENCES) if few else SEQUENCES_AT_ONCE
 
@@ -193,7 +194,7 @@ def _lengths(
     PIECE: tl.constexpr,
 ):
     """Return the sequences at `places`, their numbers of pieces (0 if a sequence does not decode),
-    and a mask that is true if a sequence's pieces have PIECE tokens."""
+    and a mask that is true for sequences whose pieces have PIECE tokens."""
     in_range = (places >= 0) & (places < num_sequences)
     sequences = places
     if order_ptr is not None:

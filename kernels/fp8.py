@@ -3,8 +3,8 @@
 Formula: round to nearest, ties to even, with a scale of 1. Numbers beyond +-448 become +-448. NaN
 stays NaN, except that a NaN among transposed values moves to the key of its token and head. The
 conversion to float8 uses integer arithmetic, which is the same on every device. The conversion from
-float8 uses a hardware instruction from compute capability 8.9 on. Other devices read the cache as
-bytes and use integer arithmetic. Both ways are exact.
+float8 is exact. It uses a hardware instruction from compute capability 8.9 on; other devices read
+the cache as bytes and use integer arithmetic.
 
 Format: sign, 4 bits of exponent with a bias of 7, 3 bits of mantissa; no infinity, and one NaN (OCP
 8-bit floating point; Micikevicius et al. 2022, arXiv:2209.05433).
@@ -41,8 +41,8 @@ def is_transposed(values: torch.Tensor) -> bool:
 
 @functools.cache
 def converts_fp8(device: torch.device) -> bool:
-    """Return true if Triton can convert float8 e4m3fn on the device. Its interpreter rounds wrongly
-    (version 3.9.0)."""
+    """Return true if Triton can convert float8 e4m3fn on the device. Triton's interpreter is
+    excluded, because version 3.9.0 rounds wrongly."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 

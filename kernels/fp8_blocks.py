@@ -22,7 +22,7 @@ from batchinfer.kernels.fp8 import FP8, as_readable, narrow
 from batchinfer.kernels.launch import OPTIONS, check_launchable
 
 BLOCK = 128
-"""Number of rows, and number of columns, in a block of a weight. The numbers of a block share a
+"""Number of rows and number of columns in a block of a weight. All numbers of a block share one
 scale."""
 MOST = 448.0
 """The largest float8 e4m3fn number."""
@@ -99,7 +99,7 @@ def quantize_groups(
     codes: torch.Tensor,  # [T, K] float8, contiguous
     scales: torch.Tensor,  # [G, T] float32, contiguous
 ) -> None:
-    """Write rows as float8 codes, and the scales of their groups."""
+    """Quantize rows: write their float8 codes and the scales of their groups."""
     check_launchable("quantize_groups", x, codes, scales)
     num_rows, width = x.shape
     if codes.dtype != FP8 or scales.shape != (num_blocks(width), num_rows):

@@ -1,10 +1,10 @@
 """Decode attention with bfloat16 queries that multiplies a float8 cache without converting it.
 
-A bfloat16 has 8 bits of significand and a float8 e4m3 has 4, so a query is the sum of two float8
-terms, upper and lower. A softmax weight is also split into two terms. Both GEMMs are transposed:
-keys times queries, and values times weights. The cache is their first operand, of which a warp
-group takes 64 rows (tokens, or columns of values) from shared memory. The terms of up to 8 heads
-fill the 16 columns of the second operand.
+A bfloat16 has 8 bits of significand and a float8 e4m3 has 4, so each query element is split into
+the sum of two float8 terms, upper and lower. A softmax weight is also split into two terms. Both
+GEMMs are transposed: keys times queries, and values times weights. The cache is the first operand
+of both. A warp group reads 64 of its rows from shared memory: tokens in the first GEMM, and columns
+of values in the second. The terms of up to 8 heads fill the 16 columns of the second operand.
 
 Tensor cores of an H100 keep about 14 bits of a float8 sum, so each tile is summed separately, and
 tiles are added in float32. Two float8 terms represent weights down to 2^-18 of the largest weight,
@@ -23,12 +23,13 @@ import triton.language as tl
 from batchinfer.kernels.fp8 import narrow, widen
 
 MAX_HEADS = 8
-"""Largest number of query heads per KV head. Each has two terms, so 8 heads fill 16 columns."""
+"""Largest number of query heads per KV head. Each query has two terms, so 8 heads fill 16
+columns."""
 
 
 @triton.jit
 def split_float8(
-    x,  # [ROWS, WIDTH] float32, of bfloat16
+    x,  # [ROWS, WIDTH] float32, converted from bfloat16
     CACHE_TYPE: tl.constexpr,  # float8, or uint8 for float8 as bytes
 ):  # codes of the upper and of the lower terms [ROWS, WIDTH], and their scales [ROWS] float32
     # Multiply each row by a power of two, so that its largest number is at least 128. Then only
@@ -101,7 +102,7 @@ def attend_split(
         tile_max -= 8.0
         largest = tl.maximum(largest, tile_max)
         new_max = tl.maximum(tile_max, largest - 64.0)
-        # If a head has seen no token yet, -inf - -inf would be NaN.
+        # Avoid computing -inf - -inf, which is NaN, for heads that have seen no token yet.
         shift = tl.where(new_max == float("-inf"), 0.0, new_max)
         weights = tl.exp2(scores - shift[None, :])
         decay = tl.exp2(row_max - shift)

@@ -36,7 +36,8 @@ from batchinfer.kernels.launch import (
     num_multiprocessors,
 )
 
-# Tiles of rows that read the same tile of a weight one after the other, so that it stays in L2.
+# Number of row tiles that read the same tile of a weight one after the other, so that it stays in
+# the L2 cache.
 _GROUPED = 8
 _FEW_ROWS = 64  # up to this number of rows, reading the weights takes most of the time
 _PIECE_GROUPS = 2  # smallest number of groups per piece

@@ -1,9 +1,9 @@
-"""Gated DeltaNet and Kimi Delta Attention over recurrent states in pool slots: their weights, and a
-reference in torch.
+"""Weights and a torch reference of Gated DeltaNet and Kimi Delta Attention, whose recurrent states
+are in pool slots.
 
 Gated DeltaNet (Yang et al. 2024, https://arxiv.org/abs/2412.06464) has one decay for each head.
-Kimi Delta Attention (Kimi Team 2025, https://arxiv.org/abs/2510.26692) has one for each row of a
-head's matrix.
+Kimi Delta Attention (Kimi Team 2025, https://arxiv.org/abs/2510.26692) has one decay for each row
+of a head's matrix.
 """
 
 from dataclasses import dataclass
@@ -51,7 +51,7 @@ def gated_delta(
     out: torch.Tensor,  # [T, Hv * Dv]
 ) -> None:
     """Run packed sequences through a layer, from the convolution to the gated norm, and update
-    their states in place. A sequence's state starts from zeros.
+    their states in place. The state of a new sequence is zero.
 
     For each value head, with a state M [Dk, Dv], decay g, unit query q and key k, value v:
     ``M = diag(g) M; M += k (beta (v - k^T M)); out = norm(q^T M) * silu(gate)``.

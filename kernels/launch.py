@@ -1,4 +1,4 @@
-"""Helps to launch Triton kernels: checks devices, sets compile options, chooses program counts."""
+"""Helpers for launching Triton kernels: device checks, compile options and numbers of programs."""
 
 import functools
 
@@ -40,8 +40,8 @@ def check_launchable(name: str, *tensors: torch.Tensor | None) -> None:
 def num_persistent(device: torch.device, most: int) -> int:
     """Return the number of programs for a launch whose programs take items from a work list.
 
-    The number is at most `most`. Four programs per multiprocessor are at least as many as its
-    registers can hold. Programs that start after the list is empty return immediately.
+    The number is `most`, or fewer if fewer fill all multiprocessors, whose registers hold at most
+    four programs each. Programs that start after the list is empty return immediately.
     """
     if device.type != "cuda":
         return min(most, _INTERPRETED)

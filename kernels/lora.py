@@ -42,7 +42,7 @@ def lora_shrink(
     x: torch.Tensor,  # [T, W], last dimension contiguous
     down: torch.Tensor,  # [A, R, W], contiguous
     rows: torch.Tensor,  # [N] int64, indices into x
-    starts: torch.Tensor,  # [any + 1] int32, ascending, at most N; only the first A are computed
+    starts: torch.Tensor,  # [B + 1] int32, ascending, at most N; adapters from A on are skipped
     *,
     lowered: torch.Tensor,  # [num_splits(W), N, R] float32, contiguous
 ) -> None:
@@ -79,7 +79,7 @@ def lora_expand(
     lowered: torch.Tensor,  # [P, N, R] float32, last dimension contiguous: pieces
     up: torch.Tensor,  # [A, M, R], contiguous
     rows: torch.Tensor,  # [N] int64, indices into out
-    starts: torch.Tensor,  # [any + 1] int32, ascending, at most N; only the first A are computed
+    starts: torch.Tensor,  # [B + 1] int32, ascending, at most N; adapters from A on are skipped
     *,
     out: torch.Tensor,  # [T, M], last dimension contiguous, changed in place
 ) -> None:
@@ -131,8 +131,8 @@ def _rows_of_tile(
     num_adapters,
     TOKENS: tl.constexpr,
 ):  # the tile's adapter, indices into `rows`, and a mask of the indices that are used
-    # Adapter a owns the tiles from starts[a] // TOKENS + a on, up to the first tile of adapter
-    # a + 1. These tiles are always enough for its rows.
+    # The tiles of adapter a begin at index starts[a] // TOKENS + a and end before the first tile of
+    # adapter a + 1. They are always enough for the adapter's rows.
     low = tl.full([], 0, tl.int32)
     high = num_adapters - 1
     while low < high:

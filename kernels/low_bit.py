@@ -1,8 +1,9 @@
 """Weights with 8 or 4 bits for the C kernels, and a reference in torch for the int8 GEMMs.
 
-A GEMM with int8 or 4-bit codes rounds each row of x to int8: its largest number becomes 127. Sums
-of products are integers, so they are the same on every processor and in any order. The few float
-operations that follow have a fixed order, and each result is rounded to float32.
+A GEMM with int8 or 4-bit codes rounds each row of x to int8, scaled so that the row's largest
+magnitude becomes 127. Sums of products are integers, so they are the same on every processor and in
+any order. The few float operations that follow have a fixed order, and each result is rounded to
+float32.
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ _INT4_MOST = 15
 _STEP = 8  # number of codes that the kernels read together; divides the size of a group
 # Largest number of columns per group. Sums of more products of 255 * 127 could exceed 32 bits.
 _MOST = 1 << 16
-# Rows with a smaller largest number become 0, because the inverses of their scales could overflow.
+# Rows whose largest magnitude is not above this number become 0, because the inverses of their
+# scales could overflow.
 _SMALLEST = _INT8_MOST * torch.finfo(torch.float32).tiny
 _CLIPS = (1.0, 0.92, 0.84)
-"""Shares of a group's range to try. Numbers outside the smaller range are clipped."""
+"""Shares of a group's range to try when rounding. Numbers outside the chosen share are clipped."""
 _ELEMENTS_AT_ONCE = 1 << 20  # a few float tensors of this size fit into a last-level cache
 
 
@@ -232,8 +234,7 @@ class Float8GroupedWeight:
         return cls(codes, scales, sizes.pop())
 
     def dequantized(self) -> torch.Tensor:
-        """Return the weight [out, in] in float32. GEMMs of bfloat16 rows use it rounded to
-        bfloat16."""
+        """Return the weight [out, in] in float32. GEMMs with bfloat16 rows round it to bfloat16."""
         spread = self.scales.repeat_interleave(self.group_size, 1)[:, : self.codes.shape[1]]
         return self.codes.float() * spread
 

@@ -1,4 +1,4 @@
-"""Mamba-1's scan over recurrent states in pool slots: its weights, and a reference in torch.
+"""Weights and a torch reference of Mamba-1's scan, whose recurrent states are in pool slots.
 
 Source: Gu and Dao 2023, https://arxiv.org/abs/2312.00752.
 """
@@ -33,7 +33,7 @@ def mamba1(
     out: torch.Tensor,  # [T, channels]
 ) -> None:
     """Run packed sequences through the scan and the gate of a layer, and update their states in
-    place. A sequence's state starts from zeros.
+    place. The state of a new sequence is zero.
 
     For each channel, with a state m [N] and value x:
     ``m = exp(-decay_rate dt) m + B (dt x); out = (C^T m + skip x) silu(gate)``.

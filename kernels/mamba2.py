@@ -1,4 +1,4 @@
-"""Mamba-2 over recurrent states in pool slots: its weights, and a reference in torch.
+"""Weights and a torch reference of Mamba-2, whose recurrent states are in pool slots.
 
 Source: Dao and Gu 2024, https://arxiv.org/abs/2405.21060.
 """
@@ -52,7 +52,7 @@ def mamba2(
     out: torch.Tensor,  # [T, H * P]
 ) -> None:
     """Run packed sequences through a layer, from the convolution to the gated norm, and update
-    their states in place. A sequence's state starts from zeros.
+    their states in place. The state of a new sequence is zero.
 
     For each head, with a state M [N, P], value x, and its group's B and C [N]:
     ``M = exp(-decay_rate dt) M + B (dt x); y = C^T M + skip x; out = norm(y silu(gate))``.

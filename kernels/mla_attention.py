@@ -33,7 +33,7 @@ from batchinfer.kernels.launch import (
 from batchinfer.kernels.split_kv import merge_partials, pieces
 
 _MOST_HEADS = 32  # query heads per program: registers cannot hold the outputs of more heads
-_MERGED_HEADS = 16  # the same for programs that merge pieces
+_MERGED_HEADS = 16  # query heads per program that merges pieces, at most
 
 
 def head_tile(num_heads: int, most: int = _MOST_HEADS) -> int:
@@ -194,7 +194,7 @@ def _attend_latents(
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
 ):  # maximum and sum [ROWS] float32, and the output's halves [ROWS, RANK / 2] float32 before the
-    # division by the sum. Two halves stay in registers until the end; one whole output would not.
+    # division by the sum. Two halves fit into registers until the end; one whole output would not.
     places = tl.arange(0, TILE)
     columns, rotary = tl.arange(0, RANK // 2), tl.arange(0, ROTARY_BLOCK)
     row_max = tl.full([ROWS], float("-inf"), tl.float32)
@@ -224,7 +224,7 @@ def _attend_latents(
         visible = tokens[None, :] <= positions[:, None]
         scores = tl.where(visible, scores * score_scale, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(scores, 1))
-        # If a row has seen no token yet, -inf - -inf would be NaN.
+        # Avoid computing -inf - -inf, which is NaN, for rows that have seen no token yet.
         shift = tl.where(new_max == float("-inf"), 0.0, new_max)
         weights = tl.exp2(scores - shift[:, None])
         decay = tl.exp2(row_max - shift)
@@ -363,7 +363,7 @@ def _mla_chunk_kernel(
     first = tl.load(items_ptr + 2 * tl.program_id(0) + 1)
     query_start = tl.load(query_starts_ptr + sequence)
     query_len = tl.load(query_starts_ptr + sequence + 1) - query_start
-    # Tokens that earlier steps computed.
+    # Number of tokens that earlier steps computed.
     computed = tl.load(context_lens_ptr + sequence) - query_len
     rows = tl.arange(0, ROWS)
     live = (rows < TOKENS * GROUP) & (first + rows // GROUP < query_len)

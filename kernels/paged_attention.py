@@ -88,8 +88,8 @@ def paged_attention(
 
 
 def check_window(planned: int, sliding_window: int, prompt_lens: torch.Tensor | None) -> None:
-    """Check that a work list was made for this window. With `prompt_lens`, it lists whole
-    contexts, in which masks hide what is outside the window."""
+    """Check that a work list was made for this window. With `prompt_lens`, it must list whole
+    contexts, because masks hide the positions outside the window."""
     wanted = sliding_window if prompt_lens is None else 0
     assert planned == wanted, "the work list was made for another window"
 

@@ -178,8 +178,9 @@ def _block_of(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ):
-    """Return a program's block of columns: pointers and mask [BLOCK_ROWS, BLOCK_COLUMNS]; and
-    [BLOCK_COLUMNS] the columns' indices among the columns of all heads, and their mask."""
+    """Return a program's block of columns: pointers and their mask, both [BLOCK_ROWS,
+    BLOCK_COLUMNS]; and the columns' indices among the columns of all heads and their mask, both
+    [BLOCK_COLUMNS]."""
     blocks_of_piece: tl.constexpr = (COLUMNS + BLOCK_COLUMNS - 1) // BLOCK_COLUMNS
     piece = tl.program_id(1) // blocks_of_piece
     slot = tl.load(tables_ptr + sequence * table_stride + (first + piece) // PER_SLOT).to(tl.int64)

@@ -25,13 +25,14 @@ class StatePlaces:
     columns: int
     per_slot: int
     first: int
-    """Index of the layer's first piece of a matrix."""
+    """Index of the first piece of the layer's matrices."""
     channels: int
     conv_per_slot: int
     conv_first: int
-    """Index of the layer's first piece of a convolution, counted from ``conv_slot``."""
+    """Index of the first piece of the layer's convolution, counted from the beginning of
+    ``conv_slot``."""
     conv_slot: int
-    """Index of a state's first slot that holds pieces of convolutions."""
+    """Index, among a state's slots, of the first slot with pieces of convolutions."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,8 @@ class PagedStates:
         bias: torch.Tensor | None,  # [channels]
         zeros: bool,
     ) -> torch.Tensor:
-        """Convolve a sequence's tokens and the inputs before them, and store the last inputs.
+        """Convolve a sequence's tokens, preceded by the inputs in its state, and store the last
+        inputs.
 
         Returns:
             [tokens, channels] float64.

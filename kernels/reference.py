@@ -30,9 +30,9 @@ def paged_attention(
     """Compute causal attention over a paged KV cache, one sequence after the other.
 
     Args:
-        query_ends: one past the last position that each query token sees: more than its own
-            position, at most its sequence's context, and never less than for the token before.
-            None: each token sees up to itself.
+        query_ends: one past the last position that each query token sees. It is larger than the
+            token's own position, at most the sequence's context length, and never smaller than the
+            end of the previous token. None: each token sees up to itself.
         prompt_lens: number of leading positions of each sequence that the window does not hide.
     """
     starts = query_starts.tolist()
@@ -151,7 +151,8 @@ def unpack_block_tables(
 
 
 def stored(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Convert values to the cache's dtype. Float8 saturates; old versions of torch would not."""
+    """Convert values to the cache's dtype. Clamp to the range of float8, because old versions of
+    torch do not saturate."""
     if dtype == FP8:
         x = x.clamp(-448.0, 448.0)
     return x.to(dtype)
@@ -174,7 +175,8 @@ def rms_norm(
     offset: float = 0.0,
     out: torch.Tensor,  # [N, W]
 ) -> None:
-    """Write x / sqrt(mean(x^2) + eps) * (offset + weight) to `out`. Gemma has an offset of 1."""
+    """Write x / sqrt(mean(x^2) + eps) * (offset + weight) to `out`. Gemma models have an offset of
+    1."""
     wide = x.double()
     inverse = (wide.square().mean(dim=-1, keepdim=True) + eps).rsqrt()
     out.copy_(wide * inverse * (offset + weight.double()))
@@ -262,7 +264,7 @@ def lora_shrink(
     x: torch.Tensor,  # [T, W]
     down: torch.Tensor,  # [A, R, W]
     rows: torch.Tensor,  # [N] int64
-    starts: torch.Tensor,  # [any + 1] int32; only the first A are computed
+    starts: torch.Tensor,  # [B + 1] int32; adapters from A on are skipped
     *,
     lowered: torch.Tensor,  # [P, N, R] float32
 ) -> None:
@@ -277,7 +279,7 @@ def lora_expand(
     lowered: torch.Tensor,  # [P, N, R] float32
     up: torch.Tensor,  # [A, M, R]
     rows: torch.Tensor,  # [N] int64
-    starts: torch.Tensor,  # [any + 1] int32; only the first A are computed
+    starts: torch.Tensor,  # [B + 1] int32; adapters from A on are skipped
     *,
     out: torch.Tensor,  # [T, M]
 ) -> None:
@@ -310,7 +312,7 @@ def quantize_groups(
     codes: torch.Tensor,  # [T, K] float8
     scales: torch.Tensor,  # [G, T] float32
 ) -> None:
-    """Write rows as float8 codes, and the scales of their groups of 128 columns."""
+    """Quantize rows: write their float8 codes and the scales of their groups of 128 columns."""
     for group in range(num_blocks(x.shape[1])):
         columns = slice(group * BLOCK, (group + 1) * BLOCK)
         numbers = x[:, columns].float()

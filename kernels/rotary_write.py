@@ -142,13 +142,14 @@ def _rotary_write_kernel(
         y *= inverse * (OFFSET + tl.where(is_query, q_norm, k_norm))
     turned = x * cos + tl.where(is_low, -y, y) * sin
 
-    # All elements must be read before any is written. Other programs do not read them.
+    # All elements must be read before any is written. Other programs do not access this token's
+    # elements, so a barrier within the program is enough.
     tl.debug_barrier()
     tl.store(qkv_ptr + starts + columns, turned, mask=mask & is_query)
     if destination < 0:
         return
     if TRANSPOSED:
-        # The value that belongs to a key is NUM_KV_HEADS heads after the key.
+        # In a row of qkv, a key's value comes NUM_KV_HEADS heads after the key.
         is_key = mask & (heads >= NUM_HEADS)
         values = qkv_ptr + starts + NUM_KV_HEADS * WIDTH + columns
         turned, _ = without_nan(turned, tl.load(values, mask=is_key, other=0.0))

@@ -6,7 +6,7 @@ Formula, for every row x:
     max_logprob = -log sum_i exp(x_i - maximum)
 
 computed in float32 with an online softmax (Milakov & Gimelshein 2018, arXiv:1805.02867). Every lane
-of a program has its own maximum and sum. They are merged at the end. One program reads one row, so
+of a program has its own maximum and sum, which are merged at the end. One program reads one row, so
 a row's bits do not depend on other rows. If a row has NaN or +inf, or only -inf, its maximum is not
 finite, and its other statistics are undefined.
 """
@@ -79,9 +79,9 @@ def add_logits(
     best_at,  # [...] int32
     total,  # [...] float32, 0 in the first call
 ):
-    """Update each lane's maximum, the maximum's column, and the sum with another logit."""
-    # exp of minus the distance between x and the old maximum, without computing -inf - -inf, which
-    # would be NaN. It scales the old sum if x is the new maximum; otherwise it is the term of x.
+    """Add a logit to each lane: update its maximum, the maximum's column, and its sum."""
+    # Compute exp(-|x - old maximum|) without -inf - -inf, which is NaN. If x is the new maximum,
+    # this factor scales the old sum; otherwise it is the term of x.
     seen = tl.where(x == float("-inf"), 0.0, x)
     factor = tl.exp(-tl.abs(seen - tl.where(best == float("-inf"), seen, best)))
     factor = tl.where(x == float("-inf"), 0.0, factor)

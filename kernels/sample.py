@@ -7,9 +7,9 @@ One program computes one distribution (a row of logits, and parameters that its 
    top-p, collects candidates for the last kept token (`top_k_top_p.py`);
 3. one draw per sample reads one tile.
 
-The kernel reads 4 bytes per 16-bit logit, or 2 for greedy rows. For flat rows, whose last kept
-token was not among the candidates, a second launch continues the search. Weights are integers, so
-their sums are exact in any order, and no bit depends on other rows.
+With 16-bit logits, the two passes read 4 bytes per logit; greedy rows need only the first pass. For
+flat rows, whose last kept token was not among the candidates, a second launch continues the search.
+Weights are integers, so their sums are exact in any order, and no bit depends on other rows.
 
 A draw returns the first token, by id, whose cumulative weight exceeds floor(u times the sum of kept
 weights). The sums of tiles show which tile has this token. u is 24 random bits from Philox-4x32-10
@@ -174,8 +174,8 @@ def tile_width(dtype: torch.dtype) -> int:
 
 
 def _readable(logits: torch.Tensor) -> int:
-    """Return the number of elements of a row that may be read: a multiple of 16 if the memory of
-    rows is padded to it, else the vocabulary size."""
+    """Return the number of elements of a row that may be read: a multiple of 16 if rows are padded
+    to it in memory, else the vocabulary size."""
     whole = -(-logits.shape[1] // 16) * 16
     padded = logits.stride(0) % 16 == 0 and logits.stride(0) >= whole
     end = logits.storage_offset() + (len(logits) - 1) * logits.stride(0) + whole

@@ -36,8 +36,8 @@ def sample(
     logprobs: torch.Tensor,  # [K] float32
     failures: torch.Tensor,  # [K] int32
 ) -> None:
-    """Apply top-k and top-p to each distribution, and draw by the inverse of its cumulative
-    probability, summed in the order of token ids."""
+    """Apply top-k and top-p to each distribution, and draw from it by inverse transform sampling,
+    in the order of token ids."""
     for d, row in enumerate(rows.tolist()):
         raw = logits[row].float()
         maximum[row] = raw.amax()

@@ -72,7 +72,7 @@ def sort_keys(x, SHIFT: tl.constexpr):
 def weigh(x, scale):
     """Return int64 weights; `scale` is (largest logit, temperature, 1 / temperature, min_p)."""
     top, temperature, inverse, min_p = scale
-    # Clamp the distance. Lower logits have weight 0, and -inf would become NaN.
+    # Clamp the distance: logits further below have weight 0 anyway, and -inf would become NaN.
     distance = tl.maximum(x - top, -88.0 * temperature)
     y = distance * inverse
     y = tl.fma(tl.fma(-y, temperature + 0.0 * y, distance), inverse + 0.0 * y, y)

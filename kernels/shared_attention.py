@@ -1,4 +1,4 @@
-"""Attention of decodes to pieces of context whose blocks several sequences share.
+"""Decode attention over pieces of context whose blocks several sequences share.
 
 One program computes a tile of rows (one for each sequence that shares the piece and each query head
 of one KV head), and reads the piece once for all rows. Each row's partial state is then merged with
@@ -27,7 +27,7 @@ from batchinfer.kernels.split_kv import store_partials
 
 
 def shared_config(heads: Heads) -> LaunchConfig:
-    """Return the launch shape: 64 rows, or the heads of one token if a group has more.
+    """Return the launch shape: 64 rows, unless the heads of one token need more.
 
     If few sequences share a piece, computing it takes little more time than reading it. If many
     sequences share it, each tile of rows reads the piece from the L2 cache. The sums of wide heads
@@ -86,7 +86,7 @@ def _sequences_of_tile(
     SEQUENCES: tl.constexpr,  # sequences per tile, at most
     ROWS: tl.constexpr,
 ):  # number of sequences in the tile
-    # Count up to the first sequence that does not share the piece with the previous one.
+    # Count the sequences before the first one that does not share the piece with its predecessor.
     after = tl.arange(0, ROWS)
     places = place + after
     shared = tl.load(decode_shared_ptr + places, mask=places < num_sequences, other=0)

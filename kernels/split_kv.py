@@ -32,10 +32,11 @@ class Partials(NamedTuple):
         value_width: int,
         device: torch.device,
     ) -> "Partials":
-        """Allocate the states. If contexts have only one piece, no states are needed."""
+        """Allocate the states, or placeholders if no context has several pieces."""
         shape = (num_sequences, num_heads, max_pieces) if max_pieces > 1 else (1, 1, 1)
         shapes = ((*shape, value_width), shape, shape)
-        # Separate memory keeps each aligned. Triton compiles kernels again for other addresses.
+        # Allocate each tensor separately, so that all are aligned. Triton compiles kernels again
+        # for unaligned addresses.
         return cls(*(torch.empty(each, dtype=torch.float32, device=device) for each in shapes))
 
 

@@ -181,7 +181,7 @@ def find_in_one_pass(
     candidates,  # Candidates; on return, `tile_sums` holds each tile's sum of kept weights
     shape,  # RowShape
 ):
-    """Return the key and id of the last token that top-k and then top-p keep; true if it was found;
+    """Return the key and id of the last token that top-k and then top-p keep; whether it was found;
     and the sums of the weights inside the interval and of all tokens."""
     lowest, every_id = tl.full([], LOWEST_KEY, tl.int32), tl.full([], shape.VOCAB, tl.int32)
     cut, last = lowest, every_id

@@ -3,8 +3,8 @@
    With -DEMULATE_TILES the emulation is used everywhere, so that code built on tiles can be tested
    on any processor. Otherwise code for tiles is compiled if the target has AMX with bfloat16 and
    int8, and used if tiles_work() returns true. If it returns false, attention_bf16_pairs.inc
-   attends over the same pool, so the target must have AVX512BF16 too. Tile numbers must be
-   compile-time constants. */
+   computes attention over the same pool instead, so the target must have AVX512BF16 too. Tile
+   numbers must be compile-time constants. */
 
 #ifndef BATCHINFER_AMX_TILES_H
 #define BATCHINFER_AMX_TILES_H

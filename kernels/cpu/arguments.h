@@ -175,15 +175,15 @@ void sigmoid_mul_bf16(const sigmoid_mul_args *);
 
 /* Returns the size in bytes of a GEMM's converted rows; 0 if it needs no conversion. */
 int64_t gemm_rows_bytes(const gemm_args *);
-/* Returns where the converted rows lie in `memory`, which has gemm_rows_bytes bytes. */
+/* Returns pointers to the converted rows in `memory`, which has gemm_rows_bytes bytes. */
 gemm_rows gemm_rows_in(void *memory, const gemm_args *);
 void convert_row_f32(const gemm_rows *, const float *x, int64_t row);
 void convert_row_bf16(const gemm_rows *, const uint16_t *x, int64_t row);
 
 /* These functions do the same as the functions above, but all threads of a team (a parallel region)
-   call them. Each thread computes a part, and does not wait for other threads. With a `gemm_rows`
-   argument, a function also writes the rows that it computes in the form that the next GEMM
-   needs. */
+   call them. Each thread computes its part, and returns without waiting for other threads. With a
+   `gemm_rows` argument, a function also writes the rows that it computes in the form that the next
+   GEMM needs. */
 void rms_norm_team_f32(const rms_norm_args *, const gemm_rows *);
 void rms_norm_team_bf16(const rms_norm_args *, const gemm_rows *);
 void silu_mul_team_f32(const silu_mul_args *, const gemm_rows *);

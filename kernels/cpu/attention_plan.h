@@ -17,10 +17,10 @@ struct attention_plan {
 };
 
 typedef struct {
-    int32_t low, high, from; /* tiles [low, high) of a task attend to positions at `from` next */
+    int32_t low, high, from; /* tiles [low, high) of a task continue at position `from` */
 } part;
 
-/* The positions of a tile that are read after the current piece: those at `from`, up to
+/* The positions that are read after the current piece: those of `tile` from `from` up to
    `piece_end`. `tile` is NULL if there are none. */
 typedef struct {
     const tile *tile;
@@ -71,7 +71,7 @@ typedef struct {
     float *keys, *values;          /* copies of a piece: [width][PIECE], [PIECE][width] */
     float *q, *s, *acc;            /* [rows][...] */
     float *half;                   /* [HALF_ROWS][acc_stride] values; 0 at positions not seen */
-    int32_t *configured;           /* [2] numbers that shape the tiles (attention_amx.inc) */
+    int32_t *configured;           /* [2] last arguments of configure (attention_amx.inc) */
     int32_t acc_stride;            /* elements between rows of acc: a multiple of ACC_LANES */
     float *m, *l, *top, *keep;     /* [rows], with space for 16 more */
     int32_t *from, *to;            /* [rows] row r sees positions [from[r], to[r]) of the piece */
@@ -99,8 +99,9 @@ static inline int32_t read_from(const attention_args *a, const tile *e, int32_t 
     return from > begin ? from : begin;
 }
 
-/* Returns one past the last position that a tile reads together with `from`. A piece with the end
-   of the prompt is read in two parts, because a token may see only some of its later positions. */
+/* Returns one past the last position that a tile reads together with `from`. A piece that contains
+   the end of the prompt is read in two parts, because a token may see only some of the positions
+   after the prompt. */
 static inline int32_t piece_end(const tile *e, int32_t from) {
     const int32_t end = from / PIECE * PIECE + PIECE;
     const int32_t most = from < e->prompt && e->prompt < e->end ? e->prompt : e->end;

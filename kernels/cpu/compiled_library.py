@@ -100,7 +100,7 @@ def kernels_of(library: ctypes.CDLL | None, operation: str, dtype: torch.dtype) 
 
 
 def kernels_by_suffix(library: ctypes.CDLL | None, operation: str, suffix: str) -> dict[str, int]:
-    """Do the same as ``kernels_of``, for a suffix of the C functions' names."""
+    """Do the same as ``kernels_of``, for a suffix of C function names instead of a dtype."""
     function = getattr(library, f"{operation}_instructions_{suffix}")
     function.restype = ctypes.c_char_p
     names = ((function(kernel), kernel) for kernel in _KERNELS)
@@ -125,8 +125,8 @@ def _built(compiler: str) -> Path:
     openmp = _openmp_libraries()
     version = subprocess.run([compiler, "--version"], capture_output=True, check=True, timeout=30)
     flags = (*FLAGS, *for_this_processor())
-    # The compiler's path is a part of the name, because a wrapper that adds flags prints the
-    # version of the compiler that it calls.
+    # Include the compiler's path, because a wrapper that adds flags prints the same version as the
+    # compiler that it calls.
     parts = [compiler.encode(), version.stdout, processor(), *map(str.encode, (*flags, *openmp))]
     name = f"kernels-{hashlib.sha256(b'|'.join((*parts, *_source()))).hexdigest()[:24]}.so"
     for folder in _own_folders():
@@ -168,8 +168,8 @@ def _source() -> list[bytes]:
 
 
 def _own_folders() -> Iterator[Path]:
-    """Yield the folders for compiled libraries, but only those that no other user can write to.
-    Create missing folders."""
+    """Yield the folders for compiled libraries, except those to which other users can write. Create
+    missing folders."""
     for folder in _cache_folders():
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)

@@ -8,8 +8,9 @@
 
 #define WAIT _Pragma("omp barrier")
 
-/* Adds the MLP of the normed hidden state to the hidden state, after a GEMM that writes the hidden
-   state. `x` and `rows` are the converted rows and their memory. Ends with a barrier. */
+/* Adds the MLP of the normalized hidden state to the hidden state. `x` and `rows` are the converted
+   rows and their memory. Begins with a barrier, because the previous GEMM writes the hidden state,
+   and ends with a barrier. */
 #define RUN_MLP(type, a, x, rows)               \
     WAIT x = gemm_rows_in(rows, &a->gate_up);   \
     rms_norm_team_##type(&a->mlp_norm, &x);     \

@@ -57,7 +57,7 @@ def supports(dtype: torch.dtype) -> bool:
 
 
 def array_of_layers(layers: Sequence[LayerArgs]) -> ctypes.Array[LayerArgs]:
-    """Copy layers to an array that ``decoder_layers`` takes."""
+    """Copy layers to an array that can be passed to ``decoder_layers``."""
     return (LayerArgs * len(layers))(*layers)
 
 

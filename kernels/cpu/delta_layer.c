@@ -18,7 +18,7 @@ typedef struct {
     gemm_args down;
 } delta_layer_args;
 
-typedef struct { /* fields of delta_layer_args that depend on the step and are the same for layers */
+typedef struct { /* fields of delta_layer_args that depend on the step, but not on the layer */
     void *hidden; /* [num_tokens, hidden width], contiguous */
     const int32_t *tables, *query_starts, *context_lens;
     int64_t table_width, num_sequences;
@@ -39,7 +39,7 @@ static void set_step(const delta_step_args *s, delta_layer_args *a) {
     a->delta.num_tokens = s->num_tokens, a->delta.num_threads = s->num_threads;
 }
 
-/* Returns the bytes of the largest converted rows of the layer's GEMMs. */
+/* Returns the size in bytes of the converted rows of the GEMM that needs the most memory. */
 static int64_t rows_bytes(const delta_layer_args *a) {
     int64_t bytes = 0;
     const gemm_args *gemms[] = {&a->in, &a->out, &a->gate_up, &a->down};

@@ -20,7 +20,7 @@ static inline float exp_negative(float x) {
     p = p * r + 1.6666665e-1f;
     p = p * r + 5.0000001e-1f;
     p = p * r * r + r + 1.0f;
-    uint32_t bits = ((uint32_t)(int32_t)n + 127u) << 23; /* undefined if x is NaN, but so is p */
+    uint32_t bits = ((uint32_t)(int32_t)n + 127u) << 23; /* undefined for NaN, but then p is NaN */
     float scale;
     memcpy(&scale, &bits, 4);
     return p * scale;

@@ -3,8 +3,8 @@
    https://arxiv.org/abs/1810.04805).
 
    A task has a few adjacent sequences, and one thread computes all layers for it. Threads wait for
-   each other only once per step, and activations between layers stay in a core's cache. If
-   there are fewer tasks than threads, all threads compute the whole step together, part by part.
+   each other only once per step, and activations stay in a core's cache between layers. If there
+   are fewer tasks than threads, all threads compute the whole step together, part by part.
 
    The numbers that a token is computed from, and their order, depend only on the token's own
    sequence, so its bits do not depend on tasks, threads or other sequences. */

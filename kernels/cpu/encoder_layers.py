@@ -84,7 +84,7 @@ def layer_norm_args(weight: torch.Tensor, bias: torch.Tensor, eps: float) -> Lay
 
 
 def array_of_layers(layers: Sequence[EncoderLayerArgs]) -> ctypes.Array[EncoderLayerArgs]:
-    """Copy layers to an array that ``encoder_layers`` takes."""
+    """Copy layers to an array that can be passed to ``encoder_layers``."""
     return (EncoderLayerArgs * len(layers))(*layers)
 
 

@@ -12,9 +12,10 @@
 
 #include "gated_delta.h"
 
-/* Largest number of vectors of a piece's row that a call to recur computes. One token waits for the
-   memory that holds its state, which is read fastest by whole rows. With more tokens, the state is
-   in the cache, and sums should stay in registers: 5 per vector, of 16 with AVX2. */
+/* Largest number of vectors of a piece's row that a call to recur computes. With one token, most of
+   the time is spent reading the state from memory, which is fastest by whole rows. With more
+   tokens, the state is in the cache, and the sums should stay in registers: each vector needs 5,
+   and AVX2 has 16. */
 #define MAX_VECTORS 8
 #define MOST_VECTORS_OF_SPAN (LANES == 8 ? 2 : 4)
 
@@ -87,8 +88,8 @@ INLINE token_inputs inputs_of(
 }
 
 /* Sums over the rows of a matrix, for adjacent columns that fill vectors. Rows are summed in order;
-   rows with even and with odd numbers have separate sums, so that the sums wait less for each
-   other. */
+   rows with even and with odd numbers have separate sums, which shortens the chains of dependent
+   additions. */
 typedef struct {
     vec of[2][MAX_VECTORS];
 } row_sums;
@@ -102,7 +103,7 @@ INLINE void load_row(const int vectors, const float *from, vec *row) {
     for (int v = 0; v < vectors; v++) row[v] = load(from + v * LANES);
 }
 
-/* Adds the value that a token's key recalls from the matrix. */
+/* Adds the value that a token's key recalls from the matrix to `recalled`. */
 INLINE void recall(
     const int vectors, const float *at, int64_t columns, int64_t rows, const float *recalling,
     row_sums *recalled) {

@@ -35,7 +35,8 @@ _MEMORY = HugePages()
 
 
 def aliases_cache_sets(row_bytes: int) -> bool:
-    """Return true if rows with this stride map to the same cache sets, and so evict each other."""
+    """Return true if rows with this stride map to the same cache sets, and therefore evict each
+    other."""
     return row_bytes % _CACHE_PERIOD == 0
 
 
@@ -173,7 +174,7 @@ def pack_float8(weight: Float8GroupedWeight, dtype: torch.dtype) -> torch.Tensor
 
 
 def vector_instructions(dtype: torch.dtype) -> str:
-    """Return the instructions for GEMMs of ``dtype`` without AMX tiles."""
+    """Return the instructions for GEMMs of ``dtype`` that do not use AMX tiles."""
     return available(dtype)[-1]
 
 

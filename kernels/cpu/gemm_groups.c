@@ -89,8 +89,7 @@ void pack_groups(const pack_args *a) {
             pack_output(a, &s, panel * PANEL + at, panels + panel * s.bytes, at);
 }
 
-/* Returns the difference between a code of a form and the number that is multiplied in its
-   place. */
+/* Returns by how much a code of this form exceeds the number that is multiplied in its place. */
 INLINE int middle_of(const int form) {
     return form == INT8_CODES ? MIDDLE - OFFSET : form == LUT4_CODES ? -OFFSET : 0;
 }
@@ -121,7 +120,7 @@ INLINE ints add_codes(const int form, ints sum, ints codes, ints quads) {
     return form == INT4_CODES ? add_quads(sum, codes, quads) : add_int8_quads(sum, codes, quads);
 }
 
-/* Adds the products of columns k in [begin, end). Each lane sums four at a time. */
+/* Adds the products of columns k in [begin, end). Each lane adds four products at a time. */
 INLINE void add_by_quads(
     const int rows, const int form, ints entries, const int8_t *x, int64_t stride,
     const uint8_t *codes, int64_t begin, int64_t end, ints (*sum)[PANEL_VECTORS]) {
@@ -143,8 +142,8 @@ INLINE void add_by_quads(
     }
 }
 
-/* Does the same as add_by_quads, for INT4_CODES. Sums pairs of products in 16 bits as long as the
-   sums fit. */
+/* Does the same as add_by_quads, for INT4_CODES. Keeps sums of pairs of products in 16 bits as long
+   as they fit. */
 INLINE void add_by_pairs(
     const int rows, const int8_t *x, int64_t stride, const uint8_t *codes, int64_t begin,
     int64_t end, ints (*sum)[PANEL_VECTORS]) {

@@ -12,8 +12,8 @@
 
 #define INFINITY_BITS 0x7f800000
 
-/* Returns the row stride in elements: `in` rounded up to an odd number of cache lines, which hold
-   `each` elements each. */
+/* Returns the row stride in elements: `in` rounded up to an odd number of cache lines of `each`
+   elements. */
 static int64_t stride_of(int64_t in, int64_t each) { return (whole(in, each) / each | 1) * each; }
 
 static gemm_rows shape_of(const gemm_args *a) {

@@ -1,4 +1,4 @@
-"""Allocates weights in huge pages if Linux provides them, because GEMMs read whole weights.
+"""Allocates weights in huge pages if Linux provides them, which makes reading whole weights faster.
 
 With 4 KiB pages, there is a page table walk for every 64 cache lines, which is slow on a virtual
 machine. With 2 MiB pages, GEMMs of 8 to 64 rows take 10 to 20 % less time. Linux uses huge pages

@@ -1,10 +1,10 @@
 /* Layout of the keys and values of one KV head in a block of the pool.
 
-   Keys are [width][size], and values are [size][width], so that attention loads vectors of a key
-   element at adjacent positions, or of adjacent elements of a value, without transposing. If the
-   processor multiplies pairs of 16-bit elements, or tiles of such pairs, the two elements of a pair
-   are adjacent in memory. Keys have pairs of elements, [width / 2][size][2], if the width is even;
-   values have pairs of positions, [size / 2][width][2], if the size is even.
+   Keys are [width][size], and values are [size][width], so that attention can load vectors without
+   transposing: one element of the keys at adjacent positions, or adjacent elements of one value. If
+   the processor multiplies pairs of 16-bit elements, or tiles of such pairs, the two elements of a
+   pair are adjacent in memory. Keys have pairs of elements, [width / 2][size][2], if the width is
+   even; values have pairs of positions, [size / 2][width][2], if the size is even.
 
    float8 keys and values are never paired, because they are converted to floats first. */
 

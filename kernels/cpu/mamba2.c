@@ -24,8 +24,8 @@ typedef struct {
 
 #define MAX_VECTORS 8 /* largest number of vectors of a piece's row that a call to recur computes */
 
-/* Replaces the inputs of softplus in a->steps with a token's time steps, and stores the decays of
-   its states after them. */
+/* Replaces each token's inputs of softplus in a->steps with its time steps, and stores the decays
+   after them. */
 static void time_steps(const mamba2_args *a) {
     const int64_t heads = a->num_heads;
 #pragma omp for schedule(static)

@@ -28,8 +28,8 @@ typedef struct {
     int64_t input_stride, num_channels, width;
 } convolution;
 
-/* For a convolution that is a layer of its own: factors of its inputs and outputs, and memory for
-   its outputs in the model's element type. */
+/* Only for a convolution that is a layer of its own: factors of its inputs and outputs, and memory
+   for its outputs in the model's element type. */
 typedef struct {
     const void *before, *after; /* [T, num_channels], with the stride of the input, or NULL */
     void *output;               /* [T, num_channels], contiguous */

@@ -9,7 +9,7 @@
 #include "arguments.h"
 #include "element_types.h"
 
-#define GROUP 16 /* number of logits in a group, whose maximum is checked first */
+#define GROUP 16 /* logits per group; groups with a small maximum are skipped */
 #define WEIGHT_OF_MAX 1099511627776.0f /* 2^40 */
 #define RANDOM_BITS 24                 /* equals RANDOM_BITS of worker/sampling/on_cpu.py */
 #define FIRST_CANDIDATES 256
@@ -138,8 +138,8 @@ static void draw_from_all(
 }
 
 /* Finds the keys and weights of the tokens that top-k and then top-p keep, most likely first.
-   Returns the number of these tokens. Top-p keeps as few of the most likely tokens as possible, so
-   that their share of the weight after top-k reaches top_p (Holtzman et al. 2020,
+   Returns the number of these tokens. Top-p keeps the smallest number of most likely tokens whose
+   share of the weight after top-k reaches top_p (Holtzman et al. 2020,
    https://arxiv.org/abs/1904.09751). */
 static int64_t keep(const draw_args *a, int64_t d, const float *x, float top, const scratch *s) {
     const int64_t vocab = a->vocab;

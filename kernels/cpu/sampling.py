@@ -27,7 +27,7 @@ class _RandomArgs(ctypes.Structure):
 
 def draw_bytes(vocab: int) -> int:
     """Return the size in bytes of ``draw``'s workspace, in which each thread has a weight, a key
-    and a logit for each token."""
+    and a logit for every token of the vocabulary."""
     return torch.get_num_threads() * vocab * 20
 
 
