@@ -26,15 +26,11 @@ from typing import Any
 from first_light_report import StageReport, page
 from gpu_outbox import CACHE, Outbox, unpack_cache
 from gpu_results import Results
-from gpu_tasks import ROOT, Task, run_task
+from gpu_tasks import ROOT, TRITON_CACHE, Task, run_task
 
 DEADLINE_S = 580.0
 PACK_S = 15.0
 """Time at the end for the last copy of the results."""
-TRITON_CACHE = Path(
-    os.environ.get("TRITON_CACHE_DIR") or Path(tempfile.gettempdir(), "batchinfer-triton-cache")
-)
-"""The same folder in each run, because Triton's cache has absolute paths in it."""
 
 
 @dataclass(frozen=True)
@@ -142,10 +138,7 @@ class FirstLight:
                 continue
             report.begin(limit_s)
             before = self.results.read()
-            variables = {"TRITON_CACHE_DIR": str(TRITON_CACHE), "TRITON_STORE_BINARY_ONLY": "1"}
-            outcome = run_task(
-                stage.task, self.work, limit_s, dry_run=self.dry_run, variables=variables
-            )
+            outcome = run_task(stage.task, self.work, limit_s, dry_run=self.dry_run)
             self.results.add("tasks", stage.name, outcome)
             report.end(outcome, _new_cells(before, self.results.read()))
 

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from gpu_models import Ready, random_model, ready, shape_of
 from gpu_results import Results
+from gpu_smoke import compare_graphs
 from gpu_workloads import Job, gpu_workload, prompts
 from roofline import Ceilings, sequential_seconds
 
@@ -60,6 +61,7 @@ def bench(
     dtype = torch.float32 if dry_run else torch.bfloat16
     built = ready(model, device, dtype, settings, layer_major=layer_major)
     results.add("bench", f"{name} start", {**built.facts, "imports s": imports_s})
+    results.measure("bench", f"{name} graphs", partial(compare_graphs, built, dry_run=dry_run))
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in workloads}
 
     def run(workload: str) -> dict[str, Any]:

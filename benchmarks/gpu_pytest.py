@@ -19,6 +19,8 @@ import pytest
 
 LIMIT_S = 60.0
 """A test that takes longer ends its process, because a hanging kernel cannot be interrupted."""
+_BROKEN = ("CUDA error", "Triton Error [CUDA]")
+"""Parts of messages after which CUDA refuses all further work of the process."""
 _LOG = Path(os.environ.get("GPU_TESTS_LOG", os.devnull))
 _PLACE, _COUNT = map(int, os.environ.get("GPU_TESTS_SHARE", "0/1").split("/"))
 _traceback = sys.stderr  # the log of the process, before pytest captures the output of tests
@@ -90,7 +92,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
         seconds=round(sum(report.duration for report in _reports), 2),
         error=error[-500:],
     )
-    if "CUDA error" in error:
+    if any(message in error for message in _BROKEN):
         item.session.shouldstop = "CUDA refuses all further work of this process"
     return result
 

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import time
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-_BEGAN = time.monotonic()  # before torch is imported, which takes seconds
-
-import argparse  # noqa: E402
-from contextlib import nullcontext  # noqa: E402
-from pathlib import Path  # noqa: E402
-from typing import TYPE_CHECKING  # noqa: E402
-
-from gpu_environment import environment, versions  # noqa: E402
-from gpu_results import Results  # noqa: E402
+from gpu_environment import environment, versions
+from gpu_results import Results
 
 if TYPE_CHECKING:
     import torch
@@ -41,24 +38,24 @@ def run(args: argparse.Namespace) -> None:
     """Run a task. Imports are local, so that a missing package fails only the tasks that need
     it."""
     results, dry = Results(args.out), args.dry_run
-    ends = _BEGAN + args.seconds
+    began = time.monotonic()  # before torch is imported, which takes seconds
     if args.stage == "environment":
         environment(results, dry_run=dry)
         return
     if args.stage == "kernels":
         from gpu_kernels import kernels
 
-        kernels(results, ends, brief=args.brief, dry_run=dry)
+        kernels(results, began + args.seconds, brief=args.brief, dry_run=dry)
         return
     import torch
     from gpu_interpreted import interpreted
 
     device = torch.device("cpu" if dry else "cuda")
     with interpreted() if dry and args.stage in _ON_ENGINE else nullcontext():
-        _run_on(device, args, results, ends)
+        _run_on(device, args, results, began)
 
 
-def _run_on(device: torch.device, args: argparse.Namespace, results: Results, ends: float) -> None:
+def _run_on(device: torch.device, args: argparse.Namespace, results: Results, began: float) -> None:
     dry = args.dry_run
     if args.stage == "smoke":
         from gpu_smoke import smoke
@@ -80,10 +77,10 @@ def _run_on(device: torch.device, args: argparse.Namespace, results: Results, en
     elif args.stage == "bench":
         from gpu_bench import bench
 
-        imports_s = time.monotonic() - _BEGAN
+        imports_s = time.monotonic() - began
         known = ceilings(results, device)
         bench(
-            results, device, known, args.model, args.workloads, ends,
+            results, device, known, args.model, args.workloads, began + args.seconds,
             layer_major=args.layer_major, imports_s=imports_s, dry_run=dry,
         )  # fmt: skip
     else:

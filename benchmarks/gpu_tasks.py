@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,10 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 TASK_FILE = HERE / "gpu_task.py"
+TRITON_CACHE = Path(
+    os.environ.get("TRITON_CACHE_DIR") or Path(tempfile.gettempdir(), "batchinfer-triton-cache")
+)
+"""The same folder in each run, because Triton's cache has absolute paths in it."""
 _KILLED = -signal.SIGKILL
 
 
@@ -28,19 +33,11 @@ class Task:
     limit_s: float
 
 
-def run_task(
-    task: Task,
-    folder: Path,
-    limit_s: float,
-    *,
-    dry_run: bool,
-    variables: dict[str, str] | None = None,
-) -> dict[str, Any]:
+def run_task(task: Task, folder: Path, limit_s: float, *, dry_run: bool) -> dict[str, Any]:
     """Run a task to its end or its time limit; print its output and store it in a log.
 
     Args:
         folder: folder of results; logs are in a folder in it.
-        variables: further environment variables.
 
     Returns:
         ``ok``, the seconds that the task took, its log and, if it failed, the error.
@@ -54,7 +51,7 @@ def run_task(
         process = subprocess.Popen(
             [*command, "--dry-run"] if dry_run else command,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
-            env=_environment(dry_run) | (variables or {}), start_new_session=True,
+            env=_environment(dry_run), start_new_session=True,
         )  # fmt: skip
         timer = Timer(limit_s, _kill, (process,))
         timer.start()
@@ -100,6 +97,8 @@ def _environment(dry_run: bool) -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join(paths),
         "PYTHONUNBUFFERED": "1",  # keeps the output of a killed process
         "HF_HUB_OFFLINE": "1",
+        "TRITON_CACHE_DIR": str(TRITON_CACHE),
+        "TRITON_STORE_BINARY_ONLY": "1",
     }
     environment.pop("TRITON_INTERPRET", None)
     if dry_run:

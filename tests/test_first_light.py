@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -24,6 +26,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import first_light  # noqa: E402
 import gpu  # noqa: E402
+import gpu_kernels  # noqa: E402
 import gpu_tasks  # noqa: E402
 from first_light import PACK_S, FirstLight, Stage, limit_of, stages  # noqa: E402
 from gpu_outbox import (  # noqa: E402
@@ -276,6 +279,40 @@ def test_a_damaged_cache_is_not_used(cache: Path, damage: str) -> None:
     assert not (cache.parent / "outside").exists()
 
 
+KERNEL = """
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+
+@triton.jit
+def kernel(x, N: tl.constexpr):
+    tl.store(x, N)
+
+triton.knobs.compilation.listener = lambda **told: print(told["cache_hit"])
+source = triton.compiler.ASTSource(kernel, {"x": "*fp32", "N": "constexpr"}, {"N": 3})
+triton.compile(source, target=GPUTarget("cuda", 90, 32))
+"""
+
+
+def test_triton_finds_the_kernels_of_an_unpacked_cache(tmp_path: Path) -> None:
+    script, cache, packed = tmp_path / "kernel.py", tmp_path / "cache", tmp_path / CACHE
+    script.write_text(KERNEL)
+    variables = {"TRITON_CACHE_DIR": str(cache), "TRITON_STORE_BINARY_ONLY": "1"}
+
+    def compiled() -> str:
+        environment = os.environ | variables
+        environment.pop("TRITON_INTERPRET", None)
+        return subprocess.check_output(
+            [sys.executable, script], env=environment, text=True, stderr=subprocess.DEVNULL
+        )
+
+    assert compiled() == "False\n"
+    packed.write_bytes(pack_cache(complete_folders(cache))[0])
+    shutil.rmtree(cache)
+    assert unpack_cache(packed, cache) == 1
+    assert compiled() == "True\n"
+
+
 @pytest.mark.long
 def test_a_rehearsal_runs_all_stages_with_few_packages(tmp_path: Path) -> None:
     """The environment has the packages that `benchmarks/README.md` names; others, even those that
@@ -289,6 +326,13 @@ def test_a_rehearsal_runs_all_stages_with_few_packages(tmp_path: Path) -> None:
         assert subprocess.run(
             [python, "-c", f"import {name}"], stderr=subprocess.DEVNULL, check=False
         ).returncode
+    collected = subprocess.run(
+        [python, "-m", "pytest", "-m", "gpu", "--collect-only", "-q", "-p", "no:cacheprovider",
+         *gpu_kernels.test_files()],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert collected.returncode == 0, collected.stdout + collected.stderr
+    assert collected.stdout.count("::test_") > 500
     out = tmp_path / "out"
     done = subprocess.run(
         [python, ROOT / "benchmarks" / "first_light.py", "--device", "cpu", "--out", out,
@@ -302,9 +346,9 @@ def test_a_rehearsal_runs_all_stages_with_few_packages(tmp_path: Path) -> None:
     for said in ("## Speed", "Order of the KV pool: layer-major", "## Attention", "## Tests"):
         assert said in text
     cells = json.loads((out / RESULTS).read_text())
-    assert set(cells["bench"]) == {
-        *("tiny start", "tiny W1", "tiny layer-major start", "tiny layer-major W1"),
-        *("tiny-llama start", "tiny-llama W1", "tiny-llama W3"),
-    }
+    names = {name.removesuffix(" graphs") for name in cells["bench"] if name.endswith(" graphs")}
+    assert names == {"tiny", "tiny layer-major", "tiny-llama"}
+    assert {f"{name} {cell}" for name in names for cell in ("start", "W1")} < cells["bench"].keys()
+    assert "tiny-llama W3" in cells["bench"]
     assert cells["smoke"]["fusion and CUDA graphs"]["graphs_captured"] == 12
     assert cells["kernels"]["tests"]["passed"] > 20

@@ -122,6 +122,22 @@ def test_a_graph_that_computes_something_else_is_found(
         assert not gpu_smoke._compare(built, steps)["ok"]
 
 
+def test_graphs_of_a_large_pool_are_compared_in_the_slots_of_the_step(
+    built: Ready, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_smoke, "_MOST_CLONED_BYTES", 0)
+    assert gpu_smoke.compare_graphs(built, dry_run=True) == {"ok": True, "steps": 3}
+    assert (built.cache.pool == 0).all()
+    monkeypatch.setattr(StepGraphs, "logits", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        gpu_smoke.compare_graphs(built, dry_run=True)
+    assert (built.cache.pool == 0).all()
+    monkeypatch.setattr(StepGraphs, "logits", lambda self, step, size: torch.zeros(1))
+    found = gpu_smoke.compare_graphs(built, dry_run=True)
+    assert not found["ok"]
+    assert set(found) == {"ok", "steps", *gpu_smoke._FEW_STEPS}
+
+
 def test_a_module_that_is_not_fused_or_a_graph_that_is_lost_is_a_failure(
     built: Ready, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
