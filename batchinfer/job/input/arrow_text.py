@@ -25,8 +25,8 @@ _NO_PYTHON_TIME = (OverflowError, pa.ArrowInvalid)
 def python_rows(batch: pa.RecordBatch) -> list[dict[str, Any]]:
     """Convert the rows of ``batch`` to dicts. Strings become bytes, even inside lists and structs.
 
-    Times become Python objects and lose their nanoseconds. A ``RowError`` replaces a time that
-    Python cannot hold, and a text over the size limit.
+    Times become Python objects and lose their nanoseconds. Times outside Python's range and texts
+    over the size limit are replaced with a ``RowError``.
     """
     rows: list[dict[str, Any]] = [{} for _ in range(batch.num_rows)]
     for name, column in zip(batch.schema.names, batch.columns, strict=True):
@@ -42,7 +42,7 @@ def python_values(column: pa.Array) -> list[Any]:
 
 
 def is_text(kind: pa.DataType) -> bool:
-    """Return True for types of strings and of bytes, which may hold UTF-8."""
+    """Return True for string and binary types; binary values may hold UTF-8 text."""
     return kind in BYTES_TYPE or kind in BYTES_TYPE.values()
 
 
@@ -55,7 +55,7 @@ def is_conversation(kind: pa.DataType) -> bool:
 
 
 def check_indices(column: pa.Array) -> None:
-    """Check that all dictionary indices are in range; a damaged file may break this rule.
+    """Check that all dictionary indices are in range; in a damaged file, they may not be.
 
     Raises:
         OSError: an index is out of range.

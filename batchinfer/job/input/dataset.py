@@ -58,7 +58,9 @@ _TEXT_FORMATS: Mapping[str, Callable[[TextOptions], Format]] = {
 }
 """Text formats, keyed by the value of ``input.format``."""
 _FORMATS_OF: Mapping[str, Sequence[str]] = {"delimiter": ("csv",), "json_field": ("json",)}
-"""Formats with an option, keyed by the option's name; other options are for all text formats."""
+"""Formats that support an option, keyed by the option's name. All text formats support the options
+that are not listed here.
+"""
 
 _Piece = TypeVar("_Piece", pa.RecordBatch, list[Row])
 _Pieces = Iterator[tuple[int, _Piece]]
@@ -102,7 +104,10 @@ class Source:
         return in_range(self.selection, rows)
 
     def bounds(self, rows_per_part: int) -> tuple[int, ...] | None:
-        """Return the first row id of each part, then the last part's end; None without a filter."""
+        """Return the first row id of each part, followed by the last selected row id plus 1.
+
+        Return None if the job has no filter.
+        """
         if self.selection is None:
             return None
         if not len(self.selection):
@@ -127,7 +132,7 @@ class Source:
         """Check that all files have ``columns`` with types that can be read together.
 
         Args:
-            only_kept: True if only ``input.keep_columns`` names the columns.
+            only_kept: True if the job uses the columns only in ``input.keep_columns``.
 
         Raises:
             DataError: a column differs between two files, which the message names.
@@ -165,15 +170,16 @@ class Source:
             ``BATCH_ROWS`` consecutive rows of one range.
 
         Raises:
-            DataError: a file cannot be read; the message names the file and the place in it.
+            DataError: a file cannot be read; the message names the file and, if known, the row
+                group, record batch or line.
         """
         return self._read(self.format.batches, columns, ranges)
 
     def rows(self, columns: Sequence[str], ranges: Iterable[range]) -> Iterator[Rows]:
         """Read ``columns`` of the rows in ``ranges`` as Python values, in one pass over the files.
 
-        Texts are ``str`` or UTF-8 bytes. A ``RowError`` replaces a value or a row that cannot be
-        read, and each row of ``bad_ids``.
+        Texts are ``str`` or UTF-8 bytes. Values and rows that cannot be read, and the rows in
+        ``bad_ids``, are replaced with a ``RowError``.
         """
         pieces = self._read(self.format.rows, columns, ranges)
         return pieces if self.bad_ids is None else map(self.bad_ids.mark, pieces)
@@ -263,7 +269,7 @@ def open_source(
             the condition reads.
         StorageError: an object store does not answer.
         UsageError: the file names belong to two formats, the condition is invalid, or the format
-            has no such option.
+            does not support one of the options.
     """
     paths = [path] if isinstance(path, str) else path
     kind = table_format(paths, format_name)
@@ -279,7 +285,7 @@ def open_source(
     names = find_files(path, format_name)
     chosen = _format(named_format(names) if format_name == "auto" else format_name, options)
     folders = folder_values(paths, names)
-    if chosen.holds_requests:  # files of requests have fixed columns
+    if chosen.holds_requests:  # request files have fixed columns
         folders = {name: {} for name in names}
     return _select(_open_files(chosen, folders, mode), limit, condition)
 
@@ -290,7 +296,7 @@ def _format(name: str, options: TextOptions) -> Format:
 
 
 def _refuse_options(options: TextOptions, name: str) -> None:
-    """Check that a format has all options that the job sets."""
+    """Check that the format supports all options that the job sets."""
     for key in options.used():
         formats = _FORMATS_OF.get(key, _TEXT_FORMATS)
         if name not in formats:
@@ -306,7 +312,7 @@ def _open_files(
     mode: SchemaMode,
     table_schema: pa.Schema | None = None,
 ) -> Source:
-    """Open files as a dataset of all their rows.
+    """Open files as one dataset with all of their rows selected.
 
     Args:
         folders: columns and values from folder names, keyed by the file's path.

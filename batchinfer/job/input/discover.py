@@ -41,13 +41,13 @@ _SUFFIXES: Mapping[str, tuple[tuple[str, ...], ...]] = {
     **{name: (suffixes,) for name, suffixes in _NAMED.items()},
     "openai-batch": (_NAMED["jsonl"],),
 }
-"""Suffixes of data files in folders, keyed by ``input.format``. A tuple is tried if no file has a
-suffix from the tuples before it.
+"""Suffixes of the files to read in a folder, keyed by ``input.format``. Each tuple of suffixes is
+tried only if no file matches an earlier tuple.
 """
 
 _NULL = "__HIVE_DEFAULT_PARTITION__"
 Values = Mapping[str, str | None]
-"""Values of a file's columns from folder names; None is null."""
+"""Column values from a file's folder names, keyed by column; None means null."""
 
 
 def find_files(path: str | Sequence[str], format_name: str = "auto") -> list[str]:
@@ -82,7 +82,7 @@ def _find(entry: str, suffixes: tuple[str, ...], *fallbacks: tuple[str, ...]) ->
 
 
 def named_format(files: Sequence[str]) -> str:
-    """Derive the format from the names of files; parquet if no suffix is known.
+    """Derive the format from file names. A file with an unknown suffix is treated as Parquet.
 
     Raises:
         UsageError: the names belong to several formats.
@@ -113,7 +113,7 @@ def folder_values(entries: Sequence[str], files: Sequence[str]) -> dict[str, Val
         files: paths of the files in these entries.
     """
     paths = map(PurePosixPath, entries)
-    # Files that match a glob are below its fixed part, not below the text of the glob.
+    # Files that match a glob are below the glob's fixed part (the folders before a wildcard).
     bases = [base for path in paths for base in (path, fixed_part(path))]
     return {file: _values(PurePosixPath(file), bases) for file in files}
 
@@ -152,7 +152,7 @@ def add_folder_columns(schema: pa.Schema, folders: Mapping[str, Values]) -> pa.S
 
 
 def constants(path: str, own: Values, schema: pa.Schema) -> dict[str, object]:
-    """Convert a file's values from folder names to the dataset's types.
+    """Convert the values from a file's folder names to the dataset's column types.
 
     Raises:
         DataError: a value does not fit the column's type, which comes from other files.

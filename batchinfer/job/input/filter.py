@@ -148,7 +148,10 @@ def _refused(text: str, error: BaseException, schema: pa.Schema | None = None) -
 
 
 def _check_functions(text: str) -> None:
-    """Check that a condition calls only allowed functions, and that quotes hide no call."""
+    """Check that a condition calls only allowed functions, and is not too long or too nested.
+
+    Comments and unusual quotes are refused too, because they could hide a call from this check.
+    """
     bare = _QUOTED.sub(lambda quoted: '"' if quoted[0][0] == '"' else " ' ", text)
     odd = _ODD.search(_QUOTED.sub(lambda quoted: quoted[0][0], text))
     if odd or len(text) > _MOST_CHARACTERS:

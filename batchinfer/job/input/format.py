@@ -28,7 +28,7 @@ READ_ERRORS = (pa.ArrowException, OSError, UnicodeError)
 Row = Mapping[str, Any] | RowError
 """A row's values, keyed by column, or the error that explains why the row cannot be read."""
 Rows = tuple[int, list[Row]]
-"""The row id of the first row, and consecutive rows."""
+"""The row id of the first row, and a list of consecutive rows."""
 _Piece = TypeVar("_Piece", pa.RecordBatch, list[Any])
 
 
@@ -52,7 +52,7 @@ class InputFile:
     partition: Mapping[str, str | None] | None = None
     """Values of columns from folder names; None if they are not known."""
     replaced_cells: int = field(default=0, compare=False)
-    """Number of cells with bytes that are not valid in the file's encoding, and are read as
+    """Number of cells with bytes that are invalid in the file's encoding; these bytes are read as
     U+FFFD."""
 
     @classmethod
@@ -71,8 +71,8 @@ class InputFile:
 
 @dataclass(frozen=True, slots=True)
 class FileColumns:
-    """The sources of one file's values for the dataset's columns; a column without a source is
-    null."""
+    """Where the values of each column of the dataset come from in one file. A column that has no
+    source in the file is null."""
 
     own: pa.Schema
     """Columns stored in the file."""

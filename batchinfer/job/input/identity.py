@@ -1,4 +1,4 @@
-"""Compares a dataset with the planned dataset, by the content of their files, in order.
+"""Compares the present input files with the planned ones, by their content and order.
 
 Locations, names and times of files do not matter, except for folder names that become columns.
 """

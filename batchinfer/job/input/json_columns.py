@@ -1,4 +1,4 @@
-"""Finds the types of columns of JSON objects from all values, and converts them to Arrow arrays.
+"""Infers Arrow types for the columns of JSON objects, and converts the values to Arrow arrays.
 
 A column is kept as JSON text if its values have no common type, such as a string and a list, or if
 Parquet cannot hold their type: an object without keys, or an object whose keys are data.

@@ -153,7 +153,7 @@ class OpenAIFormat(JsonlFormat):
 
 
 def _one_prompt_each(line: Line) -> Iterator[Line]:
-    """Split a line with several prompts or pairs into one line for each."""
+    """Split a line with several prompts or pairs of texts into one line per prompt or pair."""
     number, text = line
     row = _beginning(text) if any(key in text for key in (*_SEVERAL, _TAKEN_KEY)) else {}
     body = row.get("body")
@@ -217,9 +217,10 @@ def _text(value: object) -> str | None:
 
 
 def parts_of_body(url: object, body: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    """Split a request's body by prompts; return the keys to replace in the body for each prompt.
+    """Split a request's body by prompts.
 
-    Return an empty list if the request has only one prompt.
+    Return, for each prompt, the keys to replace in the body and their new values. Return an empty
+    list if the request has only one prompt.
     """
     if url in SCORE_URLS:
         return _pairs(body)

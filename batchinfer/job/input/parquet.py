@@ -45,8 +45,8 @@ _MAGIC_BYTES = 8  # a Parquet file ends in the footer's length (4 bytes) and "PA
 
 _READ_BUFFER = 1 << 20
 _LARGE_ROW_BYTES = 1 << 16
-"""If rows of a row group have at least this size on average, they are read one by one, because
-appending a row to a batch copies the huge values in the batch.
+"""If the rows of a row group have at least this size on average, they are read one by one, because
+appending a row to a batch copies the huge values that are already in the batch.
 """
 _LARGE_GROUP_BYTES = 64 << 20
 """Row groups of at least this size are fetched piece by piece."""
@@ -62,7 +62,7 @@ _CHUNK_COLUMN = 3
 _COLUMN_TYPE, _COLUMN_PATH, _COLUMN_COMPRESSED = 1, 3, 7
 
 Column = tuple[int, tuple[bytes, ...]]
-"""A column's physical type, and its names from the top level down."""
+"""A column's physical type, and its path: the names from the top-level column down."""
 
 
 def check_arrow_schema(metadata: pq.FileMetaData, schema: pa.Schema) -> None:
@@ -337,7 +337,7 @@ class _Compact:
 
     def value(self, kind: int) -> Any:
         """Read a value: structures as dicts by field number, strings as bytes."""
-        if kind in (1, 2):  # a field's type is also its bool value; in a list, a bool is a byte
+        if kind in (1, 2):  # the type of a bool field is its value; a bool in a list is a byte
             return kind == 1
         if kind in (4, 5, 6):
             return self._integer()

@@ -40,7 +40,7 @@ class BadIds:
         return len(self.rows)
 
     def error(self, at: int) -> RowError:
-        """Make the error of the row at index ``at`` of ``rows``: missing_id or duplicate_id."""
+        """Make the error for the row ``rows[at]``: missing_id or duplicate_id."""
         name, first = format_value(self.column), int(self.firsts[at])
         if first == NO_ID:
             return RowError("missing_id", f"input.id_column: the row has no value in {name}")

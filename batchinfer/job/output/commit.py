@@ -83,9 +83,9 @@ def stage(
     Args:
         table: the part's rows, in input order.
         requests: the statistics of the rows that ran.
-        control_text_row_ids: rows whose own text contains the text of one of the model's control
-            tokens.
-        keys: the keys of the rows that have a key, with ``KEYS_SCHEMA``.
+        control_text_row_ids: rows whose input contains the text of a control token of the model,
+            such as ``<|im_end|>``.
+        keys: row ids and keys of the rows that have a key, with ``KEYS_SCHEMA``.
         num_reused: number of rows copied from another output.
 
     Raises:

@@ -40,9 +40,9 @@ S = TypeVar("S")
 T = TypeVar("T")
 Access = Callable[[str, str], tuple[Files, Lock]]
 Trust = Literal["nothing", "marks", "times"]
-"""Evidence on which a finished part counts as unchanged without being read. ``nothing``: none, so
-the part is read. ``marks``: its ETag in the object store. ``times``: its ETag or, where there are
-no ETags, the time of the last write.
+"""Evidence that is enough to treat a finished part as unchanged, without reading it. ``nothing``:
+no evidence is enough, so the part is read. ``marks``: its ETag in the object store. ``times``: its
+ETag or, in a file system without ETags, its modification time.
 """
 
 
@@ -53,8 +53,8 @@ class OutputDir:
         root: the directory.
         files: the directory's file system; None for this machine's file system.
         lock: the directory's lock; None for a lock in this machine's file system.
-        writer: name of one of several writers, for its runs, segments and staging folder; "" for a
-            run that writes alone.
+        writer: this writer's name if several processes write to the directory; the names of its
+            runs, segments and staging folder contain it. "" if one process writes alone.
         access: takes a lock's name in ``_batchinfer`` and its holder's task; returns the file
             system to use under the lock, and the lock. None for ``files`` and locks in this
             machine's file system.
@@ -174,8 +174,9 @@ class OutputDir:
     def next_run_id(self) -> str:
         """Id of the next run of ``writer``.
 
-        Ids sort in the order of runs, even if the clock was set back or records are lost. Writers
-        that begin at the same time may have the same number, but not the same name.
+        Ids sort in the order of runs, even if the clock was set back or records are lost. If two
+        writers begin at the same time, their ids may have the same number, but the ids still differ
+        because each contains the writer's name.
         """
         folders = (self.runs, self.steps, self.logs, self.in_flight)
         names = [path.name for folder in folders for path in self.files.entries(folder)]
@@ -190,7 +191,7 @@ class OutputDir:
             return list(pool.map(look, items))
 
     def reopen(self) -> None:
-        """Delete ``_SUCCESS``, and before it the record of the files; call it under the lock.
+        """Delete the record of the files, then ``_SUCCESS``; call this under the lock.
 
         Raises:
             StorageError: a file cannot be deleted.
@@ -292,7 +293,7 @@ class OutputDir:
     def read_keys(self, part: Part, record: PartRecord) -> pa.Table | None:
         """Return row ids and keys of a finished part; None if their file is damaged or missing.
 
-        No other job can reuse the part's rows without their keys.
+        Without the keys, no other job can reuse the part's rows.
 
         Raises:
             StorageError: the file cannot be read, but may be intact.

@@ -29,8 +29,8 @@ FLUSH_ROWS = 4096
 _MOST_HELD_BYTES = 64 << 20
 """Maximum size of the tables to hold in memory; beyond it, their rows are written to a segment."""
 _MOST_KEPT_BYTES = 64 << 20
-"""If a part's kept columns have more bytes, the input file is closed while the part is written,
-because a single page of that file may be as large.
+"""If a part's kept columns are larger than this, the input file is closed while the part is
+written. This frees the pages that the file's reader holds, of which one may be just as large.
 """
 
 
@@ -43,7 +43,7 @@ class PartWriter:
     Args:
         out: the output directory.
         parts: the parts to write, in order.
-        segments: store rows until their part is written.
+        segments: stores finished rows until their part is written.
         finished: rows of these parts that are in segments already.
         table: the columns of parts.
         source: the dataset with the kept columns.
@@ -185,7 +185,7 @@ class PartWriter:
         return table.replace_schema_metadata(self._metadata)
 
     def _kept_of(self, part: Part) -> list[pa.RecordBatch]:
-        """Return a part's kept columns; parts come in order, and no batch spans two parts."""
+        """Read a part's kept columns. Parts must be read in order; no batch spans two parts."""
         batches: list[pa.RecordBatch] = []
         missing = part.num_rows if self._table.kept else 0
         while missing:

@@ -46,7 +46,7 @@ def check_partition_columns(columns: Sequence[str], table: OutputTable) -> None:
 
     Raises:
         UsageError: a column is neither a kept input column nor ``status``.
-        DataError: values of a column's type cannot be names of folders.
+        DataError: a column has a type whose values cannot be folder names.
     """
     known = [*table.kept_schema.names, *_GENERATED]
     for name in columns:
@@ -115,7 +115,7 @@ def check_partitions(columns: Sequence[str], kept: Mapping[str, str], source: So
 
 
 def refuse_foreign(out: OutputDir, columns: Sequence[str]) -> None:
-    """Check that batchinfer made the folder to write to, or that the folder does not exist.
+    """Check that the folder ``partitioned`` was made by batchinfer, or is empty or missing.
 
     Args:
         columns: the columns to partition by.
@@ -177,8 +177,8 @@ def begin(out: OutputDir, columns: Sequence[str]) -> None:
 def write_partitions(out: OutputDir, manifest: Manifest, columns: Sequence[str]) -> None:
     """Write ``partitioned/column=value/part-N.parquet`` of a job whose parts are all finished.
 
-    Each file has those rows of one part that have the values in the file's path. The rows are in
-    order, without the partition columns. The same parts always give the same bytes.
+    Each file holds the rows of one part whose values match the file's path. The rows are in order,
+    without the partition columns. The same parts always give the same bytes.
 
     Args:
         columns: the columns to partition by, outermost folder first; if there are none, the
@@ -188,7 +188,7 @@ def write_partitions(out: OutputDir, manifest: Manifest, columns: Sequence[str])
         DataError: a part cannot be read.
         StorageError: a file cannot be written or deleted.
     """
-    if columns:  # first record that this program owns all files in the folder
+    if columns:  # before files are deleted, record that batchinfer made the folder
         begin(out, columns)
     with storage_errors(out.partitioned, "delete"):
         out.files.delete(out.partitioned)
@@ -212,7 +212,7 @@ def write_partitions(out: OutputDir, manifest: Manifest, columns: Sequence[str])
 def _tables(
     out: OutputDir, part: Part, columns: Sequence[str]
 ) -> Iterator[tuple[PurePath, pa.Table]]:
-    """Yield the file and the table of each partition that has rows in a part."""
+    """Yield the file path and the rows of each partition that has rows in a part."""
     table = out.read_part(part)
     rows_of: dict[_Values, list[int]] = {}
     for row, values in enumerate(_values_of([table[name] for name in columns])):

@@ -43,8 +43,7 @@ class ResumePlan:
     todo: Sequence[Part]
     """The unfinished parts of ``parts``."""
     damaged: Mapping[str, str] = field(default_factory=dict)
-    """What is wrong with each part that was finished once and is written again, keyed by part name.
-    """
+    """What is wrong with each finished part that must be written again, keyed by part name."""
     starts_over: bool = False
     """True if the present output is deleted first."""
     takes_over: Sequence[OutputDir] = ()
@@ -145,7 +144,7 @@ def prepare_directory(out: OutputDir, plan: ResumePlan, shared: OutputDir | None
             None for ``out``.
 
     Raises:
-        LockedError: another run has taken over that lock.
+        LockedError: another run has taken over the lock.
         StorageError: the directory cannot be written to.
     """
     _make_directories(out)

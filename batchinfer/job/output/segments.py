@@ -2,8 +2,8 @@
 
 A segment holds the rows that finished within a few seconds, sorted by row id, with a row group per
 part, so that a part is written without reading other parts' rows. A segment is deleted once no
-unfinished part needs it. If a row is in two segments (see ``claims/retry_errors.py``), the later
-segment counts.
+unfinished part needs it. If a row is in two segments (see ``claims/retry_errors.py``), the
+later segment is used.
 
 A segment's name ends in a hash of its bytes, because page checksums do not cover the whole file. If
 several writers share the output, the name also has the writer and the first and last part with rows
@@ -12,8 +12,8 @@ without rows of other writers' parts.
 
 In an object store, an object that a run sent just before it froze may arrive after another run has
 taken over. So each segment names its plan in its metadata, and different segments have different
-names. Then no plan uses a late segment of another plan, and a late deletion cannot delete a
-different segment.
+names. Thus no plan uses a segment of another plan that arrives late, and a deletion that arrives
+late cannot delete a different segment.
 """
 
 from __future__ import annotations

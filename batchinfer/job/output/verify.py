@@ -49,7 +49,7 @@ class Verification:
     rows: int
     problems: list[str]
     is_updating: bool = False
-    """True if there is a next generation; ``verify`` does not check it."""
+    """True if an update has started; ``verify`` does not check its new files."""
     lacks_hashes: bool = False
     """True if an older version finished the job; it stored no hashes of files other than rows."""
 
@@ -58,7 +58,7 @@ class Verification:
         return {"ok": not self.problems, **asdict(self)}
 
     def lines(self) -> Iterator[str]:
-        """Yield lines of text for output that is not a terminal."""
+        """Yield lines of plain text, for output that does not go to a terminal."""
         yield from self._shown()
         yield from self._notes()
         parts = f"{self.parts_done:,} of {self.parts_total:,} parts"

@@ -1,4 +1,4 @@
-"""Checks that the input columns that requests are made from exist and have usable types.
+"""Checks that the input columns needed to make requests exist and have usable types.
 
 The checks need only the schema, so they run before a model is loaded.
 """
@@ -32,7 +32,7 @@ def check_prompt_columns(config: PromptConfig, source: Source) -> None:
         DataError: a named column does not exist, has an unusable type, or differs between files.
     """
     if source.format.holds_requests:
-        return  # in a file of requests, the requests contain the prompts
+        return  # the requests contain the prompts
     names = source.schema.names
     if config.token_ids_column is not None:
         key = "prompt.token_ids_column"
@@ -164,7 +164,7 @@ def _may_be_params(kind: pa.DataType) -> bool:
 
 
 def _item_of(kind: pa.DataType) -> pa.DataType | None:
-    """Return the type of a list's items without dictionaries; None for other types."""
+    """Return the type of a list's items, without dictionary encoding; None for other types."""
     if not isinstance(kind, pa.ListType | pa.LargeListType | pa.FixedSizeListType):
         return None
     item = kind.value_type

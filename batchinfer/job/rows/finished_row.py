@@ -119,7 +119,7 @@ class RowFinisher:
 
 
 def seen_text(row: PromptRow, tokenizer: Tokenizer) -> str | None:
-    """Return the prompt of a row after truncation."""
+    """Return the text of a row's prompt after truncation; None if the prompt has no text."""
     prompt = row.prompt
     assert isinstance(prompt, Prompt)
     if prompt.text is None or not prompt.truncated:

@@ -1,4 +1,4 @@
-"""``task: generate``: continues a row's prompt."""
+"""``task: generate``: generates text that continues a row's prompt."""
 
 from __future__ import annotations
 

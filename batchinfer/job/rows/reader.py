@@ -88,8 +88,8 @@ class RowReader(Protocol):
     """The input columns that ``start`` needs."""
 
     def start(self, row_ids: Sequence[int], rows: Sequence[Row]) -> Callable[[], list[PromptRow]]:
-        """Start making the prompts of ``rows``; return a function that waits for them and returns
-        them."""
+        """Start making the prompts of ``rows``; return a function that waits for the prompts and
+        returns a ``PromptRow`` for each row."""
         ...
 
 
@@ -97,9 +97,9 @@ class ColumnReader:
     """Reads prompts and parameters from the columns that the job file names.
 
     Args:
-        params: makes the sampling parameters; None for tasks that draw no tokens.
+        params: reads the sampling parameters of rows; None for tasks that sample no tokens.
         available: names of the dataset's columns.
-        id_column: column that selects each row's random stream; None if the row's position does.
+        id_column: column whose value selects a row's random stream; None to use the row's position.
         tools: reads the tools of rows; None if rows have no tools.
         tool_choices: makes answers contain the tool calls that ``prompt.tool_choice`` requires.
     """
@@ -177,7 +177,7 @@ def row_or_error(
     stream: int | RowError | None = None,
     tools: RowTools | None = None,
 ) -> PromptRow:
-    """Make a row from its parts, or from the first error among them."""
+    """Make a row from its prompt and settings, or from the first error among them."""
     if isinstance(prompt, RowError):
         return PromptRow(row_id, prompt)
     if isinstance(sampling, RowError):
@@ -200,7 +200,7 @@ def read_prompts(
 
     Args:
         batches: row ids and rows, with the columns that ``reader`` needs (``Source.batches``).
-        in_flight: makes a context manager that is entered while a batch's prompts are made.
+        in_flight: returns a context manager that is active while a batch's prompts are made.
         keeps_text: True to keep the text of prompts, which takes memory until the row is finished.
     """
     started: deque[_Prompts] = deque()

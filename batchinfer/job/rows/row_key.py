@@ -1,8 +1,8 @@
 """Row keys: 128-bit hashes of everything that affects a row's answer.
 
 The facts that all rows of a job share (model, task, output columns: ``fingerprint.answer_facts``)
-are hashed once. To these, each row adds the token ids of its prompt, its images, its parameters,
-its token limit, the content of its adapter, and, only if it samples, the seed and stream of its
+are hashed once. A row's key adds the token ids of its prompt, its images, its parameters, its
+token limit, the content of its adapter, and, only if the row samples, the seed and stream of its
 random numbers. The key does not depend on other input columns. It depends on the row's position
 only if the position selects the stream.
 
@@ -38,12 +38,12 @@ NO_KEYS = KEYS_SCHEMA.empty_table()
 
 _VERSION = b"batchinfer row 1"
 _HEAD = struct.Struct("<iiQQ??")
-"""Packs the maximum number of output tokens, the number of prompt tokens, seed, stream, and two
-flags: the row samples, and its prompt was truncated.
+"""Packs the maximum number of output tokens, the number of prompt tokens, the seed, the stream, and
+two flags: whether the row samples, and whether its prompt was truncated.
 """
 _INT = np.dtype("<i4")
 _IMAGE = -1
-"""Stands for all tokens of images, whose ids differ between runs."""
+"""Replaces the ids of image tokens, because these ids differ between runs."""
 _LENGTH = struct.Struct("<i")
 _MOST_KEPT = 1024
 """Maximum number of cached hashes of sampling parameters; rows often have equal parameters."""

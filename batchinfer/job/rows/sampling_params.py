@@ -151,7 +151,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _without_aliases(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the parameters under the names of ``SamplingParams``."""
+    """Rename aliases to the field names of ``SamplingParams``, and drop null parameters."""
     spellings: dict[str, str] = {}
     for written, value in fields.items():
         name = SAMPLING_ALIASES.get(written, written)
@@ -169,7 +169,7 @@ def _whole(value: Any) -> Any:
 
 
 def _problem(detail: ErrorDetails) -> str:
-    """Return a message for a pydantic error, worded like the errors in the job file."""
+    """Return a message for a pydantic error, worded like the messages about job files."""
     if detail["type"] == "value_error":
         return str(detail["ctx"]["error"])
     if detail["type"] == "json_invalid":

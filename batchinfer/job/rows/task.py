@@ -59,7 +59,7 @@ class LoadedTask(ABC):
 
     @abstractmethod
     def requests(self, row: PromptRow) -> Sequence[Request]:
-        """Return the requests of a row that can run, at least one, numbered from 0."""
+        """Return one or more requests for a row that can run, numbered from 0."""
 
     def follow_up_requests(
         self, row: PromptRow, completions: Sequence[Completion]

@@ -9,9 +9,9 @@ row of the window. In prefix order, if the engine cannot share prefixes for this
 rows run first.
 
 A window is planned once all its rows are read. If the engine runs out of rows before that, it gets
-a head start. With input order, the head start is all rows read so far. With prefix order, it is the
-first sixteenth of the new rows. The rest of the window then begins with the prefixes that sort
-first, which are still in the KV cache.
+some rows of the window early: a head start. In input order, these are all rows read so far. In
+prefix order, they are the first sixteenth of the new rows. The rest of the window then begins with
+the prefixes that sort first, which are still in the KV cache.
 
 Shared prefixes are found by sorting token ids. The longest common prefix (LCP) of two sorted rows
 is the minimum of the LCPs of the neighbors between them (Manber & Myers 1990, on suffix arrays).
@@ -40,8 +40,8 @@ MOST_TOKENS = 1 << 26
 MOST_IMAGE_BYTES = 1 << 30
 """Maximum number of bytes of encoded images in a window."""
 _WARM_UP = 1 / 16
-"""Share of the new rows in a head start by prefix: enough rows to keep an engine busy, but so few
-that their prefixes are still in the KV cache when the rest of the window runs.
+"""Share of the newly read rows that a head start contains in prefix order: enough to keep an engine
+busy, but so few that their prefixes are still in the KV cache when the rest of the window runs.
 """
 _ADAPTER_BYTES = 4
 
@@ -69,7 +69,7 @@ def plan_windows(
         is_starved: returns True if the engine has taken all rows and could run more.
 
     Raises:
-        DataError: ``batches`` raised it. All rows that were read before are yielded first.
+        DataError: ``batches`` raised it. The rows read before the error are yielded first.
     """
     per_window = max(1, window_rows // max(1, parts[0].num_rows))
     window_starts = [part.rows.start for part in parts[::per_window]]

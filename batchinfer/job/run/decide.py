@@ -166,7 +166,11 @@ def decide(
 def _open_output_job(
     spec: JobSpec, out: OutputDir, options: RunOptions, combined_output: PurePath | None
 ) -> OutputJob:
-    """Open the job's data. A table is opened at the output's version, or at its latest version."""
+    """Open the job's input and make its plan.
+
+    A table is opened at the version that ``at_version`` chooses, or, with ``--overwrite`` or
+    ``--update``, at ``input.version`` or the latest version.
+    """
     partitioned.refuse_foreign(out, spec.output.partition_by)
     planned: Manifest | None = None
     with suppress(DataError):
@@ -187,7 +191,7 @@ def _compares_images(out: OutputDir, planned: Manifest | None, options: RunOptio
     """Return True if the run stores the facts about image files in its plan, or compares them with
     an earlier plan.
 
-    If several processes share the job, none does, because each would look at all images.
+    Processes that share a job do neither, because each of them would have to examine all images.
     """
     if options.role is not None:
         return False
@@ -270,10 +274,13 @@ def at_version(
 ) -> JobSpec:
     """Return the job with the version of its table that a run without ``--update`` reads.
 
-    If an update is unfinished, the run reads the version of the update. Otherwise it reads the
-    version that the output began with, until the job has ended. With ``--retry-errors`` it reads
-    this version even after the end. But if the latest version has the same number of rows, it reads
-    the latest version, because somebody may have corrected the failed rows.
+    If ``input.version`` is not set, an unfinished update continues with its own version. Otherwise,
+    until the job has ended, the run reads the version with which the output began. After the end,
+    it reads the latest version.
+
+    With ``--retry-errors``, the run reads the latest version if it has as many rows as the version
+    with which the output began, because somebody may have corrected the failed rows. If not, the
+    run reads the version with which the output began, even after the end.
 
     Args:
         planned: the plan of the output in ``out``; None if there is no plan.

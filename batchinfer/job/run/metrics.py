@@ -49,7 +49,7 @@ def serve_metrics(
     """Serve metrics of a run, or write them to a file, while the context is active.
 
     Args:
-        where: a port of this machine, ``host:port``, or a file; None for no metrics.
+        where: a port on this machine, ``host:port``, or a file; None for no metrics.
 
     Raises:
         UsageError: the port is invalid or taken, or prometheus_client is not installed.

@@ -151,8 +151,11 @@ def _post(url: str, message: bytes) -> str | None:
 
 
 def _split_credentials(url: str) -> tuple[str, str | None]:
-    """Return a URL without its user name and password, and these two in base64; None instead of the
-    base64 text if the URL has neither. urllib does not accept credentials in a URL."""
+    """Split a URL into the URL without credentials, and "user:password" in base64.
+
+    The second value is None if the URL has no credentials. urllib does not accept credentials in a
+    URL.
+    """
     parts = urlsplit(url)
     user, at, host = parts.netloc.rpartition("@")
     if not at:

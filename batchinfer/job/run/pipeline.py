@@ -53,7 +53,7 @@ from batchinfer.job.tokens.token_files import TokenFiles
 from batchinfer.process.process import gc_frozen
 from batchinfer.requests.requests import PromptRow
 
-_WRITES_DUE = 64  # number of turns by which the writer may lag behind the engine's loop
+_WRITES_DUE = 64  # maximum number of turns by which the writer may lag behind the engine loop
 _POLL_S = 0.02
 CRASHED = RowError("crashed_engine", "the process died twice while this row ran alone")
 """Error of a row that is given up because it kills the process."""
@@ -197,7 +197,7 @@ class RowPipeline:
     def __post_init__(self) -> None:
         self._tokens = TokensInFlight(self.job.out.files.flush_every_s, self.progress, {})
         self._waiting: PartsToMake | None = None
-        """The next claim, until the pipeline reads its rows."""
+        """The next claim, whose rows are not being read yet; None if there is no such claim."""
         self._num_coming = 0
         """Number of rows to run in all claims so far."""
         self._num_given = 0
@@ -419,7 +419,7 @@ def fail_row(job: Job, row_id: int, error: RowError) -> FinishedRow:
 
 
 def file_metadata(job: OutputJob) -> dict[str, str]:
-    """Return the key-value metadata of every part: the facts that decide its content.
+    """Return the key-value metadata of every part: the settings that determine its content.
 
     They contain neither times nor paths; for a model in a folder, they hold only the folder's name.
     """

@@ -125,7 +125,7 @@ def _samples(tally: Mapping[str, int]) -> Iterator[SummaryLine]:
 
 
 def too_many_errors(rows: dict[str, Any], max_error_rate: float, output: PurePath) -> str:
-    """Return the message of a job in which too many rows failed."""
+    """Return the message for a job in which too many rows failed."""
     codes = ", ".join(f"{code} {count:,}" for code, count in rows["error_codes"].items())
     return (
         f"{rows['error']:,} of {counted_rows(rows['total'])} failed, more than "

@@ -1,8 +1,8 @@
 """``batchinfer run``: runs or resumes a job.
 
-``_batchinfer/bad_ids.parquet`` holds the ids of rows whose value in the id column is missing or
-repeated, so that later runs need not read all ids again. If the file is missing or damaged, or
-belongs to another input, a run looks for the rows in the input again.
+``_batchinfer/bad_ids.parquet`` lists the rows whose value in the id column is missing or repeated,
+so that later runs need not read all ids again. If the file is missing or damaged, or belongs to
+another input, a run looks for these rows in the input again.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from batchinfer.job.stats.live import LiveFile, WatchedRun
 from batchinfer.process.process import gc_paused, stop_signals
 
 _ATTENTION = "attention"
-"""Key of the attention kernel in ``EngineContext.kernels``, which depends only on the machine."""
+"""Key of the attention kernel in ``EngineContext.kernels``; it depends only on the machine."""
 
 _KEY = b"batchinfer.ids_of"
 
@@ -84,7 +84,7 @@ def run_job(
         retry_errors: run failed rows again; also update the output if the job or input has changed.
         update: if the job or input has changed, make a new output, and replace the existing output
             once the new output is complete.
-        role: what this process does if several share the job; the last one to finish ends the job.
+        role: what this process does if several processes share the job; the last one ends the job.
         quiet: print errors only.
         as_json: print the summary as JSON.
         build: makes the engine; None for ``batchinfer.builders.engine.build_engine``.
@@ -260,7 +260,7 @@ def with_id_errors(job: OutputJob, *, reads_stored: bool) -> OutputJob:
     """Return the job with a list of the rows whose ids are missing or repeated, which will fail.
 
     Args:
-        reads_stored: True to use the stored rows if they belong to this job's input.
+        reads_stored: True to use the list in ``bad_ids.parquet`` if it belongs to this job's input.
 
     Raises:
         DataError: the ids cannot be read, or have an unsupported type.
@@ -274,7 +274,7 @@ def with_id_errors(job: OutputJob, *, reads_stored: bool) -> OutputJob:
 
 
 def store_id_errors(job: OutputJob) -> None:
-    """Store the rows with bad ids, unless they are stored already.
+    """Write the rows with bad ids to ``bad_ids.parquet``, unless the file holds them already.
 
     Raises:
         StorageError: the rows cannot be written.
@@ -287,7 +287,7 @@ def store_id_errors(job: OutputJob) -> None:
 
 
 def _stored(job: OutputJob, column: str) -> BadIds | None:
-    """Return the stored rows; None if no rows of this input are stored."""
+    """Read ``bad_ids.parquet``; return None if it is unreadable or belongs to another input."""
     try:
         table = job.out.read_table(job.out.bad_ids)
         if (table.schema.metadata or {}).get(_KEY) != _input_key(job):

@@ -25,15 +25,18 @@ _FLUSH_SHARE = 0.8
 writing the file.
 """
 _LEAST_EVERY_S = 1.0
-"""Seconds between flushes at the start of a run. If runs are killed soon after their start, they
-then lose little."""
+"""Seconds between flushes at the start of a run, so that a run that is killed soon after its start
+loses little work."""
 ALONE_S = 1.0
-"""Seconds between flushes while a row runs alone because it may have killed earlier runs. Kept
-tokens then show that the row did not kill its run. If tokens were flushed at once, a row that kills
-the run at each step would keep one more token in each run, and would never be given up.
+"""Seconds between flushes while a row runs alone because it may have killed earlier runs. Tokens
+that are kept after such a run show that the row did not kill it. If tokens were flushed at once, a
+row that kills every run after one step would keep one more token in each run, and would never be
+given up.
 """
 _MOST_OBSOLETE_TOKENS = 1 << 21
-"""Maximum number of obsolete tokens on disk; beyond it, the tokens in use are written again."""
+"""Maximum number of obsolete tokens on disk. If there are more, all tokens in use are written to a
+new file, which replaces the older files.
+"""
 _FILE_COST_TOKENS = 1 << 12
 """Cost of writing a file, as a number of tokens. If rows draw few tokens, this cost limits the
 number of files to a few hundred.
@@ -84,7 +87,7 @@ class TokensInFlight:
         self._tracker = OutputTracker()
         self._states: Collection[RequestState] = ()
         self._just_ended: dict[int, list[Completion]] = {}
-        """Completions of the last step, keyed by row id; the rows may have further requests."""
+        """Completions of the last step, keyed by row id; the rows may get further requests."""
         self._ended: dict[int, list[Completion]] = {}
         """Earlier completions, keyed by row id, of rows that have further requests."""
         self._cost = math.inf  # the first update replaces the files of earlier runs

@@ -10,19 +10,20 @@ from batchinfer.engine.stats import StepStats
 from batchinfer.requests.requests import PromptRow
 
 _SHARE_OF_LIFE = 0.95
-"""Share of the life of a killed run in which the next run can expect to finish rows. Chosen in
-simulations of a job that is killed every 9 to 25 seconds."""
+"""A run expects to be killed at the same age as the run before it. It resumes only rows that should
+finish within this share of that time. The value was chosen in simulations of a job that is killed
+every 9 to 25 seconds."""
 _OUTLIVES = 1.25
-"""Age, as a multiple of the life of the killed run, from which a run no longer expects a kill. Over
-1, because the last file of a killed run is older than its end."""
+"""A run whose age reaches this multiple of the killed run's recorded life no longer expects to be
+killed. The value is over 1, because the killed run lived on after it wrote its last file."""
 _FIXED_SHARE = 0.25
-"""Share of a step's time that is assumed to be the same for any number of sequences, until steps
-with other numbers of sequences are measured."""
+"""Assumed share of a step's time that does not depend on the number of sequences. It matters until
+steps with different numbers of sequences have been measured."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """Sums over decode steps, from which least squares give the time of a step."""
+    """Sums over decode steps, from which a least-squares fit estimates the time of a step."""
 
     count: float = 0.0
     sequences: float = 0.0
@@ -30,9 +31,9 @@ class StepTimes:
     squared_sequences: float = 0.0
     sequences_seconds: float = 0.0
     prefill_tokens: float = 0.0
-    """Tokens of prompts, and tokens computed again, in other steps than decode steps."""
+    """Number of prompt tokens and recomputed tokens in steps that were not only decode steps."""
     prefill_seconds: float = 0.0
-    """Seconds of these steps, without the time that a decode step would have taken."""
+    """Seconds that these steps took, minus the expected time of decode steps."""
 
     def plus(self, stats: StepStats) -> StepTimes:
         """Return the sums with one more step."""
@@ -55,7 +56,7 @@ class StepTimes:
 
     @property
     def s_per_prefill_token(self) -> float:
-        """Seconds of a step per token of a prompt."""
+        """Seconds that a step takes per prompt token."""
         return self.prefill_seconds / max(self.prefill_tokens, 1)
 
     def expected_s(self, sequences: int) -> float:
@@ -63,7 +64,7 @@ class StepTimes:
         was measured."""
         if not self.count:
             return 0.0
-        # One invented step without sequences decides the slope if all steps are alike.
+        # Add an invented step without sequences, which decides the slope if all steps are alike.
         count = self.count + 1
         seconds = self.seconds * (1 + _FIXED_SHARE / self.count)
         spread = self.squared_sequences - self.sequences**2 / count
@@ -77,7 +78,7 @@ class RunPace:
     """How long a run lasted, and how long steps took in this run and the runs before it."""
 
     life_s: float
-    """Seconds from the start of a run until it was killed; 0 for a run that ended in order."""
+    """Seconds from the start of a run until it was killed; 0 for a run that ended normally."""
     steps: StepTimes
 
 
@@ -86,9 +87,9 @@ class ResumePace:
 
     A run must compute the prompt and the kept tokens of a row again before it can draw the row's
     next token. If runs are killed soon after each other, and each run first resumes all rows, this
-    takes most of the time between two kills. So rows with the fewest tokens left come first, and a
-    run resumes only rows that it can expect to finish before it is killed too. New rows wait. Once
-    the run has outlived the killed run, it resumes all rows.
+    recomputation takes most of the time between two kills. So rows with the fewest tokens left come
+    first, and a run resumes only rows that it can expect to finish before it is killed too. New
+    rows wait. Once the run has outlived the killed run, it resumes all rows.
 
     Args:
         num_kept: returns the number of kept tokens of a row; 0 for a new row.
@@ -117,12 +118,12 @@ class ResumePace:
         """Return what the next run needs to know.
 
         Args:
-            is_ending: True if the run ends in order, and is not killed.
+            is_ending: True if the run ends normally, without being killed.
         """
         return RunPace(0.0 if is_ending else self.age_s, self._steps)
 
     def follow(self, killed: RunPace) -> None:
-        """Expect that this run is killed after about the same time as the run before it."""
+        """Assume that this run will be killed at about the same age as the run before it."""
         self._life_s, self._steps = killed.life_s, killed.steps
 
     def stepped(self, stats: StepStats) -> None:
@@ -136,8 +137,8 @@ class ResumePace:
         self._limit_of_finished += limit
 
     def ordered(self, rows: list[PromptRow]) -> list[PromptRow]:
-        """Return the rows of a window: first the interrupted rows, those with the fewest tokens
-        left before others, then the new rows. Rows that share an answer stay together."""
+        """Return the rows of a window: first the interrupted rows, sorted by the number of tokens
+        left, then the new rows. Rows that share an answer stay together."""
         left = {row.row_id: left for row in rows if (left := self._most_left(row))}
         if not left:
             return rows
@@ -151,7 +152,7 @@ class ResumePace:
         return sorted(rows, key=order)
 
     def num_ready(self, rows: Iterable[PromptRow], num_running: int) -> int:
-        """Return how many of the first rows may run now; the caller runs them.
+        """Return how many rows, counted from the first, may run now; the caller must run them.
 
         Args:
             num_running: number of sequences in the engine.

@@ -297,7 +297,7 @@ def test_a_model_is_checked(tmp_path: Path, model: Path) -> None:
     takes = {"modality_config": {"text": {}, "message": {}}}
     (tmp_path / "chat" / "sentence_bert_config.json").write_text(json.dumps(takes))
     with pytest.raises(
-        UsageError, match="asks for its chat template without the start of an answer"
+        UsageError, match="asks for its chat template without the generation prompt"
     ):
         run_job(job(tmp_path, tmp_path / "chat", ["x"]), quiet=True)
     with_modules(tmp_path / "broken", model)

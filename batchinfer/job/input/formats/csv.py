@@ -37,7 +37,7 @@ DELIMITERS = (",", ";", "\t", "|")
 csv.field_size_limit(max(csv.field_size_limit(), MAX_CELL_BYTES))
 
 Record = list[str] | RowError
-"""The cells of a row, with one character for each byte."""
+"""The cells of a row as Latin-1 strings, one character per byte; or the row's error."""
 
 
 def _is_float(cell: str) -> bool:
@@ -58,7 +58,10 @@ def merged(kinds: Collection[pa.DataType]) -> pa.DataType:
 
 
 class _ColumnTypes:
-    """Finds types that show all cells of a file as written; empty cells fit every type."""
+    """Finds, for each column, a type that reproduces all cells as written.
+
+    Empty cells fit every type.
+    """
 
     def __init__(self) -> None:
         self._possible: dict[int, list[pa.DataType]] = {}
@@ -78,8 +81,8 @@ class _ColumnTypes:
 
 
 class CsvFormat(TextFormat[Record]):
-    """CSV files. Without ``delimiter``, tabs separate the cells of files named ``.tsv``, and commas
-    the cells of others.
+    """CSV files. Without ``delimiter``, cells are separated by tabs in files named ``.tsv``, and by
+    commas in all other files.
 
     An empty cell is null in the output and an empty string in a prompt.
     """
@@ -260,7 +263,7 @@ def _wrong_record(error: csv.Error, where: str, lines: _CountedQuotes) -> RowErr
 
 
 def _lines(chunks: Iterable[bytes], path: str) -> Iterator[str]:
-    """Yield lines with their ends (LF, CRLF or CR), with one character for each byte."""
+    """Yield lines with their line endings (LF, CRLF or CR) as Latin-1, one character per byte."""
     rest, begun = b"", False
     for chunk in chunks:
         if not begun:

@@ -1,4 +1,4 @@
-"""Decodes text files, and explains bytes that are not valid in a file's encoding."""
+"""Decodes text files, and makes the errors for bytes that are invalid in a file's encoding."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ _ZEROS: dict[tuple[bool, ...], str] = {
 that begin with ASCII (RFC 4627).
 """
 _CANDIDATES = ("cp1252", "mac_roman", "cp1250", "cp1251", "cp932", "gb18030")
-"""Encodings to suggest, by how common they are in files."""
+"""Encodings to suggest, most common first."""
 _ODD = re.compile(
     r"(?<=[^\W\d_])[\u2018\u201c\u201e]"  # an opening quote after a letter
     r"|(?<=[^\W\d_])[\u201d\xab\xbb\u2013\u2022\u2039\u20ac\xa3\xa7\xb0\xa9\xae\u2122](?=[^\W\d_])"
     r"|(?<=[^\x00-\x7f])[@\[\\\]^_`{|}~]"  # second bytes of letters in Japanese and Chinese files
     r"|[\uff61-\uff9f]"  # half-width katakana
 )
-"""Characters that are rare where they stand, such as a symbol between two letters."""
+"""Characters in positions where they are rare, such as a symbol between two letters."""
 _AROUND = re.compile(rb"[^\x00-\x20\",;|]{0,40}")
 
 
@@ -51,7 +51,7 @@ class BadCell:
     column: str | None
     """None if the record cannot be read, so that its columns are not known."""
     text: bytes
-    """The cell or the line, as ``to_utf8`` returns it with ``KEEP_BYTES``."""
+    """The cell (CSV) or the whole line (JSON), as ``to_utf8`` returns it with ``KEEP_BYTES``."""
 
 
 def to_utf8(chunks: Iterable[bytes], encoding: str, errors: str) -> Iterator[bytes]:
@@ -147,7 +147,7 @@ def _word(text: bytes, at: int) -> tuple[int, int]:
 
 
 def _best_reading(text: bytes) -> tuple[str, str]:
-    """Return the encoding in which a text looks most like words, and the text in it."""
+    """Return the candidate encoding whose decoded text looks most like words, and that text."""
     readings: dict[str, str] = {}
     for name in _CANDIDATES:
         try:
@@ -158,8 +158,8 @@ def _best_reading(text: bytes) -> tuple[str, str]:
 
 
 def _oddness(text: str) -> int:
-    """Count what is rare in words: symbols, accented capitals after the first letter, neighbors
-    from two scripts, and two accented Latin letters in a row."""
+    """Count features that are rare in words: symbols, accented capitals after the first letter,
+    neighboring letters from two scripts, and two accented Latin letters in a row."""
     odd = len(_ODD.findall(text))
     odd += sum(c > "\xff" and c != "€" and unicodedata.category(c)[0] in "SC" for c in text)
     for one, other in pairwise(text):
@@ -177,7 +177,7 @@ def _script(letter: str) -> str:
 
 
 def _keep_bytes(error: UnicodeError) -> tuple[str, int]:
-    """Replace invalid bytes with surrogates that ``to_utf8`` encodes as bytes from 0x80 on."""
+    """Replace each invalid byte with a surrogate, which ``to_utf8`` encodes as a single byte."""
     if not isinstance(error, UnicodeDecodeError):
         raise error
     bad = error.object[error.start : error.end]

@@ -86,7 +86,7 @@ def _check_task(path: str, task: FileScanTask) -> None:
 
 
 def _check_names(file: str, schema: Schema) -> None:
-    """Check that each column of a file is the table's column with the same name.
+    """Check by field ids that each column of a file is the table's column of the same name.
 
     Raises:
         DataError: a column was renamed, or dropped and added again, after the file was written.

@@ -1,6 +1,6 @@
 """Reads JSON files: an array of objects, an object with such an array, or JSON Lines.
 
-Each object is a row, which is read as a line of JSON Lines.
+Each object becomes a row, parsed like a line of a JSON Lines file.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from batchinfer.job.input.jsonl import JsonlFormat, Line
 
 
 class JsonFormat(JsonlFormat):
-    """JSON files. The first character tells an array from an object.
+    """JSON files. The first character shows whether a file begins with an array or an object.
 
-    An object is a file with a list if ``json_field`` names the list, else the first of JSON Lines.
+    If it begins with an object, ``json_field`` names the key whose list holds the rows. Without
+    ``json_field``, the file is read as JSON Lines.
     """
 
     title = "JSON"
@@ -80,8 +81,8 @@ def lists_of_objects(path: str, options: TextOptions) -> Mapping[str, int] | Non
     """Find the lists of objects in a file that is a single object.
 
     Returns:
-        Number of objects, keyed by the key of the list; None if the file is not a single object, or
-        is one that fits in a line.
+        Number of objects in each list, keyed by the list's key. None if the file is not a single
+        object, or is a single line without lists of objects.
 
     Raises:
         DataError: the file cannot be read, or the text of its first object is not JSON.

@@ -22,7 +22,7 @@ _LONGEST_TOKEN = 16
 
 
 class JsonText:
-    """The text of a file from the current position on.
+    """A file's text, which is read from the current position onward.
 
     Methods raise a DataError with the line and the character if the text is not JSON.
     """
@@ -107,7 +107,7 @@ class JsonText:
             mark = self.take(",}")
 
     def skip(self) -> int | None:
-        """Read a value, the items of an array one by one.
+        """Skip a value without holding a whole array in memory.
 
         Return the number of items if the value is an array of objects, else None.
         """
@@ -130,8 +130,10 @@ class JsonText:
             raise self._error("text follows the end of the value", self._at)
 
     def _read_more(self) -> bool:
-        """Read at least as much text as is unread, so that a long value is parsed a few times only;
-        return False at the end."""
+        """Read more text; return False at the end of the file.
+
+        This at least doubles the unread text, so that a long value is parsed only a few times.
+        """
         unread = self._text[self._at :]
         if len(unread) > MAX_VALUE_BYTES:
             raise self._error(f"a value has more than {MAX_VALUE_BYTES >> 20} MiB", self._at)

@@ -69,8 +69,8 @@ class TextFormat(Format, Generic[Record]):
         """Read a whole file to count its rows and hash it.
 
         Args:
-            learn: called with the parsed records of each batch; again with all of them if the file
-                has invalid bytes that are replaced.
+            learn: called with the parsed records of each batch. If invalid bytes have to be
+                replaced, the file is read again, and ``learn`` is called for all batches again.
 
         Raises:
             DataError: the file cannot be read or is not valid in its encoding, or all of its

@@ -1,1 +1,1 @@
-"""Records of finished files: their sizes, hashes and counts, by which damage is noticed."""
+"""Records of finished files. The recorded sizes, hashes and counts reveal damaged files."""

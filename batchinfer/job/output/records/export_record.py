@@ -55,7 +55,7 @@ def _openai_problems(out: OutputDir, *, read: bool) -> Iterator[str]:
 
 
 def read_record(out: OutputDir, path: PurePath) -> dict[str, Any]:
-    """Return the JSON object in a record; an empty one if it is damaged or missing."""
+    """Return the JSON object in a record; an empty dict if the record is damaged or missing."""
     with suppress(OSError, ValueError):
         record = parse_json(read_file(out.files, path))
         return record if isinstance(record, dict) else {}

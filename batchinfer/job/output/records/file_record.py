@@ -1,7 +1,7 @@
-"""The record of an ended job's files, which lets ``verify`` notice every change of a file.
+"""The record of an ended job's files, by which ``verify`` detects every change to a file.
 
-The records of parts have the hashes of the rows. ``_batchinfer/files.json`` has the sizes and
-hashes of the other files: statistics, summary, records of parts, keys, and the files of the runs. A
+Each part's record has the hash of the part's file. ``_batchinfer/files.json`` has the sizes and
+hashes of the other files: statistics, summary, part records, keys, and the files of the runs. A
 run writes it just before ``_SUCCESS``, and ``OutputDir.reopen`` deletes it before a file changes.
 The copy ``files-copy.json`` reveals that the record itself is damaged or missing. Outputs that
 older versions finished have no such record.
@@ -48,7 +48,7 @@ class FileRecord:
     __pydantic_config__: ClassVar = STRICT
 
     has_success: bool
-    """True if ``_SUCCESS`` was written next; False if too many rows had failed."""
+    """True if ``_SUCCESS`` was written next; False if too many rows failed or too few succeeded."""
     has_report: bool
     """True if there was a sealed report; its hash is in the report itself, which may be written
     again at any time."""
@@ -60,7 +60,7 @@ _STORED = TypeAdapter(FileRecord)
 
 
 def sealed(html: bytes) -> bytes:
-    """Return a report with its own hash at the end, by which ``verify`` checks it."""
+    """Return a report with its own hash appended, so that ``verify`` can check it."""
     return html + _SEAL + hashlib.sha256(html).hexdigest().encode() + _SEAL_END
 
 
@@ -91,7 +91,7 @@ def record_files(out: OutputDir, *, has_success: bool, open_runs: Iterable[str])
 
 
 def missing_files(out: OutputDir) -> Iterator[PurePath]:
-    """Yield the recorded files that are missing, with the record or its copy if one is missing."""
+    """Yield the recorded files that are missing, and the record or its copy if it is missing."""
     record = _stored(out)
     if record is None:
         return

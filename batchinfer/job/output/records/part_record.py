@@ -22,7 +22,7 @@ class PartRecord:
     error_codes: dict[str, NonNegativeInt]
     """Number of failed rows, keyed by error code."""
     control_text_row_ids: list[int]
-    """Ids of rows whose own text contains the text of one of the model's control tokens."""
+    """Ids of rows whose input contains the text of a control token, such as ``<|im_end|>``."""
     size: NonNegativeInt
     mtime_ns: NonNegativeInt
     sha256: str

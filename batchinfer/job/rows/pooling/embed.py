@@ -35,10 +35,10 @@ def _embedder(job: JobSpec) -> Embedder:
 
 
 def _with_defaults(job: JobSpec) -> JobSpec:
-    """Return the job with the defaults of the model's folder.
+    """Return the job with the defaults from the model's folder filled into ``embed``.
 
-    A job without ``embed`` and with the first version's defaults stays as it is, because its
-    fingerprint must not change.
+    If the job has no ``embed`` and the model's defaults equal those of batchinfer's first version,
+    return the job unchanged, because its fingerprint must stay the same.
     """
     embedder, config = _embedder(job), _config(job)
     dimensions = embedder.width if config.dimensions or embedder.modules.truncate_dim else None
@@ -85,7 +85,7 @@ def checked_modules(job: JobSpec) -> EmbeddingModules:
     if modules.takes_messages and prompt.token_ids_column is None:
         raise UsageError(
             "the model's sentence_bert_config.json (modality_config) asks for its chat template "
-            "without the start of an answer, which is not yet supported; give token ids "
+            "without the generation prompt, which is not yet supported; give token ids "
             "instead (prompt.token_ids_column)"
         )
     return modules

@@ -79,7 +79,7 @@ def plain_prompts(
     Args:
         prefix: text to put before each text.
         pools_prefix: True to pool the tokens of the prefix too.
-        most_tokens: largest number of tokens of a prompt; None for the model's maximum.
+        most_tokens: maximum number of tokens in a prompt; None for the model's maximum.
     """
     default = "messages" if "messages" in others["columns"] else "prompt"
     is_text = config.template or (config.column or default) not in others["conversation_columns"]
@@ -139,8 +139,11 @@ def _begins_with_it(item: Rendered) -> TypeGuard[RenderedText]:
 
 
 def _num_prefix_tokens(tokenizer: Tokenizer, prefix: str) -> int:
-    """Count the tokens of a prefix and of special tokens before it, as sentence-transformers does
-    (base/modules/transformer.py, ``_get_prompt_length``)."""
+    """Count the tokens of a prefix, with the special tokens before it but not those after it.
+
+    sentence-transformers counts them in this way too (base/modules/transformer.py,
+    ``_get_prompt_length``).
+    """
     (ids,) = tokenizer.encode_batch([prefix], add_special_tokens=True, parse_special_tokens=True)
     ends = len(ids) > 0 and tokenizer.num_control_ids(ids[-1:]) > 0
     return len(ids) - ends
