@@ -16,8 +16,8 @@ order:
 
 The work list has one item per tile of a chunk's query tokens, with all pieces that they see. A
 decode is one item with all its pieces, or one item per piece; both give the same sums. The list is
-made on the device, like the list in `decode_plan.py`. Each sequence reads a shared prefix
-separately.
+made on the device, like the list in `decode_plan.py`. A prefix that several sequences share is read
+once for each of them.
 
 Sources: "Defeating Nondeterminism in LLM Inference" (He and Thinking Machines Lab 2025) proposes
 splits of a fixed size instead of a fixed number of splits, and the same order for prefill and
@@ -256,7 +256,7 @@ def _batch_invariant_kernel(
     prompt_lens_ptr,  # [S] int32 or None
     query_ends_ptr,  # [T] int32 or None
     items_ptr,  # [N, 2] int32: sequence; tile of query tokens, or piece of a decode
-    counters_ptr,  # [1 + launches] int32: N, then the items that each launch has taken
+    counters_ptr,  # [1 + launches] int32: N, then the number of items that each launch has taken
     partials,  # Partials
     totals_ptr,  # [programs, 2, ROWS, VALUE_BLOCK] float32: sum of previous pieces, current piece
     score_scale,
@@ -389,7 +389,7 @@ def _plan_batch_invariant_kernel(
     COUNTERS_BLOCK: tl.constexpr,
     PIECE: tl.constexpr,
     TOKENS: tl.constexpr,
-    SEQUENCES: tl.constexpr,  # sequences to list at a time
+    SEQUENCES: tl.constexpr,  # sequences per iteration
 ):
     num_items = tl.full([], 0, tl.int32)
     for start in range(0, num_sequences, SEQUENCES):

@@ -78,7 +78,7 @@ def _plan_chunks_kernel(
     num_sequences,
     max_items,
     TOKENS: tl.constexpr,
-    SEQUENCES: tl.constexpr,  # sequences to list at a time
+    SEQUENCES: tl.constexpr,  # sequences per iteration
 ):
     num_items = tl.full([], 0, tl.int32)
     for start in range(0, num_sequences, SEQUENCES):

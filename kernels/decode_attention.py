@@ -120,7 +120,7 @@ def _decode_kernel(
     sinks_ptr,  # [Hq] or None
     prompt_lens_ptr,  # [S] int32 or None
     items_ptr,  # [N, 2] int32: sequence, piece
-    counters_ptr,  # [1 + launches] int32: N, then the items that each launch has taken
+    counters_ptr,  # [1 + launches] int32: N, then the number of items that each launch has taken
     partials,  # Partials
     score_scale,
     cap,  # or None

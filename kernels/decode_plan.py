@@ -1,4 +1,4 @@
-"""The work list of a step's decodes: the pieces of their contexts.
+"""The work list of a step's decodes, whose items are pieces of their contexts.
 
 A context is cut into pieces of `DECODE_PIECE` tokens. The length is constant, so the order in which
 a row's terms are added does not depend on other rows of the step. If the partial results would take
@@ -26,7 +26,7 @@ from batchinfer.kernels.launch import OPTIONS
 from batchinfer.kernels.split_kv import MAX_WORKSPACE_BYTES, Partials, pieces
 
 DECODE_PIECE = 512  # in tokens; a multiple of every tile size
-SEQUENCES_AT_ONCE = 1024  # sequences that a planning program processes at a time, at most
+SEQUENCES_AT_ONCE = 1024  # largest number of sequences per iteration of planning kernels
 _FEW_SEQUENCES = 64
 _COUNTERS_BLOCK = 128
 # Rows of a shared piece's tile: the smallest number that a Hopper warp group can multiply.
@@ -35,7 +35,7 @@ _SHARED_ROWS = 64
 
 @dataclass(frozen=True)
 class DecodeWork:
-    """Work list of a step for one window, and memory for the results of its pieces."""
+    """The work list of a step for one window, and memory for the results of its pieces."""
 
     # [S * max_pieces, 2] int32: sequence and piece. For a shared item, the index of its first
     # sequence in `order`, instead of the sequence.
@@ -123,8 +123,8 @@ def plan_decode(
 
 
 def sequences_at_once(num_sequences: int) -> int:
-    """Return the number of sequences to list at a time. There are only two values, because Triton
-    compiles the kernels once for each value."""
+    """Return the number of sequences that a planning kernel lists per iteration. There are only two
+    values, because Triton compiles the kernels once for each value."""
     few = num_sequences <= _FEW_SEQUENCES
     return min(SEQUENCES_AT_ONCE, _FEW_SEQUENCES) if few else SEQUENCES_AT_ONCE
 
@@ -275,7 +275,7 @@ def _plan_kernel(
     num_counters,
     COUNTERS_BLOCK: tl.constexpr,
     PIECE: tl.constexpr,
-    SEQUENCES: tl.constexpr,  # sequences to list at a time
+    SEQUENCES: tl.constexpr,  # sequences per iteration
 ):
     if order_ptr is not None:
         for start in range(0, num_sequences, SEQUENCES):

@@ -27,7 +27,7 @@ scale."""
 MOST = 448.0
 """The largest float8 e4m3fn number."""
 LEAST = 1e-10
-"""Lower bound for a block's largest number, so that its scale is not zero."""
+"""Lower bound for a block's largest magnitude, so that its scale is not zero."""
 _GROUPS = 8  # groups of a row that a program quantizes: two loads of 16 bytes per thread
 
 
@@ -39,7 +39,7 @@ def num_blocks(size: int) -> int:
 def quantize_blocks(
     weight: torch.Tensor,  # [N, K] any float
 ) -> tuple[torch.Tensor, torch.Tensor]:  # [N, K] float8, [ceil(N / 128), ceil(K / 128)] float32
-    """Quantize a weight to float8: each block's largest number becomes 448.
+    """Quantize a weight to float8, scaled so that each block's largest magnitude becomes 448.
 
     A block with NaN or infinity gets a NaN scale.
     """
@@ -62,7 +62,8 @@ def quantize_blocks(
 def scales_of(
     largest: torch.Tensor,  # [...] float32
 ) -> tuple[torch.Tensor, torch.Tensor]:  # [...] float32 each
-    """Return the scales for the largest numbers of blocks or groups, and their inverses."""
+    """Return the scales of blocks or groups with these largest magnitudes, and the scales'
+    inverses."""
     largest = largest.clamp_min(LEAST)
     largest = largest.where(largest.isfinite(), torch.nan)
     # Divide by a tensor, because torch replaces a division by a Python number with a multiplication

@@ -153,7 +153,7 @@ def fp8_linear(
 
 
 def num_pieces(rows: int, outputs: int, width: int, device: torch.device) -> int:
-    """Return the default number of pieces."""
+    """Return the default number of pieces: enough to keep the device busy."""
     tile = _tile(rows, 1, compute_capability(device))
     tiles = triton.cdiv(rows, tile.rows) * triton.cdiv(outputs, tile.outputs)
     # With few rows, a program occupies only a part of a multiprocessor.

@@ -32,7 +32,7 @@ class GatedDeltaWeights:
     num_key_heads: int
     key_width: int
     with_silu: bool = True
-    """True if silu(gate) multiplies the output, false if sigmoid(gate) does."""
+    """True to multiply the output by silu(gate), false to multiply it by sigmoid(gate)."""
 
     @property
     def decay_width(self) -> int:

@@ -17,7 +17,8 @@ import triton.language as tl
 from batchinfer.kernels.fp8 import as_bytes, is_transposed, narrow, without_nan
 from batchinfer.kernels.launch import OPTIONS, check_launchable
 
-# Elements of keys, and of values, that one program writes: 128 threads access 16 bytes each.
+# Number of key elements, and of value elements, that one program writes: 16 for each of 128
+# threads.
 _TILE_ELEMENTS = 2048
 
 

@@ -1,4 +1,4 @@
-"""Computes LoRA for batches with several adapters: adds the adapters' products to their rows.
+"""Computes LoRA for batches with several adapters: adds each adapter's product to its rows.
 
 Formula, for every adapter a and every i in [starts[a], starts[a + 1]), with t = rows[i]:
 

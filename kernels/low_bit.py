@@ -41,7 +41,8 @@ class Int8Weight:
 
     @classmethod
     def rounded(cls, weight: torch.Tensor) -> Int8Weight:
-        """Quantize a weight [out, in]: each output's largest number becomes 127."""
+        """Quantize a weight [out, in], scaled so that each output's largest magnitude becomes
+        127."""
         return cls(*round_rows(weight))
 
     @classmethod

@@ -25,7 +25,7 @@ import triton.language as tl
 from batchinfer.kernels.launch import OPTIONS, check_launchable
 
 _ROW_TILES = 8  # tiles of rows that read the same tile of weights while it is in the L2 cache
-# From this number of outputs on, wide tiles for 256 rows occupy nearly all of an H100's
+# From this number of outputs on, the wide tiles of 256 rows occupy most of an H100's
 # multiprocessors.
 _MANY_OUTPUTS = 6144
 

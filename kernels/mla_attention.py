@@ -5,10 +5,11 @@ elements of its keys. A tile of the cache is therefore loaded once and multiplie
 rank + rotary elements, 512 + 64 in DeepSeek's models. The two parts are multiplied separately,
 because 576 would be padded to 1024.
 
-The query heads of a token are cut into groups, each as large as the registers allow. The rows of a
-program are the heads of one group, for each of its query tokens. Programs for other groups read the
-context again, usually from the L2 cache, because programs for the same piece run at the same time.
-The work lists are the same as for `paged_attention`, with these groups instead of KV heads.
+The query heads of a token are cut into groups, each as large as the registers allow. A program has
+one row for each head of a group and each of the program's query tokens. Programs for other groups
+read the context again, usually from the L2 cache, because programs for the same piece run at the
+same time. The work lists are the same as for `paged_attention`, with these groups instead of KV
+heads.
 
 Sources: DeepSeek-V2 (2024, arXiv:2405.04434, section 2.1). FlashMLA (DeepSeek 2025) also keeps a
 latent in shared memory for both GEMMs.
@@ -259,7 +260,7 @@ def _mla_decode_kernel(
     context_lens_ptr,  # [S] int32
     out_ptr,  # [T, Hq, RANK]
     items_ptr,  # [N, 2] int32: sequence, piece
-    counters_ptr,  # [1 + launches] int32: N, then the items that each launch has taken
+    counters_ptr,  # [1 + launches] int32: N, then the number of items that each launch has taken
     partials,  # Partials
     query_row_stride,
     query_head_stride,

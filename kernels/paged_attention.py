@@ -58,7 +58,8 @@ def paged_attention(
     """Compute attention into `out`. The cache must already hold this step's keys and values.
 
     Rows of `query` and `out` from query_starts[S] onward are neither read nor written. A sequence
-    may have no query token; a sequence with one query token and a context of 0 gets zeros.
+    may have no query tokens. If a sequence has one query token and a context of 0 tokens, its
+    output is 0.
 
     Args:
         query_ends: see `reference.paged_attention`. A sequence with one query token must see its

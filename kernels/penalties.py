@@ -3,15 +3,15 @@
 For the logit x of a token, in this order, each operation rounded to float32:
 
     x + bias                             for each of the token's biases; -inf bans the token
-    -inf                                 if there is a list of allowed tokens without this token
+    -inf                                 if there is a list of allowed tokens that lacks this token
     x / repetition, or x * repetition    (if x <= 0), if the token is in the prompt or output
     x - frequency * count - presence     if the token occurs `count` times in the output
 
 Repetition penalty: Keskar et al. 2019, arXiv:1909.05858. The other parameters are defined as in the
 OpenAI API, and the order is the same as in vLLM (v1/sample/sampler.py). The model's logits are not
 changed. The kernel writes float32 values only for edited tokens, and one bit per token that says
-whether the token is edited. Reading an edited row therefore takes only an eighth of a byte more per
-logit.
+whether the token is edited. To read an edited row, kernels therefore load only an eighth of a byte
+more per logit.
 
 One program computes one distribution. A token may be listed several times, so all new values are
 computed before any is written. Occurrences are counted first, in the memory that later holds the

@@ -154,8 +154,8 @@ def mamba1(
 def _grid(
     states: PagedStates, num_heads: int, width: int
 ) -> tuple[tuple[int, int], dict[str, int]]:
-    """Return a grid with a program for each sequence and block of a piece's columns, and the
-    kernel's constants."""
+    """Return the launch grid, with a program for each sequence and each block of a piece's columns,
+    and the kernel's constants."""
     places = states.places
     block = min(_MAX_COLUMNS, triton.next_power_of_2(places.columns))
     blocks = triton.cdiv(places.columns, block)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StatePlaces:
-    """Where the slots of a sequence's state hold the state of one layer.
+    """Where one layer's state is within the slots of a sequence's state.
 
     A head's matrix [key width, value width] is cut by columns into pieces [key width, columns]. The
     last inputs of the convolution are cut by channels into pieces [conv_width - 1, channels]. Piece

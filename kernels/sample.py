@@ -96,7 +96,7 @@ class _Scratch(NamedTuple):
     top: torch.Tensor  # [D] float32, the largest edited logit
     # [D] int32: for a flat row, the lower end of the interval that was searched; else LOWEST_KEY.
     left_low: torch.Tensor
-    left_masses: torch.Tensor  # [D, 2] int64: sum of the weights in that interval; of all weights
+    left_masses: torch.Tensor  # [D, 2] int64: sum of weights in that interval, and of all weights
 
 
 def sample(

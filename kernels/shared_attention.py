@@ -107,7 +107,7 @@ def _shared_kernel(
     order_ptr,  # [S] int32
     decode_shared_ptr,  # [S] int32
     items_ptr,  # [N, 2] int32: index in the order of a tile's first sequence, and piece
-    counters_ptr,  # [2, num_counters] int32: N, then the items that each launch has taken
+    counters_ptr,  # [2, num_counters] int32: N, then the number of items that each launch has taken
     partials,  # Partials
     score_scale,
     cap,  # or None

@@ -49,7 +49,8 @@ _STAGES: tl.constexpr = tl.constexpr(3)
 
 
 class Candidates(NamedTuple):
-    """The output of a pass over a row: sums of tiles, and an interval's tokens per segment."""
+    """The output of a pass over a row: sums of tiles, and each segment's tokens inside an
+    interval."""
 
     tile_sums: torch.Tensor  # [NUM_TILES] int64: sum of each tile's weights above the interval
     logits: torch.Tensor  # [SEGMENTS, CANDIDATES] float32

@@ -156,7 +156,7 @@ def pack_low_bit(weight: LowBitWeight, instructions: str | None = None) -> torch
 
 
 def pack_float8(weight: Float8GroupedWeight, dtype: torch.dtype) -> torch.Tensor:
-    """Pack a float8 weight, like ``pack``, for rows of ``dtype``, which are not rounded.
+    """Pack a float8 weight, like ``pack``, for rows of ``dtype``. Rows are not rounded.
 
     ``gemm`` gives the same bits as with the dequantized weight, rounded to ``dtype`` and packed for
     ``vector_instructions``.

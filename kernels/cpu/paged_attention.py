@@ -1,8 +1,8 @@
 """Calls the C kernels of paged attention, and reads and writes the KV pool in their layout.
 
 Blocks of the pool store keys and values in the order in which the processor multiplies them
-(``kv_block_layout.h``). Only ``kv_write`` and ``row_ops.rotary_write`` write them. ``read_keys``
-and ``read_values`` return them in the order of positions.
+(``kv_block_layout.h``). Only ``kv_write`` and ``row_ops.rotary_write`` write blocks. ``read_keys``
+and ``read_values`` return keys and values in the order of positions.
 
 Without a C compiler, ``supports`` returns False and the worker uses torch operations.
 """

@@ -179,7 +179,8 @@ def rotary_write(
     offset: float = 0.0,
     query_head_stride: int = 0,
 ) -> None:
-    """Normalize and rotate queries in place. Store normalized, rotated keys, and unchanged values.
+    """Normalize and rotate queries in place. Store the normalized, rotated keys and the unchanged
+    values in their slots.
 
     Args:
         query_head_stride: distance S between query heads in elements; 0: D.
