@@ -160,7 +160,10 @@ class Format(ABC):
 
 
 def _conformed(batch: pa.RecordBatch, own: Sequence[str], request: ReadRequest) -> pa.RecordBatch:
-    """Give a batch the dataset's columns: cast ``own``, repeat constants, fill others with null."""
+    """Convert a batch to the requested columns and types of the dataset.
+
+    Columns in ``own`` are cast, constants are repeated for each row, and other columns are null.
+    """
     fields = [request.schema.field(name) for name in request.columns]
     if batch.schema.equals(pa.schema(fields)):
         return batch

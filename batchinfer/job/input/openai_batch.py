@@ -67,7 +67,7 @@ class CustomIds:
         self._digests = bytearray()
 
     def add(self, ids: Sequence[str | None]) -> None:
-        """Add the ids of the next requests; None never counts as repeated."""
+        """Add the ids of the next requests. None is never treated as repeated."""
         for value in ids:
             row = len(self._digests) // _BYTES
             text = f"row {row}" if value is None else f"id {value}"
@@ -178,7 +178,7 @@ def _one_prompt_each(line: Line) -> Iterator[Line]:
 
 
 def first_url(path: str) -> str | None:
-    """Find the first known URL of a request in a file; None if there is none or reading fails."""
+    """Find the first known request URL in a file; None if no URL is known or reading fails."""
     if not is_url(path) and not os.path.isfile(path):  # a pipe can be read only once
         return None
     try:

@@ -1,16 +1,16 @@
 """Reads Parquet files in batches, with little extra memory for huge values, and checks footers.
 
 A footer has no checksum, and pyarrow can crash the process if the entry of a column in a row group
-is damaged. This module therefore decodes the few fields that it needs, and compares facts that a
+is damaged. This module therefore decodes the few fields that it needs, and compares values that a
 footer stores twice. Sources: apache/parquet-format, ``parquet.thrift``; apache/thrift,
 ``doc/specs/thrift-compact-protocol.md``. A file's stored Arrow schema must match its columns too:
 pyarrow ignores parts of it that do not match, so a list could become a struct without an error.
 
 pyarrow needs two to three times the size of a value to read it: the decompressed page, possibly a
 dictionary, and the value. The page and the dictionary stay in memory until more pages are read or
-the reader is freed. The compressed page is freed at once if it is read through a buffer. If the row
-group is fetched as a whole, which takes fewer requests, the compressed pages stay in memory just as
-long.
+the reader is freed. The compressed page is freed at once if it is read through a buffer. But if the
+row group is fetched as a whole, which takes fewer requests, the compressed pages also stay in
+memory until then.
 """
 
 from __future__ import annotations
@@ -304,7 +304,7 @@ def _schema_and_groups(footer: bytes, most_groups: int = 1 << 31) -> tuple[list[
 
 
 def _leaves(schema: list[dict[int, Any]]) -> Iterator[Column]:
-    """Return the columns of a schema, whose elements are in depth-first order from the root."""
+    """Yield the columns of a schema. Its elements are in depth-first order from the root."""
     elements = iter(schema)
     for _ in range(next(elements, {}).get(_ELEMENT_CHILDREN, 0)):
         yield from _leaves_below(elements, ())
@@ -329,14 +329,14 @@ class _Compact:
         self._depth = 0
 
     def fields(self) -> Iterator[tuple[int, int]]:
-        """Yield the number and type of each field of a structure; the caller reads the value."""
+        """Yield the number and type of each field of a struct; the caller must read its value."""
         number = 0
         while header := self._byte():
             number = number + (header >> 4) if header >> 4 else self._integer()
             yield number, header & 15
 
     def value(self, kind: int) -> Any:
-        """Read a value: structures as dicts by field number, strings as bytes."""
+        """Read a value. Structs become dicts keyed by field number, and strings become bytes."""
         if kind in (1, 2):  # the type of a bool field is its value; a bool in a list is a byte
             return kind == 1
         if kind in (4, 5, 6):

@@ -55,9 +55,9 @@ class OutputDir:
         lock: the directory's lock; None for a lock in this machine's file system.
         writer: this writer's name if several processes write to the directory; the names of its
             runs, segments and staging folder contain it. "" if one process writes alone.
-        access: takes a lock's name in ``_batchinfer`` and its holder's task; returns the file
-            system to use under the lock, and the lock. None for ``files`` and locks in this
-            machine's file system.
+        access: function that takes a lock's name in ``_batchinfer`` and its holder's task, and
+            returns the file system to use while the lock is held, and the lock. None to use
+            ``files``, and locks in this machine's file system.
         place: path at which readers will find the output; None for ``root``.
     """
 
@@ -93,7 +93,7 @@ class OutputDir:
         """Progress of the runs, written every few seconds."""
         self.locks = self.state / "locks"
         self.next = self.state / "next"
-        """Generations that will replace the generation in this directory."""
+        """Folder in which updates write the next generation of the output."""
         self.swap = self.state / "swap.json"
         """File that exists during a swap, while the directory holds files of two generations."""
         self.claims = self.state / "claims"
@@ -139,9 +139,9 @@ class OutputDir:
         return OutputDir(self.root, self.files, self.lock, writer, self._access)
 
     def generation(self, name: str) -> OutputDir:
-        """Return the directory of a generation that will replace the present generation.
+        """Return the directory of a next generation, which replaces this one after an update.
 
-        The holder of this directory's lock may write to the generation.
+        The holder of this directory's lock may write to it.
         """
         return OutputDir(
             self.next / name, self.files, self.lock, access=self._access, place=self.root
@@ -191,7 +191,7 @@ class OutputDir:
             return list(pool.map(look, items))
 
     def reopen(self) -> None:
-        """Delete the record of the files, then ``_SUCCESS``; call this under the lock.
+        """Delete the record of the files, then ``_SUCCESS``; call this while holding the lock.
 
         Raises:
             StorageError: a file cannot be deleted.

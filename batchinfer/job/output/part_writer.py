@@ -30,7 +30,7 @@ _MOST_HELD_BYTES = 64 << 20
 """Maximum size of the tables to hold in memory; beyond it, their rows are written to a segment."""
 _MOST_KEPT_BYTES = 64 << 20
 """If a part's kept columns are larger than this, the input file is closed while the part is
-written. This frees the pages that the file's reader holds, of which one may be just as large.
+written. This frees the pages that the file's reader holds; a single page may be just as large.
 """
 
 

@@ -77,7 +77,7 @@ def plan_resume(
 
 
 def agree_on_plan(out: OutputDir, manifest: Manifest, if_exists: str) -> ResumePlan:
-    """Return a plan like ``plan_resume``, but do not check parts: all of them are in ``todo``.
+    """Return a plan like ``plan_resume``, but without checking parts, so ``todo`` lists all parts.
 
     Raises:
         LockedError, DataError: see ``plan_resume``.
@@ -137,7 +137,7 @@ def only_unfinished(out: OutputDir, plan: ResumePlan, trust: Trust = "marks") ->
 
 
 def prepare_directory(out: OutputDir, plan: ResumePlan, shared: OutputDir | None = None) -> None:
-    """Make the folders and store the plan; call it under the lock.
+    """Make the folders and store the plan; call this while holding the lock.
 
     Args:
         shared: the directory with the lock that all writers share, for files that all writers read;
@@ -153,7 +153,7 @@ def prepare_directory(out: OutputDir, plan: ResumePlan, shared: OutputDir | None
 
 
 def clear_output(out: OutputDir, plan: ResumePlan) -> None:
-    """Delete batchinfer's files if the plan starts over; call it under the lock.
+    """Delete batchinfer's files if the plan starts over; call this while holding the lock.
 
     Raises:
         StorageError: the directory cannot be written to.
@@ -270,7 +270,10 @@ def _make_directories(out: OutputDir) -> None:
 
 
 def _refuse_foreign(out: OutputDir, begun: bool) -> None:
-    """Check that no file comes from the user or another program, because a run may delete it.
+    """Check that the output holds no files of the user or of another program.
+
+    A file in ``data/`` is foreign if it is not named like a part. If no job has begun here, every
+    file in ``data/`` and every file with the name of a result file is foreign.
 
     Raises:
         LockedError: there is a foreign file; the message names the first.

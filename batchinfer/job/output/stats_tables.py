@@ -69,7 +69,7 @@ StepRow = dict[str, Any]
 class StepSampler:
     """Makes rows of ``steps.parquet``, one for every ``every`` steps.
 
-    A row has the sums of the counts over its steps, and the state after the last of them.
+    A row holds counts that are summed over its steps, and the state after its last step.
     """
 
     def __init__(self, run_id: str, every: int) -> None:
@@ -92,7 +92,7 @@ class StepSampler:
         return self.rest(device_bytes) if self._num_steps == self._every else []
 
     def so_far(self, device_bytes: int) -> StepRow | None:
-        """Return the steps that are in no row yet as one row; the next row counts them too."""
+        """Return one row for the steps since the last row; the next row includes them too."""
         if self._latest is None:
             return None
         return {
@@ -105,7 +105,7 @@ class StepSampler:
         }
 
     def rest(self, device_bytes: int) -> list[StepRow]:
-        """Return a list with one row for the steps that are in no row yet; [] if there are none."""
+        """Return a list with one row for the steps since the last row; [] without such steps."""
         row = self.so_far(device_bytes)
         self._counts, self._latest, self._num_steps = dict.fromkeys(_FLOWS, 0), None, 0
         return [] if row is None else [row]

@@ -111,7 +111,7 @@ def _check_column(
     """Check the column that the job file names in ``key``; return its type without dictionary
     encoding.
 
-    List views are refused, because Arrow casts slices of them wrongly.
+    List views are refused, because Arrow casts slices of list views incorrectly.
 
     Raises:
         DataError: the column does not exist, differs between files, or has an unusable type.

@@ -57,7 +57,7 @@ class Scoring(LoadedTask):
         assert isinstance(prompt, ScoredPrompt)
         sequences = list(_sequences(prompt))
         later = [len(prompt.token_ids)] * (len(sequences) - 1) + [row.reused_prefix_len]
-        # The first completion computes the state from which the other completions start.
+        # The first completion's request computes the state from which the other requests start.
         points = Counter(dict(row.branch_points))
         if len(sequences) > 1:
             points[len(prompt.token_ids) - 1] += len(sequences) - 1

@@ -42,9 +42,9 @@ class RequestDeduplicator:
         return leaders
 
     def attach(self, row: PromptRow) -> bool:
-        """Make a row follow an equal row in the engine; return True if it follows and must not run.
+        """Make a row wait for an equal row in the engine, if any; return True if the row must wait.
 
-        If it does not follow another row, later rows may follow it.
+        A row that waits must not run. If a row does not wait, later rows may wait for it.
         """
         if row.key is None or row.sampling is None or row.sampling.params.temperature > 0:
             return False

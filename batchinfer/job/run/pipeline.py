@@ -7,8 +7,8 @@
     writes       LoadedTask.finish -> PartWriter  BackgroundConsumer, at most 64 turns behind
                  TokenUpdate -> TokenFiles        every few seconds
 
-A row becomes in turn a ``Row`` of values, a ``PromptRow``, a ``Request``, a ``RequestState`` with
-its sequences, a ``Completion``, a ``RowResult`` and a ``FinishedRow``.
+A row becomes, in this order, a ``Row`` of values, a ``PromptRow``, a ``Request``, a
+``RequestState`` with its sequences, a ``Completion``, a ``RowResult`` and a ``FinishedRow``.
 
 Bounded queues between the threads apply backpressure. At most two windows are in memory: the window
 whose rows run, and the next window. The parts come from a ``PartQueue``, a few at a time. Rows of
@@ -206,8 +206,7 @@ class RowPipeline:
     def run(self) -> bool:
         """Compute and write all parts of the queue; return False if the run was stopped first.
 
-        Suspects, which may have killed earlier runs, go to the engine in groups and without other
-        rows.
+        Rows that may have killed earlier runs are suspects. They run in groups, without other rows.
         """
         while not self.stop.is_set():
             if self._waiting is None:

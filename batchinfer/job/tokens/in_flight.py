@@ -58,8 +58,9 @@ class TokensInFlight:
     """An ``OutputObserver`` that hands over new tokens of unfinished rows every few seconds, and
     returns the tokens that earlier runs kept.
 
-    From time to time it hands over all tokens in use, which replace the older files. So files hold
-    at most about twice the tokens of unfinished rows, and each drawn token is written about twice.
+    From time to time it hands over all tokens in use, and the new file replaces the older files. So
+    the files hold at most about twice the tokens of unfinished rows, and each drawn token is
+    written about twice.
 
     Args:
         most_lost_s: seconds of work that a crash may lose.
@@ -115,7 +116,7 @@ class TokensInFlight:
             engine.observer = None
 
     def partial_output(self, request: Request) -> PartialOutput | None:
-        """Return the output that an earlier run kept for a new request; None if there is none."""
+        """Return the output that an earlier run kept for a new request; None if it kept none."""
         if request.number and request.row_id in self._just_ended:
             self._ended[request.row_id] = self._just_ended.pop(request.row_id)
         kept = self._kept.pop((request.row_id, request.number), None)

@@ -61,8 +61,10 @@ class TokenFiles:
     def recover(
         self, missing: Sequence[range], other_writers: Collection[str] | None = None
     ) -> tuple[dict[RequestId, KeptOutput], RunPace | None]:
-        """Return the tokens that earlier runs kept, and the pace of the last of these runs; None
-        if there is no file. If no kept token is needed, delete the token files.
+        """Return the tokens that earlier runs kept, and the pace of the last run that stored one.
+
+        The pace is None if no file stores one. If no kept tokens are needed, delete the token
+        files.
 
         Args:
             missing: the unfinished rows that this run computes, in order.

@@ -47,7 +47,7 @@ class BadCell:
     """A cell with bytes that are not valid in the file's encoding."""
 
     line: int
-    """Number of the line that has the first of these bytes, from 1."""
+    """Number of the line with the first invalid byte, from 1."""
     column: str | None
     """None if the record cannot be read, so that its columns are not known."""
     text: bytes

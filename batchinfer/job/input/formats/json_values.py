@@ -1,4 +1,4 @@
-"""Reads the values of a JSON text one by one, so that a large array needs little memory.
+"""Reads the values in a JSON text one at a time, so that a large array needs little memory.
 
 ``JSONDecoder.raw_decode`` of Python's ``json`` finds the end of each value.
 """

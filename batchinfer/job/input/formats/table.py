@@ -11,7 +11,7 @@ from batchinfer.job.input.formats.snapshot import Snapshot
 from batchinfer.job.storage.reader import store_of
 
 TABLES = ("delta", "iceberg")
-"""Values of ``input.format`` that stand for tables."""
+"""Values of ``input.format`` that name a kind of table."""
 
 
 def table_format(paths: Sequence[str], format_name: str) -> str | None:

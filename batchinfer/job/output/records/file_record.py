@@ -65,7 +65,7 @@ def sealed(html: bytes) -> bytes:
 
 
 def record_files(out: OutputDir, *, has_success: bool, open_runs: Iterable[str]) -> None:
-    """Record the files of an ended job; call it under the lock.
+    """Record the files of an ended job; call this while holding the lock.
 
     Args:
         has_success: True if the caller writes ``_SUCCESS`` next.
