@@ -139,7 +139,7 @@ class FirstLight:
             report.begin(limit_s)
             before = self.results.read()
             outcome = run_task(stage.task, self.work, limit_s, dry_run=self.dry_run)
-            self.results.add("tasks", stage.name, outcome)
+            self.results.add("tasks", stage.name, {**outcome, "command": report.command})
             report.end(outcome, _new_cells(before, self.results.read()))
 
     def page(self, left_out: int) -> dict[str, str]:

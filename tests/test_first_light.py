@@ -268,6 +268,7 @@ def test_the_packed_cache_keeps_the_oldest_folders_within_its_size(cache: Path) 
 def test_a_damaged_cache_is_not_used(cache: Path, damage: str) -> None:
     packed, elsewhere = cache.parent / CACHE, cache.parent / "elsewhere"
     content = pack_cache(complete_folders(cache))[0]
+    elsewhere.mkdir()
     if damage == "path":
         with tarfile.open(packed, "w:gz") as archive:
             archive.addfile(tarfile.TarInfo("../outside"))

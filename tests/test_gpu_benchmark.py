@@ -99,6 +99,15 @@ def test_failed_task_reports_its_error_and_logs_the_traceback(tmp_path: Path) ->
     assert "Traceback" in (tmp_path / outcome["log"]).read_text()
 
 
+def test_make_gpu_keeps_results_in_a_folder_that_the_command_names() -> None:
+    """An environment variable OUT is where copies go."""
+    for variables, arguments, named in (({"OUT": "x"}, [], False), ({}, ["OUT=x"], True)):
+        command = subprocess.check_output(
+            ["make", "-n", "gpu", *arguments], cwd=ROOT, env=os.environ | variables, text=True
+        )
+        assert ("--out x" in command) == named
+
+
 def test_missing_gpu_is_reported() -> None:
     with start(sys.executable, "--stages", "bench") as process:
         printed, _ = process.communicate()
