@@ -19,7 +19,7 @@ from batchinfer.job.storage.reader import store_of
 
 BATCH_ROWS = 1024
 REWRITE = "write it again, or leave it out of input.path"
-"""Advice on a file that cannot be read."""
+"""Advice to the user about a file that cannot be read."""
 SAMPLING_COLUMN = "sampling_params"
 """The column that holds a row's own sampling parameters."""
 READ_ERRORS = (pa.ArrowException, OSError, UnicodeError)

@@ -31,7 +31,7 @@ from batchinfer.job.input.union import Difference, SchemaMode
 from batchinfer.job.storage.urls import is_url
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-"""The ``url`` of chat requests, and of completion requests."""
+"""The ``url`` values of chat requests and of completion requests."""
 EMBEDDINGS = "/v1/embeddings"
 """The ``url`` of embedding requests."""
 CLASSIFY_URLS = ("/v1/classify", "/classify")

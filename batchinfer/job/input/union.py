@@ -47,7 +47,7 @@ class Difference:
         """Make the error for a job that uses the column.
 
         Args:
-            only_kept: True if only ``input.keep_columns`` names the column.
+            only_kept: True if the job uses the column only in ``input.keep_columns``.
         """
         ways = ["write the files again with the same columns, or run them as separate jobs"]
         if self.can_be_united:

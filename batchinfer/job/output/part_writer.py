@@ -129,8 +129,8 @@ class PartWriter:
             self._num_written += 1
 
     def flush_if_due(self) -> None:
-        """Flush if the last flush was ``flush_every_s`` ago, or if ``FLUSH_ROWS`` rows are in
-        memory."""
+        """Flush if the last flush was at least ``flush_every_s`` ago, or if at least ``FLUSH_ROWS``
+        rows are in memory."""
         waited = self._clock() - self._flushed_at
         if waited >= self._out.files.flush_every_s or self._num_held >= FLUSH_ROWS:
             self.flush()

@@ -80,8 +80,8 @@ def check_partitions(columns: Sequence[str], kept: Mapping[str, str], source: So
         kept: maps each kept input column to its output column.
 
     Raises:
-        DataError: there are too many partitions, or a value is too long or is the text that stands
-            for null.
+        DataError: there are too many partitions, a value is too long, or a value is the text that
+            readers treat as null.
     """
     inputs = {name: column for column, name in kept.items() if name in columns}
     if not inputs:

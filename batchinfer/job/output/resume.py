@@ -222,7 +222,7 @@ def refuse_unexpected_files(out: OutputDir, manifest: Manifest) -> None:
 
 
 def _unfinished(out: OutputDir, parts: Sequence[Part], trust: Trust) -> dict[Part, str | None]:
-    """Return the unfinished parts, each with its problem if it was once finished."""
+    """Return the unfinished parts; a part that was finished before comes with its problem."""
     claims_success = _exists(out, out.success)
 
     def check(part: Part) -> tuple[bool, str | None]:
@@ -319,7 +319,7 @@ def has_rows(out: OutputDir) -> bool:
 
 
 def _clear(out: OutputDir) -> None:
-    """Delete batchinfer's files: first those that mark the output complete, the manifest last."""
+    """Delete batchinfer's files. Files that mark the output as complete go first, the plan last."""
     delete, entries = out.files.delete, out.files.entries
     if _exists(out, out.swap):  # checked first: it marks the generation in ``next`` as complete
         delete(out.swap)

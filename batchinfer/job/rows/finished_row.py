@@ -34,8 +34,8 @@ LOGPROB = pa.struct(
 )
 _NO_TALLY = Tally()
 _MOST_CALLS = 1000
-"""Number of call numbers reserved for each sample, so that tool calls of different samples have
-different ids.
+"""Number of tool call numbers reserved for each sample, so that the tool calls of different samples
+have different ids.
 """
 
 
@@ -128,7 +128,7 @@ def seen_text(row: PromptRow, tokenizer: Tokenizer) -> str | None:
 
 
 def _prompt_logprobs(completion: Completion) -> list[dict[str, Any] | None] | None:
-    """Return the log-probabilities of the prompt's tokens; None for the first token."""
+    """Return the log-probabilities of the prompt's tokens, with None for the first token."""
     tokens = completion.prompt_token_logprobs()
     return None if tokens is None else [None, *(logprob_values(tokens) or ())]
 

@@ -22,7 +22,7 @@ from batchinfer.text.tools.row_tools import RowTools, RowToolsReader
 InFlight = Callable[[Sequence[int]], AbstractContextManager[None]]
 
 _BATCHES_AHEAD = 1
-"""Number of further batches to start before waiting for the prompts of a batch."""
+"""Number of later batches to start before waiting for the prompts of a batch."""
 _Prompts = Iterator[list[PromptRow]]
 
 
@@ -76,8 +76,8 @@ class Prompts(Protocol):
         ...
 
     def start(self, rows: Sequence[Mapping[str, object]]) -> Callable[[], list[Prompt | RowError]]:
-        """Start making the prompts of ``rows``; return a function that waits for them and returns
-        each row's prompt or error."""
+        """Start making the prompts of ``rows``; return a function that waits for the prompts and
+        returns each row's prompt or error."""
         ...
 
 

@@ -15,8 +15,8 @@ the prefixes that sort first, which are still in the KV cache.
 
 Shared prefixes are found by sorting token ids. The longest common prefix (LCP) of two sorted rows
 is the minimum of the LCPs of the neighbors between them (Manber & Myers 1990, on suffix arrays).
-Among the rows that have not run, a row therefore shares most with a neighbor in sorted order. A
-linked list holds the rows that have not run.
+So among the rows that have not run, a row shares its longest prefix with one of its two neighbors
+in sorted order. A linked list holds the rows that have not run.
 """
 
 from __future__ import annotations

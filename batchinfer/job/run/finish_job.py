@@ -50,7 +50,7 @@ def end_run(plan: RunPlan, job: OutputJob, reporter: RunReporter, stop: Event) -
 
 
 def _finish(job: OutputJob, claim: Claim, reporter: RunReporter) -> ExitCode:
-    """Write the exports and statistics; return OK unless too many rows failed."""
+    """Write exports and statistics; return OK unless too many rows failed or too few succeeded."""
     refuse_unexpected_files(job.out, job.manifest)
     missing = list(missing_files(job.out))
     job.out.reopen()
@@ -98,7 +98,7 @@ def _too_many_failed(job: OutputJob, rows: Mapping[str, Any]) -> bool:
 
 
 def _num_kept(job: OutputJob, summary: Mapping[str, Any]) -> int:
-    """Return the number of good rows, or of accepted samples if the job has ``accept``."""
+    """Return the number of good rows; with ``accept``, at most the number of accepted samples."""
     ok: int = summary["rows"]["ok"]
     kept: int = summary["accept"]["samples_accepted"]
     return ok if job.spec.accept is None else min(ok, kept)

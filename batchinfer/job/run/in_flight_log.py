@@ -53,7 +53,7 @@ class InFlightLog:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Close the log; delete it if the run ended normally or with a ``JobError``.
 
-        If the run failed, ignore errors of storage, because the run's error is more important.
+        If the run failed, ignore storage errors, because the run's own error is more important.
         """
         with suppress(StorageError) if kind else nullcontext():
             with storage_errors(self._path):

@@ -74,7 +74,7 @@ def run_pipeline(
     Args:
         loaded: the job's model; None if no row has to run.
         progress: shows finished rows.
-        stop: event after which no more steps run.
+        stop: event that stops the run: once it is set, no more engine steps start.
         reuse: finds rows that need not run because another output holds them.
 
     Returns:

@@ -174,7 +174,7 @@ class RunReporter:
         self.display.say("note", line)
 
     def reused_nothing(self, lines: Iterable[str]) -> None:
-        """Say why no row could be reused, in a line for each output."""
+        """Say why no row could be reused, with one line for each output."""
         for line in lines:
             self.note(line)
 

@@ -179,7 +179,7 @@ def _make_parts(
                 complete = fleet(seen, role, build, progress, stop, meter.begin)
             else:
                 complete = run_pipeline(job, queue, loaded, progress, stop, reuse)
-        # If earlier runs finished rows, say nothing: they may have reused rows.
+        # If earlier runs finished rows, say nothing, because those runs may have reused rows.
         if reuse is not None and not (reuse.num_reused or meter.before):
             reporter.reused_nothing(reuse.why_none(job.manifest.job, missing))
         if not complete:
@@ -215,7 +215,7 @@ def _as_workers_see(plan: RunPlan, job: OutputJob) -> OutputJob:
 def _load_model(
     plan: RunPlan, job: OutputJob, build: BuildEngine | None, reporter: RunReporter
 ) -> LoadedJob:
-    """Load the model with the kernels of the job, then delete output that is overwritten.
+    """Load the model with the kernels of the job, then delete output that the run overwrites.
 
     The first process to load the model notes its kernels. If another process then finds this note
     and has chosen other kernels, it loads the model again with the noted kernels.
@@ -257,7 +257,7 @@ def _default_builder() -> BuildEngine:
 
 
 def with_id_errors(job: OutputJob, *, reads_stored: bool) -> OutputJob:
-    """Return the job with a list of the rows whose ids are missing or repeated, which will fail.
+    """Return the job with a list of the rows that fail because their ids are missing or repeated.
 
     Args:
         reads_stored: True to use the list in ``bad_ids.parquet`` if it belongs to this job's input.

@@ -25,7 +25,7 @@ class Prefetcher(Generic[T]):
     def __init__(self, items: Iterable[T], depth: int, starved: Event | None = None) -> None:
         self._queue: Queue[T] = Queue()
         self._room = Semaphore(depth)
-        """Counts how many more items may be made before the consumer takes one."""
+        """Number of items that may still be made before the consumer has to take one."""
         self._starved = starved or Event()
         self._closed = Event()
         self._done = Event()

@@ -115,7 +115,7 @@ class ResumePace:
         return self._clock() - self._began
 
     def pace(self, *, is_ending: bool) -> RunPace:
-        """Return what the next run needs to know.
+        """Return the age and step times of this run, for the next run.
 
         Args:
             is_ending: True if the run ends normally, without being killed.

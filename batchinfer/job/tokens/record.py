@@ -158,7 +158,7 @@ class KeptOutput:
         return OutputIncrement(*request, self.key, -1, self.stats, samples)
 
     def partial(self) -> PartialOutput:
-        """Return the output in the form from which the engine continues it."""
+        """Return the output as a ``PartialOutput``, from which the engine continues the request."""
         samples = [_joined(parts) for _, parts in sorted(self.samples.items())]
         return PartialOutput(
             tuple(sample for sample in samples if isinstance(sample, PartialSample)),

@@ -244,7 +244,7 @@ class _CountedQuotes(Iterator[str]):
 
 
 def _wrong_record(error: csv.Error, where: str, lines: _CountedQuotes) -> RowError:
-    """Make the error of one invalid record; the next line begins a new record.
+    """Make the error for one invalid record; the next line begins a new record.
 
     Raises:
         DataError: a quote is never closed, so that no later record can be found.

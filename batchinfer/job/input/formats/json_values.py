@@ -24,7 +24,7 @@ _LONGEST_TOKEN = 16
 class JsonText:
     """A file's text, which is read from the current position onward.
 
-    Methods raise a DataError with the line and the character if the text is not JSON.
+    If the text is not JSON, the methods raise a DataError with the line and character numbers.
     """
 
     def __init__(self, chunks: Iterable[bytes], path: str) -> None:

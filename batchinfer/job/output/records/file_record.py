@@ -91,7 +91,7 @@ def record_files(out: OutputDir, *, has_success: bool, open_runs: Iterable[str])
 
 
 def missing_files(out: OutputDir) -> Iterator[PurePath]:
-    """Yield the recorded files that are missing, and the record or its copy if it is missing."""
+    """Yield the missing files among the recorded files, the record itself, and its copy."""
     record = _stored(out)
     if record is None:
         return

@@ -115,7 +115,7 @@ def _load(job: JobSpec, context: EngineContext, grammars: GrammarCompiler) -> Lo
         _FAILED,
         job.output.include,
         classifier.pooling,
-        result_bytes=4 * (1 + labels),  # the highest score is written a second time
+        result_bytes=4 * (1 + labels),  # the column score repeats the highest of the scores
     )
 
 
