@@ -1,7 +1,7 @@
 """Calls of all kernels at the shapes of real models, for ``compile_report.py``.
 
-Tensors have 16 bits, or 8 bits in the cases with ``fp8`` in their names. Cases with ``f32`` are
-those of a model that is loaded: its modules are compared with their fused modules in float32.
+Tensors have 16 bits, or 8 bits in the cases with ``fp8`` in their names. Cases with ``f32``
+run while a model is loaded, which compares its modules with the fused modules in float32.
 """
 
 from __future__ import annotations

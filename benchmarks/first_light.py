@@ -87,10 +87,10 @@ def stages(*, dry_run: bool) -> list[Stage]:
 
 
 def limit_of(todo: list[Stage], place: int, left_s: float) -> float:
-    """Return the seconds that a stage may take; not positive if no time is left for it.
+    """Return the number of seconds that a stage may take; 0 or less if no time is left for it.
 
-    A stage has its own limit, and the time that earlier stages did not use. Time for the last copy
-    of the results is always left.
+    A stage may use its own limit, and the time that earlier stages did not use. Time for the last
+    copy of the results is always reserved.
 
     Args:
         place: index of the stage in ``todo``.
@@ -103,7 +103,7 @@ def limit_of(todo: list[Stage], place: int, left_s: float) -> float:
 
 @dataclass
 class FirstLight:
-    """Runs stages until a deadline, and reports what came of them.
+    """Runs stages until a deadline, and reports their outcomes.
 
     Args:
         work: folder for results and logs.

@@ -18,13 +18,13 @@ _WORKLOADS = {
 
 @dataclass
 class StageReport:
-    """What came of a stage so far."""
+    """The outcome of a stage so far."""
 
     name: str
     shows: str
     limit_s: float
     command: str
-    """Repeats the stage."""
+    """Command that repeats the stage."""
     state: str = "waiting"
     seconds: float = 0.0
     error: str = ""
@@ -36,11 +36,11 @@ class StageReport:
         return self.state == "ok"
 
     def begin(self, limit_s: float) -> None:
-        """Note that the stage runs."""
+        """Record that the stage is running."""
         self.state, self.limit_s = "running", limit_s
 
     def end(self, outcome: dict[str, Any], cells: dict[str, dict[str, Any]]) -> None:
-        """Note the outcome of the stage's process, and the cells that the stage has measured."""
+        """Record the outcome of the stage's process, and the cells that the stage has measured."""
         self.seconds, self.log = outcome["seconds"], outcome.get("log", "")
         self.error = outcome.get("error", "")
         self.bad_cells = {name: cell for name, cell in cells.items() if not cell.get("ok", True)}

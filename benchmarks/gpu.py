@@ -2,7 +2,7 @@
 
 python benchmarks/gpu.py --out FOLDER                    # all stages
 python benchmarks/gpu.py --stages bench --models Qwen3-0.6B --workloads W1 W3
-python benchmarks/gpu.py --deadline 580                  # stages until then, in order
+python benchmarks/gpu.py --deadline 580                  # start no stage after 580 s
 python benchmarks/gpu.py --dry-run                       # tiny shapes on a CPU
 
 Each task (a stage, or a stage for one model) runs in its own process with a time limit, so that a

@@ -43,7 +43,7 @@ def bench(
     imports_s: float,
     dry_run: bool,
 ) -> None:
-    """Measure workloads on one model, each after a warm-up with rows of the same kind.
+    """Measure workloads on one model, each after a warm-up with similar rows.
 
     While there is time, W1 is profiled and repeated; each repetition replaces the cell of W1.
 
@@ -87,7 +87,7 @@ def bench(
 
 
 def warm_up(jobs: list[Job]) -> list[Job]:
-    """Return rows with short outputs, whose run compiles all kernels that the workload needs.
+    """Return rows with short outputs that compile all kernels that the workload needs.
 
     If rows share prefixes, all rows are needed: in steps that are too large for a graph, the kernel
     that lists shared pieces is compiled once for each power of two of the number of sequences.

@@ -1,4 +1,4 @@
-"""Finds out what the machine has, and whether the GPU benchmarks can run on it."""
+"""Checks the hardware and software of the machine, and whether the GPU benchmarks can run on it."""
 
 from __future__ import annotations
 

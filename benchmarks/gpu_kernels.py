@@ -43,7 +43,7 @@ def kernels(results: Results, ends: float, *, brief: bool, dry_run: bool) -> Non
 
 
 def run_shares(shares: list[Share], ends: float, *, brief: bool) -> dict[str, Any]:
-    """Run all shares at the same time until ``ends``, and return what came of their tests."""
+    """Run all shares at the same time until ``ends``, and return the outcomes of their tests."""
     while sum(share.goes_on() for share in shares) and time.monotonic() < ends:
         time.sleep(0.1)
     for share in shares:
@@ -73,8 +73,8 @@ class Share:
         self._process = self._start()
 
     def goes_on(self) -> bool:
-        """Return true if the process runs. Start it again if it has ended before its last test,
-        unless it did nothing since its last start."""
+        """Return True if the process runs. First restart it if it ended before its last test,
+        unless it has made no progress since its last start."""
         if self._process.poll() is None:
             return True
         found = records(self.records)

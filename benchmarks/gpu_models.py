@@ -128,7 +128,7 @@ class Ready:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What the start came to, as values of a cell."""
+        """The result of the start, as values of a cell."""
         return {
             "ok": self.is_complete,
             "layers": self.layers,
@@ -209,7 +209,7 @@ def ready(
 
 @contextmanager
 def _timed(seconds: dict[str, float], part: str) -> Iterator[None]:
-    """Add the time of the ``with`` block, with that of the work that it queues on the device."""
+    """Add the time of the ``with`` block, including the work that it queues on the device."""
     began = time.perf_counter()
     yield
     if torch.cuda.is_available():

@@ -236,9 +236,9 @@ def seconds_of_layers(
 
     Args:
         run: makes a work list, and attends in all layers of the pool. A list can be used only
-            once, because the kernels count in it the items that they have taken.
-        planning: seconds to make the list. A model makes it once for all its layers, of which it
-            has more than the pool.
+            once, because the kernels record in it how many items they have taken.
+        planning: seconds to make the list. A model makes the list once for all its layers, and it
+            has more layers than the pool.
     """
     return (seconds(run, device) - planning) / pool.layers
 

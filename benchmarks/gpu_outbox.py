@@ -14,7 +14,7 @@ from pathlib import Path
 from threading import Event, Thread
 
 RESULTS, LOGS, CACHE = "results.json", "logs.tgz", "triton-cache.tgz"
-MOST_BYTES = 15 * 2**20  # a file may be taken along up to 16 MiB
+MOST_BYTES = 15 * 2**20  # larger files than 16 MiB may not leave the machine
 _MOST_LOG_BYTES = 2**20  # of one log; the middle is left out
 
 
@@ -122,8 +122,8 @@ def pack_cache(folders: list[Path], most_bytes: int = MOST_BYTES) -> tuple[bytes
     """Pack folders of a Triton cache in order, as long as the archive stays within a size.
 
     Returns:
-        The archive, and the number of folders that were left out. The first are the oldest, whose
-        kernels the first stages of the next run need.
+        The archive, and the number of folders that were left out. The oldest folders come first,
+        because the first stages of the next run need their kernels.
     """
     packed, left_out = io.BytesIO(), 0
     with tarfile.open(fileobj=packed, mode="w:gz", compresslevel=1) as archive:
@@ -142,7 +142,7 @@ def unpack_cache(packed: Path, cache: Path) -> int:
     The folder must have the same path as when it was packed, because Triton stores absolute paths.
 
     Raises:
-        ValueError: the file is not such an archive, or is not complete.
+        ValueError: the file is not such an archive, or is incomplete.
     """
     try:
         with tarfile.open(packed, "r:gz") as archive:

@@ -2,7 +2,7 @@
 
 ``gpu_kernels.py`` starts it with these environment variables: GPU_TESTS_LOG, the file to which
 records are appended, and GPU_TESTS_SHARE, such as ``2/8`` for the third of eight processes. Tests
-that this file already names are not run again.
+that the log already names are not run again.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _reports: list[pytest.TestReport] = []
 
 
 def rank(test: str) -> int:
-    """Return the place of a test in the order of value; tests of one rank keep their order.
+    """Return a test's rank. Tests of lower rank run first; tests of equal rank keep their order.
 
     Tests of the worker come first, because they cover CUDA graphs, transfers and sampling. Kernels
     in bfloat16 for heads of 128 elements are next, because most models use these.

@@ -41,10 +41,10 @@ _SHARED = 512  # tokens; equal to a piece of a context on a GPU
 _FEW_SHARED = 64
 _REPLAY_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 """Allowed differences of a graph from the eager step, relative to the largest value. Their GEMMs
-differ in their numbers of rows, so they may sum in another order."""
+have different numbers of rows, so they may add up products in a different order."""
 _MOST_LAYERS = 2
 _DEEP = 2.5
-"""Factor on these differences in models with more layers."""
+"""Factor by which these differences may be larger in models with more layers."""
 _MOST_CLONED_BYTES = 2e9
 
 
@@ -204,7 +204,7 @@ _Result = tuple[torch.Tensor, torch.Tensor]
 
 
 def _run_both(built: Ready, step: Step) -> tuple[_Result, _Result]:
-    """Run an eager step, and on the same pool the step's graph. Of a large pool, look only at the
+    """Run a step eagerly, then its graph on the same pool. If the pool is large, return only the
     slots that the step uses.
 
     Raises:
@@ -272,7 +272,7 @@ def _fill(built: Ready, slots: np.ndarray) -> None:
 
 def _difference(got: torch.Tensor, expected: torch.Tensor) -> float:
     """Return the largest difference, relative to the largest value; NaN if only one of the tensors
-    is NaN at a place."""
+    is NaN at some position."""
     both = got.isnan() & expected.isnan()
     largest = (got - expected).masked_fill_(both, 0).abs().max()
     return float(largest / expected.nan_to_num(0.0).abs().max())

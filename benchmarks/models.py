@@ -46,7 +46,7 @@ HYBRID = {
     "linear_value_head_dim": 64,
     "linear_conv_kernel_dim": 4,
 }
-"""``SMALL`` with Qwen3.5's layers: three Gated DeltaNet layers to one of attention."""
+"""``SMALL`` with Qwen3.5's layers: three Gated DeltaNet layers for each attention layer."""
 
 
 def make_small(path: Path, max_positions: int = 2048) -> Path:

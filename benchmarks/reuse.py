@@ -5,10 +5,10 @@
 The first job measures the cost of row keys: it has a tenth of ``--rows`` rows, and a runner that
 computes nothing. The output to reuse is made by a job with all rows, which writes the same answer
 for every row. Two more jobs reuse this output. The input of one has ``--new`` additional rows at
-its end. In the input of the other, as many random rows are replaced, so that nearly every part has
-new rows. Prints, for each measured job, seconds of wall time and of processor time (including
-children), computed rows, the share of the processor time that row keys take, and bytes of keys per
-row on disk.
+its end. In the input of the other, the same number of random rows is replaced, so that nearly every
+part has new rows. Prints, for each measured job, seconds of wall time and of processor time
+(including children), computed rows, the share of the processor time that row keys take, and bytes
+of keys per row on disk.
 """
 
 from __future__ import annotations

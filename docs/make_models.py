@@ -128,9 +128,9 @@ from a model's folder. To find out whether a model runs before you rent a machin
 plan`. When batchinfer loads a model, it compares the logits of a few tokens with those of
 transformers' own attention, and refuses the model if they differ.
 
-Models whose support says "with images" take [images in prompts](images.md). Other vision and audio
-models run on text prompts, because only their language model is loaded; a row with an image gets
-the error `unsupported_content`.
+Models marked "runs, with images" take [images in prompts](images.md). Other vision and audio models
+run on text prompts, because only their language model is loaded; a row with an image gets the error
+`unsupported_content`.
 
 The last column has the tasks of models without an output head: `embed`, and `classify` for models
 with the head of a `...ForSequenceClassification` class.

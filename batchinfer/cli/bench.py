@@ -76,7 +76,7 @@ def _prompt(
 def run_bench(options: BenchOptions, *, show: Callable[[str], None]) -> dict[str, Any]:
     """Load the model, run the prompts once, and show and return the throughput.
 
-    One prompt runs before the clock starts.
+    The first prompt also runs once before the measurement, as a warm-up.
 
     Args:
         show: prints a line.

@@ -1,4 +1,7 @@
-"""Commands and options of the program; each command imports its code when it runs."""
+"""Commands and options of the program.
+
+Each command imports its code only when it runs, so that the program starts quickly.
+"""
 
 from __future__ import annotations
 

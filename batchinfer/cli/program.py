@@ -39,9 +39,10 @@ def run_program(app: Callable[..., object]) -> None:
 
 
 def leave_as_asked() -> None:
-    """Make signals end the process at once, with a last message in the log format of the arguments.
+    """Make signals end the process at once, after a last message in the format of ``--log-format``.
 
-    This reads the unparsed arguments, because a signal may arrive while the commands are imported.
+    This function looks for the option in the unparsed arguments, because a signal may arrive before
+    they are parsed.
     """
     arguments = sys.argv[1:]
     if "--log-format=json" not in arguments and ("--log-format", "json") not in pairwise(arguments):

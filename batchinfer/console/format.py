@@ -23,7 +23,10 @@ def printable(text: str, limit: int = MAX_LINE) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line with a letter of an error's message, or the class and the message."""
+    """Return the first line of an error's message that has a letter.
+
+    If no line has a letter, return the error's class and the first line.
+    """
     lines = str(error).splitlines()
     worded = (line for line in lines if any(map(str.isalpha, line)))
     name = type(error).__name__
@@ -51,22 +54,22 @@ def listed(names: Iterable[str]) -> str:
 
 
 def did_you_mean(name: str, known: Sequence[str], what: str = "known") -> str:
-    """Return the end of a sentence about an unknown name: a similar known name, or all known names.
+    """Return ``; did you mean NAME?`` with a similar known name, or else a list of all known names.
 
     Args:
-        what: words that introduce the list of known names.
+        what: words before the list.
     """
     return near_name(name, known) or f"; {what}: {listed(known) or 'none'}"
 
 
 def near_name(name: str, known: Sequence[str]) -> str:
-    """Return the end of a sentence about an unknown name: a similar known name, or ""."""
+    """Return ``; did you mean NAME?`` with a similar known name, or "" if none is similar."""
     near = nearest(name, known)
     return f"; did you mean {printable(near, 60)}{unseen_difference(name, near)}?" if near else ""
 
 
 def near_path(path: str | PurePath) -> str:
-    """Return the end of a sentence about a missing path: a similar name in its folder, or ""."""
+    """Return ``; did you mean PATH?`` with a similar path in the same folder, or ""."""
     wanted = Path(path)
     try:
         names = sorted(entry.name for entry in islice(wanted.parent.iterdir(), _MOST_NAMES))

@@ -1,7 +1,7 @@
 """Progress of a job by rows and by tokens, and the time left.
 
-Before any row is finished, only tokens show progress: drawn tokens relative to the tokens that a
-row is expected to draw. The expected number is the tokens drawn so far, by running and finished
+A running row counts as a fraction of a row: its drawn tokens, divided by the number of tokens that
+a row is expected to draw. The expected number is the tokens drawn so far, by running and finished
 rows, divided by the number of finished rows. This is the maximum-likelihood estimate for censored
 lifetimes (Epstein and Sobel, "Life testing", 1953). The mean of finished rows alone would be too
 small while long answers run. Until a row is finished, each row is expected to draw its token limit,
@@ -22,7 +22,7 @@ from batchinfer.engine.stats import StepStats
 
 @dataclass(slots=True)
 class Counts:
-    """Counts of a run or a worker. Objects are summed, but never changed.
+    """Counts of a run or a worker. Objects are added, but never modified.
 
     The class is not frozen, because each step makes several objects, and making a frozen object
     takes four times as long.
@@ -107,7 +107,7 @@ class Meter:
         self._began = self._clock()
 
     def add(self, added: Counts, step: StepStats | None) -> None:
-        """Add the counts of a step; ``step`` is None if another process's engine made it."""
+        """Add the counts of a step; ``step`` is None if another process ran the step."""
         # If a task draws no tokens, the engine still draws one after each prompt and discards it.
         self.counts += added if self.draws else replace(added, tokens=0)
         if step is not None:

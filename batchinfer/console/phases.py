@@ -1,8 +1,8 @@
 """Phases: named waits of a run, such as loading the model.
 
-Slow code names its wait with ``with phase("loading the model")``, at any call depth. The
-program activates a ``Phases`` object, which shows and records phases. Without an active
-object, for example in a notebook, phases do nothing.
+Slow code runs inside ``with phase("loading the model")``, which does not need to know its caller.
+The program activates a ``Phases`` object, which shows and records phases. Without an active object,
+for example in a notebook, phases do nothing.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Phase:
 
     Args:
         total: amount of work; 0 if unknown.
-        unit: unit of ``total``: ``bytes``, or the plural of the counted things.
+        unit: unit of ``total``: ``bytes``, or a plural noun such as ``files``.
     """
 
     def __init__(self, name: str, total: float = 0, unit: str = "") -> None:

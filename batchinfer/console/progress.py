@@ -52,8 +52,8 @@ class MeteredProgress(Progress):
     """Counts progress with a meter. Subclasses also show it.
 
     Args:
-        warn: receives a line if no step has ended for 30 s, 60 s, 120 s and so on; None for no
-            lines.
+        warn: receives a line if no step has ended for 30 s, 60 s, 120 s and so on; None to
+            never warn.
         clock: returns the time in seconds.
     """
 

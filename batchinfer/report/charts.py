@@ -34,7 +34,7 @@ def all_series(data: ReportData) -> Mapping[str, Series]:
 
 
 def memory(timeline: Timeline) -> Series:
-    """Return the memory of running rows: used, unshared, and with contiguous allocation."""
+    """Return the memory of running rows: as used, without sharing, and allocated contiguously."""
     mean = timeline.mean
     reserved = mean("contiguous_blocks")
     layers = [
@@ -48,7 +48,7 @@ def memory(timeline: Timeline) -> Series:
 
 
 def held_by_rows(timeline: Timeline) -> Series:
-    """Return blocks that running rows hold, by number of holders, and blocks saved by sharing."""
+    """Return blocks held by one row or by several rows, and blocks saved by sharing."""
     used, waste = timeline.mean("kv_blocks_used"), timeline.mean("waste_blocks")
     saved = np.maximum(timeline.mean("kv_logical_blocks") - used, 0)
     # Shared blocks are nearly always full, so count all empty slots as part of unshared blocks.

@@ -1,6 +1,6 @@
 """Reads the data of a report from an output directory; the job may still run.
 
-Of the rows themselves, it reads only some of the first rows as examples, and some failed rows.
+It reads statistics of all rows, but the rows themselves only for a few examples and failed rows.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ _MOST_BYTES = 32 << 20
 """Maximum size in bytes of a value that is not text, such as a conversation with images; larger
 values are not read."""
 _MOST_SHOWN = 1 << 20
-"""Maximum number of characters of such a value without its images; of larger values, the page shows
-only the size."""
+"""Maximum number of characters of such a value without its images; for larger values, the page
+shows only the size."""
 
 
 def from_output(out: OutputDir, now: float) -> ReportData:
@@ -262,7 +262,7 @@ def _first_rows(
 
 
 def _columns_to_show(schema: pa.Schema, generated: Collection[str]) -> list[str]:
-    """Choose kept columns to show: first texts and conversations, which say most about a row."""
+    """Choose input columns to show; prefer texts and conversations, which say most about a row."""
     kept = [field for field in schema if field.name not in generated]
     kept.sort(key=lambda field: not (_is_text(field.type) or pa.types.is_nested(field.type)))
     shown = {field.name for field in kept[:MOST_COLUMNS]}
@@ -281,7 +281,7 @@ def _example(row: pa.RecordBatch, inputs: Sequence[str], task: Task, pictures: P
         answer=answer and answer[:MOST_CHARACTERS],
         facts=facts,
         error=(_text(error["code"]), _text(error["message"])) if error.is_valid else None,
-        # If a row has no error, the job has decoded its images.
+        # If the row has no error, the job could decode its images, so the report can too.
         pictures=() if error.is_valid else pictures.of(row),
     )
 

@@ -74,7 +74,7 @@ class Lengths:
         """Return the histogram of ``prompt_tokens`` or ``output_tokens``; None without rows.
 
         The last bar also counts the few rows that are far longer than the rest, so that the scale
-        suits the others.
+        fits the other rows.
         """
         counts = self._counts[name]
         if not counts.sum():

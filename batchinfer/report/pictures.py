@@ -98,7 +98,7 @@ class Pictures:
 
 
 class _ShownFiles(MediaFiles):
-    """Finds images like ``MediaFiles``; other images, such as those of the web, are empty."""
+    """Finds images like ``MediaFiles``, but returns an empty image for names that it refuses."""
 
     def elsewhere(self, name: str, where: str) -> ImageFile:
         with suppress(RowError):

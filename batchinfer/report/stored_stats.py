@@ -30,7 +30,7 @@ UNREADABLE = (OSError, pa.ArrowException, KeyError, ValueError)
 def batches(
     out: OutputDir, path: PurePath, columns: Sequence[str], rows: int = _BATCH_ROWS
 ) -> Iterator[pa.RecordBatch]:
-    """Yield batches of some columns of a Parquet file; stop at a damaged place."""
+    """Yield batches of some columns of a Parquet file; stop where the file is damaged."""
     try:
         with out.files.open(path) as file:
             reader = pq.ParquetFile(file, pre_buffer=False)
@@ -96,10 +96,10 @@ def _offsets(runs: Sequence[Run], ends: Mapping[str, float]) -> dict[str, float]
 
 
 class FinishedRows:
-    """The rows of finished parts. Some of the rows may still be in a segment too.
+    """The row ids of finished parts. Segments may still hold copies of some of these rows.
 
     Args:
-        ranges: the parts' rows, in order.
+        ranges: the row ids of each part, in order.
     """
 
     def __init__(self, ranges: Sequence[range]) -> None:

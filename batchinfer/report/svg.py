@@ -77,7 +77,7 @@ def chart_rules() -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Layer:
-    """A series of a chart; a ``label`` may have an explanation after a colon."""
+    """One area or line of a chart. A ``label`` may have an explanation after a colon."""
 
     color: str
     label: str
@@ -93,7 +93,7 @@ class Series:
         name: a description for screen readers.
         edges_s: bounds of the slices of time: one more bound than a layer has values.
         layers: layers from the lowest up. Layers that are not ``stacked`` overlap.
-        unit: ``bytes``, or the plural of the counted things.
+        unit: ``bytes``, or a plural noun such as ``rows``.
         format_value: formats a value with its unit.
     """
 

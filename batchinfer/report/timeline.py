@@ -110,7 +110,7 @@ class Timeline:
             began_s: end of the previous step, on the run's clock.
             offset_s: start of the run's clock, on this timeline's clock.
             block_size: tokens in a block.
-            block_bytes: bytes in a block, by which counts of blocks are multiplied.
+            block_bytes: bytes in a block; the timeline stores counts of blocks in bytes.
         """
         if not len(steps["t_s"]):
             return

@@ -6,7 +6,7 @@ from datetime import datetime
 
 
 def amount(count: float, unit: str) -> str:
-    """Format a mean number of things; ``unit`` is their plural."""
+    """Format an average count; ``unit`` is a plural noun."""
     return f"{count:,.0f} {unit}" if count >= 10 or count == round(count) else f"{count:.2g} {unit}"
 
 
