@@ -53,7 +53,7 @@ def stages(*, dry_run: bool) -> list[Stage]:
     small, large = ("tiny", "tiny-llama") if dry_run else ("Qwen3-0.6B", "Llama-3.1-8B")
     return [
         Stage("environment", "what the machine has", 20, "environment"),
-        Stage("smoke", "whether kernels and CUDA graphs compute right", 75, "smoke"),
+        Stage("smoke", "whether the results of kernels and CUDA graphs are right", 75, "smoke"),
         Stage(
             "bench-0.6B",
             f"the speed of {small} on W1",

@@ -78,11 +78,11 @@ def page(
         "",
     ]
     if dry_run:
-        lines += ["**A rehearsal on a CPU with tiny models: the speeds mean nothing.**", ""]
+        lines += ["**A rehearsal on a CPU with tiny models, so the speeds mean nothing.**", ""]
     lines += [
         "batchinfer runs language models over datasets. This run tries its code for NVIDIA GPUs: "
-        "first whether it computes right, then how fast it is. Models have real shapes and random "
-        "weights.",
+        "first whether its results are right, then how fast it is. Models have real shapes and "
+        "random weights.",
         "",
         *_stages(reports),
         *_failures(reports),
@@ -93,7 +93,7 @@ def page(
         "## Files",
         "",
         "`results.json` has every number, `logs.tgz` the output of each stage. Keep "
-        "`triton-cache.tgz` in `out/first-light` for the next run, which then need not compile its "
+        "`triton-cache.tgz` in `out/first-light`, so that the next run does not compile the "
         "kernels again.",
         "",
         *notes,
@@ -160,7 +160,7 @@ def _speed(bench: dict[str, dict[str, Any]]) -> list[str]:
         lines += [
             "",
             "The bound is the speed of an engine with perfect kernels and no gaps between them, "
-            "from this device's measured copy bandwidth and matrix products.",
+            "computed from this device's measured copy bandwidth and speed of matrix products.",
             "",
         ]
     for name, cell in bench.items():
@@ -179,8 +179,8 @@ def _speed(bench: dict[str, dict[str, Any]]) -> list[str]:
             )
             for name, cell in starts.items()
         ]
-        lines += [*_table(columns, rows), "Kernels are compiled while layers are fused and "
-                  "graphs captured.", ""]  # fmt: skip
+        lines += [*_table(columns, rows), "The times for fusing layers and capturing graphs "
+                  "include the compilation of kernels.", ""]  # fmt: skip
     return lines
 
 
@@ -192,8 +192,8 @@ def _pool_order(runs: dict[str, dict[str, Any]]) -> list[str]:
             layers, blocks_rate = cell["output_tokens_per_s"], blocks["output_tokens_per_s"]
             change = 100 * (layers / blocks_rate - 1)
             return [
-                f"Order of the KV pool: layer-major makes {_number(layers)} tokens/s, block-major "
-                f"(the default) {_number(blocks_rate)}: {change:+.1f} %.",
+                f"Order of the KV pool: layer-major reaches {_number(layers)} tokens/s, "
+                f"block-major (the default) {_number(blocks_rate)}: {change:+.1f} %.",
                 "",
             ]
     return []

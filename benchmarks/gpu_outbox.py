@@ -1,6 +1,6 @@
 """Copies results out of a machine that may be taken away at any time, as a few files.
 
-Also packs the kernels that Triton has compiled, so that the next run need not compile them again.
+Also packs the kernels that Triton has compiled, so that the next run does not compile them again.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Checks in a minute whether the CUDA path computes right: kernels, fusion and CUDA graphs.
+"""Checks in a minute whether CUDA results are right: kernels, fusion and CUDA graphs.
 
 Compares kernels with their references in torch, and replayed CUDA graphs with eager steps. Memory
 that must not be read holds NaN.
