@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import torch
 
@@ -103,11 +103,16 @@ class GroupedWeight:
             raise ValueError(f"weights with groups of {sorted(sizes)} columns cannot be joined")
         if len({weight.layout for weight in weights}) > 1:
             raise ValueError("weights with different tables or orders cannot be joined")
-        codes, scales, zeros = (
-            torch.cat([getattr(weight, name) for weight in weights])
-            for name in ("codes", "scales", "zeros")
-        )
-        return replace(weights[0], codes=codes, scales=scales, zeros=zeros)
+        tensors: dict[str, Any] = {
+            name: torch.cat([getattr(weight, name) for weight in weights])
+            for name in weights[0].by_output
+        }
+        return replace(weights[0], **tensors)
+
+    @property
+    def by_output(self) -> tuple[str, ...]:
+        """Names of the tensors whose first dimension is the outputs."""
+        return "codes", "scales", "zeros"
 
     @property
     def layout(self) -> tuple[object, ...]:
@@ -119,11 +124,16 @@ class GroupedWeight:
         [out, in] int16."""
         return self.codes.short()
 
+    def whole_scales(self) -> torch.Tensor:
+        """Return the scales [out, groups] in float32, including all factors."""
+        return self.scales
+
     def dequantized(self) -> torch.Tensor:
         """Return the weight [out, in] in float32."""
         width = self.codes.shape[1]
         spread = [
-            t.repeat_interleave(self.group_size, 1)[:, :width] for t in (self.scales, self.zeros)
+            t.repeat_interleave(self.group_size, 1)[:, :width]
+            for t in (self.whole_scales(), self.zeros)
         ]
         sorted_ = (self.values() - spread[1]) * spread[0]
         if self.order is None:
@@ -140,11 +150,14 @@ class Int8GroupedWeight(GroupedWeight):
 
 @dataclass(frozen=True)
 class Int4Weight(GroupedWeight):
-    """A grouped weight with codes from 0 to 15; with a table, ``(table[codes] - zeros) *
-    scales``."""
+    """A grouped weight with codes from 0 to 15; with a table, ``(table[codes] - zeros) * scales``;
+    with factors, ``table[codes] * scales * factors``."""
 
     table: torch.Tensor | None = None
     """[16] int8 number for each code, from -127 to 127; None: the code itself."""
+    factors: torch.Tensor | None = None
+    """[out] float32. With factors, there is a table, scales are float8 e4m3fn without NaN, and
+    zeros are 0. None: all 1."""
 
     bits = 4
 
@@ -152,6 +165,10 @@ class Int4Weight(GroupedWeight):
         super().__post_init__()
         if self.table is not None and self.table.shape != (16,):
             raise ValueError(f"table is {tuple(self.table.shape)}; it must be (16,)")
+        if self.factors is not None and (
+            self.table is None or self.scales.dtype != FP8 or bool(self.zeros.any())
+        ):
+            raise ValueError("factors need a table, float8_e4m3fn scales, and zeros of 0")
 
     @classmethod
     def rounded(cls, weight: torch.Tensor, group_size: int) -> Int4Weight:
@@ -164,8 +181,17 @@ class Int4Weight(GroupedWeight):
 
     @property
     def layout(self) -> tuple[object, ...]:
-        """The group size, the order and the table."""
-        return *super().layout, _bytes(self.table)
+        """The group size, the order, the table, and whether there are factors."""
+        return *super().layout, _bytes(self.table), self.factors is None
+
+    @property
+    def by_output(self) -> tuple[str, ...]:
+        return *super().by_output, *(() if self.factors is None else ("factors",))
+
+    def whole_scales(self) -> torch.Tensor:
+        if self.factors is None:
+            return self.scales
+        return self.scales.float() * self.factors[:, None]
 
     def values(self) -> torch.Tensor:
         """Return the numbers that codes stand for before zero points and scales are applied,
@@ -338,8 +364,9 @@ def _sum_of_groups(codes: torch.Tensor, weight: GroupedWeight) -> torch.Tensor:
         columns = slice(group * weight.group_size, (group + 1) * weight.group_size)
         zeros = weight.zeros[:, group, None].short()
         sums = _integer_product(codes[:, columns], values[:, columns] - zeros)
-        total = total + weight.scales[:, group] * sums
-    return total
+        total = total + weight.scales[:, group].float() * sums
+    factors = weight.factors if isinstance(weight, Int4Weight) else None
+    return total if factors is None else total * factors
 
 
 def _integer_product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:

@@ -85,8 +85,9 @@ typedef struct {
 
 typedef struct {
     const void *weight; /* [out, in], contiguous: floats or codes; GROUPS: unsigned codes */
-    const float *scales;  /* for codes: [out] or [out, groups] */
-    const uint8_t *zeros; /* for GROUPS: [out, groups] */
+    const void *scales;   /* for codes: [out] or [out, groups] floats; with `factors`: float8 */
+    const float *factors; /* for GROUPS with a table: [out], multiplied by float8 scales; or NULL */
+    const uint8_t *zeros; /* for GROUPS: [out, groups]; all 0 with `factors` */
     const int8_t *table;  /* for 4-bit codes: [16] value of each code; NULL: the code itself */
     const int32_t *order; /* for GROUPS: [in] column of x for each packed column; NULL: in order */
     void *packed;         /* output, packed_bytes bytes */

@@ -58,7 +58,8 @@ class GemmArgs(ctypes.Structure):
 
 class _PackArgs(ctypes.Structure):
     _fields_ = (
-        *((name, POINTER) for name in ("weight", "scales", "zeros", "table", "order", "packed")),
+        *((name, POINTER) for name in ("weight", "scales", "factors", "zeros")),
+        *((name, POINTER) for name in ("table", "order", "packed")),
         *((name, INT64) for name in ("in_features", "out_features", "group")),
         *((name, INT32) for name in ("num_threads", "kernel", "bits")),
     )
@@ -136,7 +137,9 @@ def pack_low_bit(weight: LowBitWeight, instructions: str | None = None) -> torch
         ValueError: ``instructions`` are not available.
     """
     kernels = _low_bit_kernels(type(weight))
-    codes, scales = weight.codes.contiguous(), weight.scales.float().contiguous()
+    factors = weight.factors if isinstance(weight, Int4Weight) else None
+    scales = weight.scales.float() if factors is None else weight.scales
+    codes, scales = weight.codes.contiguous(), scales.contiguous()
     arguments = _PackArgs(
         weight=codes.data_ptr(),
         scales=scales.data_ptr(),
@@ -152,6 +155,9 @@ def pack_low_bit(weight: LowBitWeight, instructions: str | None = None) -> torch
         arguments.bits = weight.bits
     if isinstance(weight, Int4Weight) and weight.table is not None:
         arguments.table = weight.table.data_ptr()
+    if factors is not None:
+        factors = factors.contiguous()
+        arguments.factors = factors.data_ptr()
     return _packed(arguments, _low_bit_suffix(type(weight)), torch.uint8)
 
 

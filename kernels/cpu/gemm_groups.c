@@ -2,12 +2,14 @@
    group of columns k. Each row of x has a scale, which is computed when the row is converted. out =
    (sum over groups of scale * (float)(sum of (code - zero) * x)) * row scale + bias + previous
    output, in float. Groups are added in order; sums within a group are exact. 4-bit codes may be
-   indices into an int8 table instead, which approximates NF4 or FP4. The columns of a group need
-   not be adjacent in x: converting a row sorts its columns by group.
+   indices into an int8 table instead, which approximates NF4 or holds FP4. NVFP4 has float8 scales
+   and a factor for each output, which multiplies the sum over groups; it has no zero points. The
+   columns of a group need not be adjacent in x: converting a row sorts its columns by group.
 
    Packed: the order of columns, if they are sorted, padded to a cache line; then panels of PANEL
    outputs. Each panel has scales [group][output] (float) and zero points [group][output] (uint8),
-   together padded to a cache line, and codes. 8-bit codes are [k / 4][vector][lane][4]; 128 is
+   or factors [output] (float) and scales [group][output] (float8), together padded to a cache line,
+   and codes. 8-bit codes are [k / 4][vector][lane][4]; 128 is
    subtracted from them and OFFSET is added, because add_int8_quads multiplies signed int8. 4-bit
    codes are [k / 8][vector][lane][4]: the lower half of a byte belongs to the first four of eight
    k, the upper half to the other four. */
@@ -27,20 +29,21 @@
 #define MIDDLE 128 /* middle of the range of 8-bit codes */
 #define PAIRS_DEPTH (4 * ADDED_PAIRS) /* number of columns k whose products are summed in 16 bits */
 
-enum { INT4_CODES, LUT4_CODES, INT8_CODES }; /* LUT4: 4-bit indices into a table */
+/* LUT4: 4-bit indices into a table; NVFP4: the same with float8 scales */
+enum { INT4_CODES, LUT4_CODES, NVFP4_CODES, INT8_CODES };
 
 /* Returns the name of a kernel's instructions, for users; NULL if the kernel does not work on this
    processor. */
 const char *gemm_instructions_groups(int kernel) { return kernel == VECTORS ? QUADS_NAME : NULL; }
 
 typedef struct {
-    int64_t group, groups, depth, head_bytes, bytes; /* head: a panel's scales and zero points */
+    int64_t group, groups, depth, head_bytes, bytes; /* head: all but a panel's codes */
 } shape;
 
-static shape shape_of(int64_t in_features, int64_t group, int bits) {
+static shape shape_of(int64_t in_features, int64_t group, int bits, int has_factors) {
     shape s = {.group = group, .groups = (in_features + group - 1) / group};
     s.depth = whole(in_features, STEP);
-    s.head_bytes = whole(s.groups * PANEL * 5, LINE);
+    s.head_bytes = whole(PANEL * (has_factors ? 4 + s.groups : 5 * s.groups), LINE);
     s.bytes = whole(s.head_bytes + s.depth * PANEL * bits / 8, LINE);
     return s;
 }
@@ -52,18 +55,30 @@ static int64_t order_bytes(int has_order, int64_t in_features) {
 int64_t packed_bytes_groups(const pack_args *a) {
     const int64_t panels = whole(a->out_features, PANEL) / PANEL;
     return sizeof(header) + order_bytes(!!a->order, a->in_features)
-           + panels * shape_of(a->in_features, a->group, a->bits).bytes;
+           + panels * shape_of(a->in_features, a->group, a->bits, !!a->factors).bytes;
+}
+
+static void pack_scales(const pack_args *a, const shape *s, int64_t n, uint8_t *panel, int64_t at) {
+    float *floats = (float *)panel;
+    uint8_t *zeros = panel + s->groups * PANEL * 4, *float8 = panel + PANEL * 4;
+    const int is_output = n < a->out_features;
+    if (a->factors) floats[at] = is_output ? a->factors[n] : 0.0f;
+    for (int64_t g = 0, from = n * s->groups; g < s->groups; g++, from++) {
+        const int64_t to = g * PANEL + at;
+        if (a->factors) {
+            float8[to] = is_output ? ((const uint8_t *)a->scales)[from] : 0;
+            continue;
+        }
+        floats[to] = is_output ? ((const float *)a->scales)[from] : 0.0f;
+        zeros[to] = is_output ? a->zeros[from] : 0;
+    }
 }
 
 static void pack_output(const pack_args *a, const shape *s, int64_t n, uint8_t *panel, int64_t at) {
     const int64_t in = a->in_features;
-    float *scales = (float *)panel;
-    uint8_t *zeros = panel + s->groups * PANEL * 4, *to = panel + s->head_bytes + at * 4;
+    uint8_t *to = panel + s->head_bytes + at * 4;
     const uint8_t *codes = (const uint8_t *)a->weight + n * in;
-    for (int64_t g = 0; g < s->groups; g++) {
-        scales[g * PANEL + at] = n < a->out_features ? a->scales[n * s->groups + g] : 0.0f;
-        zeros[g * PANEL + at] = n < a->out_features ? a->zeros[n * s->groups + g] : 0;
-    }
+    pack_scales(a, s, n, panel, at);
     for (int64_t k = 0; k < s->depth; k++) {
         const uint8_t code = n < a->out_features && k < in ? codes[k] : 0;
         if (a->bits == 8) {
@@ -76,10 +91,11 @@ static void pack_output(const pack_args *a, const shape *s, int64_t n, uint8_t *
 }
 
 void pack_groups(const pack_args *a) {
-    const shape s = shape_of(a->in_features, a->group, a->bits);
+    const shape s = shape_of(a->in_features, a->group, a->bits, !!a->factors);
     header *to = a->packed;
     *to = (header){.kernel = a->kernel, .kind = GROUPS, .group = a->group, .bits = a->bits,
-                   .has_table = !!a->table, .has_order = !!a->order};
+                   .has_table = !!a->table, .has_order = !!a->order,
+                   .has_factors = !!a->factors};
     for (int at = 0; a->table && at < 16; at++) to->table[at] = (uint8_t)(a->table[at] + OFFSET);
     if (a->order) memcpy(to + 1, a->order, a->in_features * 4);
     uint8_t *panels = (uint8_t *)(to + 1) + order_bytes(to->has_order, a->in_features);
@@ -91,8 +107,10 @@ void pack_groups(const pack_args *a) {
 
 /* Returns by how much a code of this form exceeds the number that is multiplied in its place. */
 INLINE int middle_of(const int form) {
-    return form == INT8_CODES ? MIDDLE - OFFSET : form == LUT4_CODES ? -OFFSET : 0;
+    return form == INT8_CODES ? MIDDLE - OFFSET : form == INT4_CODES ? 0 : -OFFSET;
 }
+
+INLINE int has_table(const int form) { return form == LUT4_CODES || form == NVFP4_CODES; }
 
 /* Returns 4-bit codes of one vector of outputs: the lower or the upper halves of the bytes for
    columns [k, k + STEP). */
@@ -112,8 +130,8 @@ INLINE void load_codes(
     }
     *low = half_of(codes, k, v, 0);
     *high = half_of(codes, k, v, 1);
-    if (form == LUT4_CODES) *low = look_up(entries, *low);
-    if (form == LUT4_CODES) *high = look_up(entries, *high);
+    if (has_table(form)) *low = look_up(entries, *low);
+    if (has_table(form)) *high = look_up(entries, *high);
 }
 
 INLINE ints add_codes(const int form, ints sum, ints codes, ints quads) {
@@ -175,36 +193,52 @@ INLINE void add_by_pairs(
     }
 }
 
+/* Returns what the sum of a row's group begins with for one vector of outputs: the part that does
+   not depend on the codes. */
+INLINE ints first_sum(const int form, const shape *s, const uint8_t *panel, int64_t g, int v,
+                      int32_t sum_of_x) {
+    if (form == NVFP4_CODES) return (ints){0} + middle_of(form) * sum_of_x;
+    const uint8_t *zeros = panel + s->groups * PANEL * 4;
+    return (middle_of(form) - widened_bytes(zeros + g * PANEL + v * LANES)) * sum_of_x;
+}
+
+/* Returns a group's scales for one vector of outputs. */
+INLINE vec scales_of(const int form, const uint8_t *panel, int64_t g, int v) {
+    const int64_t at = g * PANEL + v * LANES;
+    if (form == NVFP4_CODES) return e4m3_lanes(panel + PANEL * 4 + at) * E4M3_UNIT;
+    return load((const float *)panel + at);
+}
+
 /* sums[rows][PANEL] = rows times one panel, not yet multiplied by the scales of the rows. */
 INLINE void tile(
     const int rows, const int form, const gemm_rows *x, int64_t first, const shape *s,
     const uint8_t *table, const uint8_t *panel, float *sums, ahead *next) {
-    const float *scales = (const float *)panel;
-    const uint8_t *zeros = panel + s->groups * PANEL * 4, *codes = panel + s->head_bytes;
+    const uint8_t *codes = panel + s->head_bytes;
     const int8_t *rows_at = x->codes + first * x->stride;
     const int32_t *sums_of_x = x->sums + first * x->groups;
     const int64_t stride = x->stride;
-    const ints entries = form == LUT4_CODES ? all_tables(table) : (ints){0};
+    const ints entries = has_table(form) ? all_tables(table) : (ints){0};
     for (int64_t g = 0; g < s->groups; g++) {
         const int64_t begin = g * s->group, left = s->depth - begin;
         const int64_t end = begin + (left < s->group ? left : s->group);
         ints sum[TILE_ROWS][PANEL_VECTORS];
-#pragma GCC unroll 4
-        for (int v = 0; v < PANEL_VECTORS; v++) {
-            const ints minus = middle_of(form) - widened_bytes(zeros + g * PANEL + v * LANES);
 #pragma GCC unroll 14
-            for (int r = 0; r < rows; r++) sum[r][v] = minus * sums_of_x[r * x->groups + g];
-        }
+        for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+            for (int v = 0; v < PANEL_VECTORS; v++)
+                sum[r][v] = first_sum(form, s, panel, g, v, sums_of_x[r * x->groups + g]);
         prefetch_share(next);
         if (PAIRS_DEPTH && form == INT4_CODES)
             add_by_pairs(rows, rows_at, stride, codes, begin, end, sum);
         else add_by_quads(rows, form, entries, rows_at, stride, codes, begin, end, sum);
+        vec scales[PANEL_VECTORS];
+#pragma GCC unroll 4
+        for (int v = 0; v < PANEL_VECTORS; v++) scales[v] = scales_of(form, panel, g, v);
 #pragma GCC unroll 14
         for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
             for (int v = 0; v < PANEL_VECTORS; v++) {
-                const vec scaled = load(scales + g * PANEL + v * LANES)
-                                   * __builtin_convertvector(sum[r][v], vec);
+                const vec scaled = scales[v] * __builtin_convertvector(sum[r][v], vec);
                 float *to = sums + r * PANEL + v * LANES;
                 store(to, g ? load(to) + scaled : scaled);
             }
@@ -220,6 +254,8 @@ static void any_tile(
             tile(count, INT8_CODES, x, first, s, table, panel, sums, next);  \
         else if (form == LUT4_CODES)                                         \
             tile(count, LUT4_CODES, x, first, s, table, panel, sums, next);  \
+        else if (form == NVFP4_CODES)                                        \
+            tile(count, NVFP4_CODES, x, first, s, table, panel, sums, next); \
         else                                                                 \
             tile(count, INT4_CODES, x, first, s, table, panel, sums, next);  \
         break;
@@ -246,7 +282,10 @@ INLINE void one_panel(
         const int rows = (int)((t + 1) * a->num_rows / tiles - first);
         any_tile(rows, form, x, first, s, table, w, sums, &next);
         for (int r = 0; r < rows; r++)
-            for (int n = 0; n < PANEL; n++) sums[r * PANEL + n] *= x->scales[first + r];
+            for (int n = 0; n < PANEL; n++) {
+                if (form == NVFP4_CODES) sums[r * PANEL + n] *= ((const float *)w)[n];
+                sums[r * PANEL + n] *= x->scales[first + r];
+            }
         if (is_bf16) epilogue_bf16(a, first, rows, panel * PANEL, PANEL, sums);
         else epilogue_f32(a, first, rows, panel * PANEL, PANEL, sums);
     }
@@ -254,11 +293,14 @@ INLINE void one_panel(
 
 void gemm_groups(const gemm_args *a, int is_bf16, const gemm_rows *x) {
     const header *from = a->packed;
-    const shape s = shape_of(a->in_features, from->group, from->bits);
+    const shape s = shape_of(a->in_features, from->group, from->bits, from->has_factors);
     const int64_t panels = (a->out_features + PANEL - 1) / PANEL;
     const uint8_t *weights
         = (const uint8_t *)(from + 1) + order_bytes(from->has_order, a->in_features);
-    const int form = from->bits == 8 ? INT8_CODES : from->has_table ? LUT4_CODES : INT4_CODES;
+    const int form = from->bits == 8       ? INT8_CODES
+                     : from->has_factors ? NVFP4_CODES
+                     : from->has_table   ? LUT4_CODES
+                                         : INT4_CODES;
 #pragma omp for schedule(guided) nowait
     for (int64_t panel = 0; panel < panels; panel++) {
         const int is_last = panel + 1 == panels;

@@ -48,7 +48,7 @@ void pack_int8(const pack_args *a) {
     for (int64_t n = 0; n < outputs; n++) {
         const int64_t known = n < a->out_features ? in : 0;
         int8_t *to = panels + n / width * width * depth + n % width * 4;
-        scales[n] = known ? a->scales[n] : 0.0f;
+        scales[n] = known ? ((const float *)a->scales)[n] : 0.0f;
         for (int64_t k = 0; k < depth; k++)
             to[k / 4 * 4 * width + k % 4] = (int8_t)((k < known ? codes[n * in + k] : 0) + more);
     }

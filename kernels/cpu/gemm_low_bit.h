@@ -15,8 +15,9 @@ typedef struct {
     int32_t has_table;   /* GROUPS: 1 if 4-bit codes are indices into `table` */
     uint8_t table[16];   /* value of each code, plus OFFSET (int8_dot.h) */
     int32_t has_order;   /* GROUPS: 1 if the order of columns precedes the panels */
+    int32_t has_factors; /* GROUPS: 1 if each output has a factor and float8 scales */
     int32_t halves;      /* FLOATS, FLOAT8: 1 if bfloat16 rows are multiplied as floats */
-    int32_t padding[4];  /* fills a cache line, so that panels begin at a cache line */
+    int32_t padding[3];  /* fills a cache line, so that panels begin at a cache line */
 } header;
 
 /* Returns the column of x for each packed column; NULL: the columns are in order. */

@@ -23,6 +23,7 @@ class LowBitCase:
     table: bool = False  # 4-bit codes are indices into a table
     order: bool = False  # columns of grouped codes are permuted
     bits: int = 4  # of a grouped code
+    factors: bool = False  # 4-bit codes have a table, float8 scales and a factor for each output
 
 
 def build_low_bit(case: LowBitCase, dtype: torch.dtype) -> Build:
@@ -55,7 +56,16 @@ def _weight(case: LowBitCase, random: torch.Generator) -> LowBitWeight:
     if case.bits == 8:
         return Int8GroupedWeight(*grid, order)
     table = None
-    if case.table:
+    if case.table or case.factors:
         table = torch.randint(-127, 128, (16,), generator=random).to(torch.int8)
         table[0], table[-1] = -127, 127
-    return Int4Weight(*grid, order, table)
+    if not case.factors:
+        return Int4Weight(*grid, order, table)
+    # Random bits, but no NaN
+    float8 = torch.randint(0, 256, groups, generator=random).to(torch.uint8)
+    float8 = torch.where(float8 & 127 == 127, 0, float8).view(torch.float8_e4m3fn)
+    factors = torch.randn(case.outputs, generator=random)
+    no_zeros = torch.zeros(groups, dtype=torch.uint8)
+    return Int4Weight(
+        codes.to(torch.uint8), float8, no_zeros, case.group_size, order, table, factors
+    )

@@ -29,13 +29,14 @@ cases = st.builds(
     rows=st.integers(0, 40),
     width=st.integers(1, 200).map(lambda half: 2 * half),
     outputs=st.integers(1, 80),
-    group_size=st.sampled_from([0, 8, 32, 64, 128, 256]),
+    group_size=st.sampled_from([0, 8, 16, 32, 64, 128, 256]),
     adds=st.booleans(),
     extreme=st.booleans(),
     seed=st.integers(0, 1000),
     table=st.booleans(),
     order=st.booleans(),
     bits=st.sampled_from([4, 8]),
+    factors=st.booleans(),
 )
 
 
@@ -44,6 +45,7 @@ cases = st.builds(
 @example(case=LowBitCase(130, 130, 31), dtype=torch.bfloat16)  # threads round rows together
 @example(case=LowBitCase(130, 130, 31, 32), dtype=torch.bfloat16)
 @example(case=LowBitCase(7, 128, 70, 64, extreme=True, table=True), dtype=torch.float32)
+@example(case=LowBitCase(30, 144, 70, 16, factors=True), dtype=torch.bfloat16)
 def test_low_bit_gemm_has_the_bits_of_its_reference(case: LowBitCase, dtype: torch.dtype) -> None:
     check_low_bit(*build_low_bit(case, dtype))
 
