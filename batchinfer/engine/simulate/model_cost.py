@@ -28,6 +28,9 @@ _GROUP_STEP = 8  # a checkpoint's group size is kept if it is a multiple of this
 _OWN_GROUP = 64
 """Group size of batchinfer's 4-bit quantization. torchao's is about the same."""
 _MXFP4_GROUP = 32
+_NVFP4_BYTES = 0.5 + 1 / 16
+"""Bytes per weight of NVFP4: 16 numbers share a float8 scale."""
+_NVFP4_NAMES = ("NVFP4", "W4A16_NVFP4")
 _FLOAT8_BLOCK = 128
 _FLOAT8_SCALE = 4  # bytes
 _BITSANDBYTES_GROUP = 64  # bitsandbytes' default; config.json does not contain the size
@@ -237,6 +240,8 @@ def matrix_bytes(
         group = block[1] if isinstance(block, list) and len(block) == 2 else _FLOAT8_BLOCK
         return INT8_BYTES + _FLOAT8_SCALE / group
     if quantization in OWN_INTEGERS:
+        if _is_nvfp4(saved) and (experts or quantization == "int4"):
+            return _NVFP4_BYTES
         is_mxfp4 = experts and saved.get("quant_method") == "mxfp4"
         group4 = _MXFP4_GROUP if is_mxfp4 else _saved_group(saved, 4)
         if quantization == "int4" or (experts and group4 is not None):
@@ -249,6 +254,19 @@ def matrix_bytes(
     if quantization is not None or saved.get("quant_method") == "torchao":
         return INT8_BYTES  # codes with fewer bits also take a byte each
     return float(element_bytes)
+
+
+def _is_nvfp4(saved: Mapping[str, Any]) -> bool:
+    """Return true if a checkpoint has weights in NVFP4. In a checkpoint of several formats, these
+    are its experts."""
+    if saved.get("quant_method") == "modelopt":
+        layers = saved.get("quantized_layers") or {}
+        names = (saved.get("quant_algo"), *(each.get("quant_algo") for each in layers.values()))
+        return any(name in _NVFP4_NAMES for name in names)
+    return any(
+        weights.get("type") == "float" and weights.get("num_bits") == 4
+        for weights in _compressed_weights(saved)
+    )
 
 
 def _saved_group(saved: Mapping[str, Any], bits: int) -> float | None:
@@ -272,11 +290,14 @@ def _integer_parts(saved: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     """Yield the parts of a quantization config that describe integer weights."""
     if saved.get("quant_method") in ("awq", "gptq"):
         yield saved
+    yield from (each for each in _compressed_weights(saved) if each.get("type", "int") == "int")
+
+
+def _compressed_weights(saved: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Yield the descriptions of weights in compressed-tensors' groups of layers."""
     if saved.get("quant_method") == "compressed-tensors":
         for group in (saved.get("config_groups") or {}).values():
-            weights = group.get("weights") or {}
-            if weights.get("type", "int") == "int":
-                yield weights
+            yield group.get("weights") or {}
 
 
 def _mean(numbers: Iterable[float]) -> float:

@@ -241,7 +241,10 @@ def _from_table(weight: TableWeight) -> Int4Weight | None:
     if not torch.equal(counts, counts.round()) or counts.max() > _INT8_MAX:
         step = sizes.max() / _INT8_MAX
     table = (weight.table / step).round().to(torch.int8)
-    zeros = torch.zeros_like(weight.scales, dtype=torch.uint8)
+    zeros = torch.zeros(weight.scales.shape, dtype=torch.uint8)
+    if weight.factors is not None:
+        factors = weight.factors * step
+        return Int4Weight(weight.codes, weight.scales, zeros, size, table=table, factors=factors)
     return Int4Weight(weight.codes, weight.scales * step, zeros, size, table=table)
 
 

@@ -18,7 +18,7 @@ from batchinfer.engine.kv.layout import KVLayout
 from batchinfer.engine.kv.model_config import max_positions, text_config
 from batchinfer.engine.kv.unsupported_models import refuse_unsupported
 from batchinfer.errors import ModelError
-from batchinfer.worker.model.checkpoint import read_config
+from batchinfer.worker.model.checkpoint import read_config, read_json
 from batchinfer.worker.model.config_values import (
     BadValueError,
     check_derived,
@@ -32,6 +32,8 @@ from batchinfer.worker.model.language_model import (
     saved_class,
 )
 from batchinfer.worker.model.meta_model import blame
+from batchinfer.worker.model.quantization import saved_section
+from batchinfer.worker.model.quantized.formats import choose_format
 from batchinfer.worker.model.quiet_transformers import quiet_transformers
 
 _PREAMBLE = re.compile(r"^Validation error for field '\w+': \w+: ")
@@ -88,7 +90,27 @@ def load_config(folder: Path, runner: Runner = "generate") -> PreTrainedConfig:
         key = "" if any(key in reason for key in raw) else blame(folder, _check_filled)
         raise ModelError(f"{folder}/config.json: {key}{reason}") from error
     _check_class(folder, config, runner)
+    _add_quantization(folder, config)
     return config
+
+
+def _add_quantization(folder: Path, config: PreTrainedConfig) -> None:
+    """Add the ``quantization_config`` of a checkpoint by an older ModelOpt, which describes it only
+    in hf_quant_config.json."""
+    path = folder / "hf_quant_config.json"
+    if saved_section(config.to_dict()) or (saved := read_json(path)) is None:
+        return
+    section = saved.get("quantization")
+    if not isinstance(section, Mapping):
+        raise ModelError(f"{path} has no object at the key quantization; fetch the model again")
+    if section.get("quant_algo") is None:
+        return  # only KV is quantized
+    section = {"quant_method": "modelopt", **section}
+    try:
+        choose_format(section)
+    except ModelError as error:
+        raise ModelError(f"{path}, read as quantization_config in config.json: {error}") from error
+    config.quantization_config = section
 
 
 def _check_filled(config: PreTrainedConfig) -> None:

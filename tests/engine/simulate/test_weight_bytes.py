@@ -14,6 +14,7 @@ _KEPT = {
     **dict.fromkeys(("awq", "gptq", "gptq with zeros", "gptq sorted", "gptq v2"), 0.5 + 5 / 32),
     **dict.fromkeys(("packed int4", "packed int4 with zeros"), 0.5 + 5 / 32),
     **dict.fromkeys((case for case in CASES if case.startswith("nf4")), 0.5 + 5 / 64),
+    **dict.fromkeys(("nvfp4", "nvfp4 modelopt"), 0.5 + 1 / 16),
 }
 """Bytes per weight in cases that ``int4`` keeps as saved."""
 _KEPT_INT8 = {

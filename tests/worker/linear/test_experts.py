@@ -24,7 +24,14 @@ from batchinfer.worker.memory import model_bytes
 from batchinfer.worker.model.quantized.low_bit import TableWeight
 from tests.models import make_checkpoint
 from tests.worker.model.quantized.checkpoints import write_quantized
-from tests.worker.model.quantized.test_load import ALL_SEE_ALL, CPU, MXFP4, experts_alone, logits_of
+from tests.worker.model.quantized.test_load import (
+    ALL_SEE_ALL,
+    CPU,
+    HYBRID,
+    MXFP4,
+    experts_alone,
+    logits_of,
+)
 from tests.worker.model.quantized.writers import CASES
 
 NUM_EXPERTS, HIDDEN, INNER, TOP_K = 5, 48, 32, 3
@@ -159,6 +166,8 @@ def test_mxfp4_weights_are_kept_as_saved(method: str, tmp_path: Path) -> None:
         ("qwen3_moe", "gptq with zeros", "int8", _ALL_SPARSE),
         ("qwen3_moe", "gptq 8 bits sorted", "int8", _ALL_SPARSE),
         ("mixtral", "awq", "int4", {}),
+        ("qwen3_moe", "nvfp4", "int8", _ALL_SPARSE),
+        ("qwen3_5_moe_text", "nvfp4 modelopt", "int4", {**_ALL_SPARSE, **HYBRID}),
         ("mixtral", "int8 in groups", "int8", {}),
     ],
 )

@@ -56,6 +56,7 @@ _KEPT = {
     **dict.fromkeys(("gptq", "gptq with zeros", "gptq sorted", "gptq v2"), Int4Weight),
     **dict.fromkeys(("fp8 whole", "modelopt", "float8 whole"), Float8Weight),
     **dict.fromkeys(("nf4 in rows", "nf4 in rows, nested"), Int4Weight),
+    **dict.fromkeys(("nvfp4", "nvfp4 modelopt"), Int4Weight),
     **dict.fromkeys(("int8", "llm.int8"), Int8Weight),
     **dict.fromkeys(("packed int8", "int8 with zeros", "int8 in groups"), Int8GroupedWeight),
     **dict.fromkeys(("gptq 8 bits", "gptq 8 bits sorted"), Int8GroupedWeight),
@@ -97,6 +98,8 @@ def test_codes_equal_the_saved_codes(case: str, tmp_path: Path) -> None:
     if case in _ROUNDED:
         step = written.weight.abs().amax(1, keepdim=True) / 127
         assert ((codes.dequantized() - written.weight).abs() <= 0.501 * step).all()
+    elif case == "nvfp4":  # multiplied by the reciprocal of the saved divisor
+        torch.testing.assert_close(codes.dequantized(), written.weight, rtol=1e-6, atol=0)
     else:
         assert torch.equal(codes.dequantized(), written.weight)
 
@@ -141,6 +144,7 @@ def test_inputs_of_equal_groups_may_be_in_any_order(
         ("llama", "gptq with zeros", "int4"),
         ("llama", "gptq sorted", "int4"),
         ("llama", "nf4 in rows, nested", "int4"),
+        ("llama", "nvfp4", "int4"),
     ],
 )
 def test_layers_are_packed_as_they_were_saved(
@@ -245,6 +249,7 @@ def logits_with_rows_rounded(folder: Path) -> torch.Tensor:
     ("case", "method"),
     [
         ("gptq sorted", "int4"),
+        ("nvfp4 modelopt", "int4"),
         ("packed int8", "int8"),
         ("gptq 8 bits sorted", "int8"),
         ("int8 with zeros", "int8"),

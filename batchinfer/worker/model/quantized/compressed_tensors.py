@@ -1,4 +1,4 @@
-"""Reads llm-compressor's format, compressed-tensors: packed or unpacked integers, and float8.
+"""Reads llm-compressor's format, compressed-tensors: packed or unpacked integers, float8 and NVFP4.
 
 Source: the library's ``compressors/pack_quantized``, ``compressors/naive_quantized`` and
 ``quantization/lifecycle/forward_helpers.py``. Groups of layers (``config_groups``) may have
@@ -17,6 +17,7 @@ import torch
 
 from batchinfer.errors import ModelError
 from batchinfer.worker.model.quantized.config_key import block_of, group_size, one_of, refused
+from batchinfer.worker.model.quantized.float4 import NVFP4_GROUP, nvfp4_weight
 from batchinfer.worker.model.quantized.float8 import FLOAT8, float8_weight
 from batchinfer.worker.model.quantized.low_bit import (
     IntegerWeight,
@@ -36,12 +37,12 @@ from batchinfer.worker.model.quantized.stored_tensors import (
 
 _FORMATS = (
     *("pack-quantized", "int-quantized", "float-quantized", "naive-quantized"),
-    *("mixed-precision", "dense"),
+    *("nvfp4-pack-quantized", "mixed-precision", "dense"),
 )
 _MATCH_S = 1.0
 """Time limit for matching a pattern, in seconds. A malicious pattern could take forever."""
 _PACKED, _SCALE, _ZEROS = ".weight_packed", ".weight_scale", ".weight_zero_point"
-_SHAPE, _GROUP_OF = ".weight_shape", ".weight_g_idx"
+_SHAPE, _GROUP_OF, _GLOBAL = ".weight_shape", ".weight_g_idx", ".weight_global_scale"
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,7 @@ class _Scheme:
     group_size: int | None
     block: tuple[int, int] | None
     has_zeros: bool
+    is_nvfp4: bool
 
     def rank(self, module: str) -> int:
         """Return how the group matches a module: 0: by name, 1: by pattern, 2: by class, 3: not at
@@ -69,7 +71,9 @@ class _Scheme:
 class CompressedTensors:
     """A checkpoint in the compressed-tensors format."""
 
-    ends: Mapping[str, str] = dict.fromkeys((_PACKED, _SCALE, _ZEROS, _SHAPE, _GROUP_OF), ".weight")
+    ends: Mapping[str, str] = dict.fromkeys(
+        (_PACKED, _SCALE, _ZEROS, _SHAPE, _GROUP_OF, _GLOBAL), ".weight"
+    )
 
     def __init__(self, saved: Mapping[str, Any]) -> None:
         kind = one_of(saved, "format", _FORMATS)
@@ -90,6 +94,10 @@ class CompressedTensors:
         scheme = self._scheme_of(name)
         if scheme.has_zeros:
             part_of(name, parts, _ZEROS)
+        if scheme.is_nvfp4:
+            ends = _PACKED, _SCALE, _GLOBAL
+            data, scales, divisor = (part_of(name, parts, end) for end in ends)
+            return nvfp4_weight(name, data, scales, divisor, is_reciprocal=True)
         if _PACKED in parts:
             return _packed_weight(name, parts, scheme)
         numbers, scales = part_of(name, parts, ""), part_of(name, parts, _SCALE)
@@ -133,15 +141,19 @@ def _scheme(key: str, group: Any) -> _Scheme:
     one_of(group, f"{key}.format", (None, *_FORMATS))
     key = f"{key}.weights"
     is_float = one_of(weights, f"{key}.type", ("int", "float"), default="int") == "float"
-    bits = one_of(weights, f"{key}.num_bits", (8,) if is_float else (2, 4, 8), default=8)
-    known = ("tensor", "channel", "group", "block")
-    strategy = one_of(weights, f"{key}.strategy", (*known, None))
+    bits = one_of(weights, f"{key}.num_bits", (4, 8) if is_float else (2, 4, 8), default=8)
+    is_nvfp4 = is_float and bits == 4
+    known = ("tensor", "channel", "group", "block", None)
+    strategy = one_of(weights, f"{key}.strategy", ("tensor_group",) if is_nvfp4 else known)
+    if is_nvfp4:
+        one_of(weights, f"{key}.group_size", (NVFP4_GROUP,))
+        one_of(weights, f"{key}.symmetric", (True,), default=True)
     size = group_size(weights, f"{key}.group_size") if strategy in ("group", None) else None
     block = block_of(weights, f"{key}.block_structure") if strategy == "block" else None
     if size is not None and block is None:
         block = 1, size
     has_zeros = not is_float and weights.get("symmetric") is False
-    return _Scheme(tuple(map(str, targets)), compiled, bits, size, block, has_zeros)
+    return _Scheme(tuple(map(str, targets)), compiled, bits, size, block, has_zeros, is_nvfp4)
 
 
 def _packed_weight(name: str, parts: Mapping[str, Stored], scheme: _Scheme) -> Quantized:

@@ -1,4 +1,4 @@
-"""Reads formats of float8 weights: ``fp8`` (Qwen, DeepSeek, Mistral; AutoFP8), ModelOpt, FBGEMM.
+"""Reads float8 weights: ``fp8`` (Qwen, DeepSeek, Mistral; AutoFP8), FBGEMM, and parts of ModelOpt.
 
 A weight is codes * scales. As in transformers' ``integrations/finegrained_fp8.py``, there is one
 scale for the whole weight, for each output or for each block. Scales of activations are ignored,

@@ -11,9 +11,10 @@ import torch
 
 from batchinfer.worker.model.quantized.bitsandbytes import BitsAndBytes
 from batchinfer.worker.model.quantized.compressed_tensors import CompressedTensors
-from batchinfer.worker.model.quantized.config_key import block_of, one_of
+from batchinfer.worker.model.quantized.config_key import block_of
 from batchinfer.worker.model.quantized.float8 import Float8
 from batchinfer.worker.model.quantized.gptq_awq import Awq, Gptq
+from batchinfer.worker.model.quantized.modelopt import ModelOpt
 from batchinfer.worker.model.quantized.mxfp4 import Mxfp4
 from batchinfer.worker.model.quantized.stored_tensors import Quantized, Stored, stored_tensors
 
@@ -54,11 +55,6 @@ def _block_float8(saved: Mapping[str, Any]) -> Format:
     return Float8("fp8", ends, block_of(saved, "weight_block_size"))
 
 
-def _modelopt(saved: Mapping[str, Any]) -> Format:
-    one_of(saved, "quant_algo", ("FP8",))
-    return Float8("modelopt FP8", ("_scale",))
-
-
 _FORMATS: Mapping[str, Callable[[Mapping[str, Any]], Format]] = {
     "awq": Awq,
     "bitsandbytes": lambda saved: BitsAndBytes(),
@@ -66,7 +62,7 @@ _FORMATS: Mapping[str, Callable[[Mapping[str, Any]], Format]] = {
     "fbgemm_fp8": lambda saved: Float8("fbgemm_fp8", ("_scale",)),
     "fp8": _block_float8,
     "gptq": Gptq,
-    "modelopt": _modelopt,
+    "modelopt": ModelOpt,
     "mxfp4": lambda saved: Mxfp4(),
 }
 METHODS = tuple(_FORMATS)

@@ -91,11 +91,17 @@ class BlockWeight:
 
 @dataclass(frozen=True)
 class TableWeight:
-    """A 4-bit weight that is table[codes] * scales."""
+    """A 4-bit weight that is table[codes] * scales * factors."""
 
     codes: torch.Tensor  # [out, in] uint8, from 0 to 15
     table: torch.Tensor  # [16] float32
-    scales: torch.Tensor  # [out, groups] float32; each group is a range of equal size
+    scales: torch.Tensor  # [out, groups]; each group is a range of equal size
+    factors: torch.Tensor | None = None  # [out] float32; None: all 1
+
+    def __post_init__(self) -> None:
+        wanted = torch.float32 if self.factors is None else torch.float8_e4m3fn
+        if self.scales.dtype != wanted:
+            raise ValueError(f"scales are {self.scales.dtype}; they must be {wanted}")
 
 
 LowBitCodes = IntegerWeight | TableWeight | BlockWeight

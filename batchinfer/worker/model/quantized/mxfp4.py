@@ -1,9 +1,8 @@
 """Reads gpt-oss's experts in MXFP4: pairs of 4-bit floats, with a scale for every 32 numbers.
 
 Source: the OCP Microscaling Formats specification, and transformers' ``integrations/mxfp4.py`` for
-the layout. The first number of a pair is in the lower half of the byte. A scale is a power of two,
-saved as its exponent plus 127. Experts are saved as [experts, out, in] and used as
-[experts, in, out].
+the layout. A scale is a power of two, saved as its exponent plus 127. Experts are saved as
+[experts, out, in] and used as [experts, in, out].
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from collections.abc import Mapping
 
 import torch
 
+from batchinfer.worker.model.quantized.float4 import FLOAT4, float4_codes, float4_values
 from batchinfer.worker.model.quantized.low_bit import TableWeight
 from batchinfer.worker.model.quantized.stored_tensors import (
     Quantized,
@@ -21,10 +21,6 @@ from batchinfer.worker.model.quantized.stored_tensors import (
     part_of,
 )
 
-_HALF = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_FLOAT4 = torch.tensor([*_HALF, *(-value for value in _HALF)])
-_PAIRS = torch.stack([_FLOAT4.repeat(16), _FLOAT4.repeat_interleave(16)], dim=1)
-"""The two numbers of each byte, [256, 2]."""
 _BLOCK_BYTES = 16
 
 
@@ -48,15 +44,14 @@ class Mxfp4:
 def _dequantize(tensors: Tensors) -> torch.Tensor:
     """Convert one expert's bytes [out, blocks, 16] to float32 [in, out]."""
     blocks, scales = tensors["_blocks"], tensors["_scales"]
-    values = _PAIRS.index_select(0, blocks.flatten().int()).view(*scales.shape, -1)
+    values = float4_values(blocks)
     return values.mul_(_powers(scales).unsqueeze(-1)).flatten(1).T
 
 
 def _codes(tensors: Tensors) -> TableWeight:
     """Convert one expert's bytes to codes [out, in]."""
-    blocks = tensors["_blocks"]
-    codes = torch.stack([blocks & 15, blocks >> 4], dim=-1).flatten(1)
-    return TableWeight(codes, _FLOAT4, _powers(tensors["_scales"]))
+    codes = float4_codes(tensors["_blocks"]).flatten(1)
+    return TableWeight(codes, FLOAT4, _powers(tensors["_scales"]))
 
 
 def _powers(exponents: torch.Tensor) -> torch.Tensor:

@@ -107,8 +107,8 @@ class Quantized:
         tensors = {end: part.read(expert) for end, part in self.parts.items()}
         for end, part in self.parts.items():
             # A NaN scale would make all logits of every row NaN.
-            is_scale = end and part.dtype in FLOATS  # some files save codes as floats
-            if is_scale and not torch.isfinite(tensors[end]).all():
+            is_scale = end and part.dtype in (*FLOATS, "F8_E4M3")  # some codes are floats, too
+            if is_scale and not torch.isfinite(tensors[end].float()).all():
                 raise ModelError(f"{part.name} contains NaN or infinity; fetch the model again")
         return tensors
 

@@ -19,7 +19,7 @@ from batchinfer.worker.model.quantized.formats import (
     dequantized_tensors,
     empty_biases,
 )
-from tests.worker.model.quantized.writers import CASES, compressed, mxfp4
+from tests.worker.model.quantized.writers import CASES, compressed, mxfp4, nvfp4
 
 WEIGHT = torch.randn(72, 96, generator=torch.Generator().manual_seed(0)) * 0.3
 
@@ -85,6 +85,27 @@ def test_fused_experts_of_float8_are_dequantized_one_by_one(tmp_path: Path) -> N
     }
     weight = read(tmp_path, section, parts)["a.proj"]
     assert torch.equal(weight, torch.stack([expert.weight for expert in experts]))
+
+
+def test_experts_of_nvfp4_in_one_tensor_are_refused(tmp_path: Path) -> None:
+    parts = nvfp4(WEIGHT, modelopt=True).parts
+    ends = {"weight": "", "weight_scale": "_weight_scale", "weight_scale_2": "_weight_scale_2"}
+    joined = {f"gate_up_proj{end}": torch.stack([parts[name]] * 2) for name, end in ends.items()}
+    with pytest.raises(ModelError, match=r"a.gate_up_proj holds all experts of a layer in one"):
+        read(tmp_path, CASES["nvfp4 modelopt"][0], joined)
+    parts = nvfp4(WEIGHT).parts
+    joined = {name: torch.stack([part] * 2) for name, part in parts.items()}
+    with pytest.raises(ModelError, match=r"a.weight_packed holds all experts of a layer in one"):
+        read(tmp_path, CASES["nvfp4"][0], joined)
+
+
+def test_a_modelopt_checkpoint_may_mix_fp8_and_nvfp4(tmp_path: Path) -> None:
+    layers = {"a": {"quant_algo": "FP8"}, "b": {"quant_algo": "NVFP4", "group_size": 16}}
+    section = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}
+    section["quantized_layers"] = layers
+    for case in ("modelopt", "nvfp4 modelopt"):
+        written = CASES[case][1](WEIGHT)
+        assert torch.equal(read(tmp_path, section, written.parts)["a.weight"], written.weight)
 
 
 def test_each_group_of_layers_has_its_own_bits(tmp_path: Path) -> None:
@@ -220,6 +241,17 @@ def narrowed(parts: dict[str, torch.Tensor]) -> None:
             "a.weight_format is 2, .* not yet",
         ),
         ("llm.int8", cut("SCB"), "a.SCB is 71 of F32; .* must be 72"),
+        ("nvfp4", drop("weight_global_scale"), r"files have no \*.weight_global_scale to go with"),
+        ("nvfp4", cut("weight_scale"), "a.weight_scale is 71 x 6 of F8_E4M3; .* be 72 x 6"),
+        ("nvfp4", cast("weight_scale", torch.float32), "scale is 72 x 6 of F32; .* of F8_E4M3"),
+        (
+            "nvfp4",
+            damaged("weight_global_scale", 0.0),
+            "a.weight: .* weight is 0.0, but .* positive",
+        ),
+        ("nvfp4 modelopt", damaged("weight_scale"), "a.weight_scale contains NaN or infinity"),
+        ("nvfp4 modelopt", drop("weight_scale_2"), r"files have no \*_scale_2 to go with a.weight"),
+        ("nvfp4 modelopt", flat("weight"), "a.weight is 3456 of U8"),
         ("float8 whole", flat("weight"), "a.weight is 6912 of F8_E4M3; .* must be 1 x 6912 of"),
     ],
 )
@@ -234,6 +266,13 @@ def test_tensors_that_do_not_match_are_refused(
 
 
 _group = partial(compressed, "pack-quantized")
+_nvfp4 = partial(
+    compressed,
+    "nvfp4-pack-quantized",
+    **{"type": "float", "num_bits": 4, "strategy": "tensor_group", "group_size": 16},
+)
+_MODELOPT = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
+_W4A8 = {"quant_algo": "W4A8_AWQ"}
 
 
 @pytest.mark.parametrize(
@@ -252,10 +291,20 @@ _group = partial(compressed, "pack-quantized")
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "gemv; supported: gemm"),
         ({"quant_method": "awq", "bits": 8}, "bits in config.json is 8; supported: 4"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, r"weight_block_size .* is \[128\]"),
-        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "NVFP4; supported: FP8"),
-        ({"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}, "format .* is"),
+        (_MODELOPT | {"quant_algo": "NVFP4_AWQ"}, "NVFP4_AWQ; supported: FP8, NVFP4"),
+        (_MODELOPT | {"group_size": 32}, "group_size .* is 32; supported: 16"),
+        (
+            _MODELOPT | {"quant_algo": "MIXED_PRECISION", "quantized_layers": {"a": _W4A8}},
+            r"quantized_layers\['a'\].quant_algo .* is W4A8_AWQ; supported: FP8, NVFP4",
+        ),
+        (_MODELOPT | {"quantized_layers": {"a": 4}}, r"quantized_layers\['a'\] .* is 4; .* object"),
+        (_MODELOPT | {"quantized_layers": ["a"]}, "quantized_layers .* must be an object"),
+        ({"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized"}, "format .* is"),
+        (_nvfp4(group_size=32), "group_0.weights.group_size .* is 32; supported: 16"),
+        (_nvfp4(symmetric=False), "group_0.weights.symmetric .* is False; supported: True"),
+        (_nvfp4(strategy="group"), "strategy .* is group; supported: tensor_group"),
         (_group(num_bits=3), r"config_groups.group_0.weights.num_bits .* is 3; supported: 2, 4, 8"),
-        (_group(type="float", num_bits=4), r"group_0.weights.num_bits .* is 4; supported: 8"),
+        (_group(type="float", num_bits=6), r"group_0.weights.num_bits .* is 6; supported: 4, 8"),
         (_group(strategy="tensor_group"), "strategy .* is tensor_group; supported: tensor"),
         ({**_group(), "config_groups": {"W4A16": ["Linear"]}}, r"config_groups.W4A16 .* an object"),
         (

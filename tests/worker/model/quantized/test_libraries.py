@@ -12,10 +12,11 @@ import pytest
 import torch
 
 from tests.worker.model.quantized.test_formats import WEIGHT, read
-from tests.worker.model.quantized.writers import compressed
+from tests.worker.model.quantized.writers import CASES, compressed
 
 _INT = {"type": "int", "group_size": 32, "strategy": "group"}
 _FLOAT = {"type": "float", "num_bits": 8}
+NVFP4 = {"type": "float", "num_bits": 4, "strategy": "tensor_group", "group_size": 16}
 
 
 @pytest.mark.parametrize(
@@ -53,6 +54,39 @@ def test_compressed_tensors(kind: str, arguments: dict[str, Any], tmp_path: Path
     wanted = compressor.decompress(parts, scheme)["weight"]
     section = compressed(kind, **arguments)
     assert torch.equal(read(tmp_path, section, parts)["a.weight"], wanted)
+
+
+def test_compressed_tensors_nvfp4(tmp_path: Path) -> None:
+    library = pytest.importorskip("compressed_tensors")
+    args = library.quantization.QuantizationArgs(**NVFP4, symmetric=True)
+    scheme = library.quantization.QuantizationScheme(targets=["Linear"], weights=args)
+    runs = WEIGHT.unflatten(1, (-1, 16))
+    low, high = WEIGHT.min(), WEIGHT.max()
+    divisor = library.quantization.utils.generate_gparam(low, high)
+    scales, _ = library.quantization.utils.calculate_qparams(
+        runs.amin(-1), runs.amax(-1), args, global_scale=divisor
+    )
+    state = {"weight": WEIGHT, "weight_scale": scales, "weight_global_scale": divisor.view(1)}
+    compressor = library.compressors.BaseCompressor.get_value_from_registry("nvfp4-pack-quantized")
+    parts = compressor.compress(state, scheme)
+    wanted = compressor.decompress(parts, scheme)["weight"]
+    ours = read(tmp_path, compressed("nvfp4-pack-quantized", **NVFP4), parts)["a.weight"]
+    assert torch.equal(ours.to(wanted.dtype), wanted)
+    assert (ours - WEIGHT).norm() < 0.15 * WEIGHT.norm()
+
+
+def test_modelopt_nvfp4_equals_what_compressed_tensors_converts_it_to(tmp_path: Path) -> None:
+    pytest.importorskip("compressed_tensors")
+    from compressed_tensors.entrypoints.convert import ModelOptNvfp4Converter
+
+    section, writer = CASES["nvfp4 modelopt"]
+    parts = writer(WEIGHT).parts
+    saved = {f"a.{end}": part for end, part in parts.items()}
+    converted = ModelOptNvfp4Converter(targets=["a"]).process(saved)
+    converted = {name.removeprefix("a."): part for name, part in converted.items()}
+    theirs = read(tmp_path, CASES["nvfp4"][0], converted)["a.weight"]
+    ours = read(tmp_path, section, parts)["a.weight"]
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("nested", [False, True])

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, FineGrainedFP8Config, Mxfp4Config
 
 from batchinfer.config import ModelConfig
 from batchinfer.engine.simulate.model_cost import ModelCost
+from batchinfer.errors import ModelError
 from batchinfer.worker.attention.attention import make_backend
 from batchinfer.worker.forward import forward
 from batchinfer.worker.kv_cache import KVCache
@@ -70,6 +71,8 @@ FP8_BLOCKS = partial(float8, block=(32, 32), end="weight_scale_inv")
         ("qwen3_vl", "float32", "fp8 blocks", {}),
         ("qwen3_5_text", "float32", "fp8 blocks", HYBRID),
         ("qwen3_5_moe_text", "float32", "fp8 blocks", HYBRID),
+        ("qwen3_5_moe_text", "bfloat16", "nvfp4", {**HYBRID, "moe_intermediate_size": 32}),
+        ("qwen3_moe", "float32", "nvfp4 modelopt", {"moe_intermediate_size": 32}),
         ("lfm2", "bfloat16", "fp8 blocks", {"layer_types": ["conv", "full_attention"]}),
     ],
 )
@@ -107,6 +110,29 @@ def test_logits_equal_those_of_transformers(
     assert torch.equal(ours, logits_of(load(plain)))
     theirs = logits_of_transformers(folder, quantization_config=options(dequantize=True))
     assert (ours - theirs).norm() <= 1e-4 * theirs.norm()
+
+
+def test_modelopt_may_describe_the_format_in_a_file_of_its_own(tmp_path: Path) -> None:
+    folder, plain = write_quantized(tmp_path, "llama", *CASES["nvfp4 modelopt"])
+    config = json.loads((folder / "config.json").read_text())
+    section = config.pop("quantization_config")
+    section |= {"group_size": 16, "exclude_modules": ["lm_head"], "kv_cache_quant_algo": "FP8"}
+    (folder / "config.json").write_text(json.dumps(config))
+    path = folder / "hf_quant_config.json"
+    path.write_text(json.dumps({"producer": {"name": "modelopt"}, "quantization": section}))
+    loaded = load(folder)
+    assert torch.equal(logits_of(loaded), logits_of(load(plain)))
+    assert loaded.facts["quantization"] == "modelopt NVFP4, dequantized when loaded"
+    for value, message in (
+        (
+            section | {"quant_algo": "NVFP4_SVD"},
+            r"hf_quant_config.json, .* is NVFP4_SVD; supported",
+        ),
+        (["NVFP4"], r"hf_quant_config.json has no object at the key quantization"),
+    ):
+        path.write_text(json.dumps({"quantization": value}))
+        with pytest.raises(ModelError, match=message):
+            load(folder)
 
 
 def test_quantization_config_may_be_in_text_config(tmp_path: Path) -> None:

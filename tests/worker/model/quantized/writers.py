@@ -192,6 +192,27 @@ def mxfp4(weight: torch.Tensor) -> Written:
     return Written(parts, wanted.contiguous())
 
 
+def nvfp4(weight: torch.Tensor, *, modelopt: bool = False) -> Written:
+    if weight.shape[1] % 16:
+        return Written({"weight": weight}, weight)  # on the ignore list
+    factor = weight.abs().max() / (6 * 448)
+    runs = weight.unflatten(1, (-1, 16))
+    scales = (runs.abs().amax(-1) / (6 * factor)).to(torch.float8_e4m3fn)
+    # compressed-tensors divides by the saved number, ModelOpt multiplies by it.
+    whole = scales.float() * factor if modelopt else scales.float() / factor.reciprocal()
+    codes = (runs / whole[..., None])[..., None].sub(FLOAT4).abs().argmin(-1)
+    codes += 8 * (codes.eq(0) & runs.lt(0))  # negative zeros
+    wanted = (FLOAT4[codes] * whole[..., None]).flatten(1)
+    halves = codes.unflatten(-1, (-1, 2))
+    data = (halves[..., 1] * 16 + halves[..., 0]).to(torch.uint8).flatten(1)
+    if modelopt:
+        parts = {"weight": data, "weight_scale": scales, "weight_scale_2": factor}
+        return Written({**parts, "input_scale": torch.tensor(0.25)}, wanted)
+    parts = {"weight_packed": data, "weight_scale": scales}
+    parts["weight_global_scale"] = factor.reciprocal().view(1)
+    return Written({**parts, "input_global_scale": torch.ones(1)}, wanted)
+
+
 def compressed(kind: str, **weights: Any) -> dict[str, Any]:
     """Return a ``quantization_config`` of compressed-tensors with one group."""
     group = {"targets": ["Linear"], "weights": {"strategy": "group", **weights}}
@@ -209,6 +230,11 @@ _PACKED = partial(compressed, "pack-quantized", type="int", group_size=32)
 _INT8 = partial(compressed, "int-quantized", type="int", num_bits=8)
 _INT8_ROWS = partial(_INT8, strategy="channel")
 _FLOAT8 = partial(compressed, "float-quantized", type="float", num_bits=8)
+_NVFP4 = partial(
+    compressed,
+    "nvfp4-pack-quantized",
+    **{"type": "float", "num_bits": 4, "strategy": "tensor_group", "group_size": 16},
+)
 _ROWS = (1, 1 << 20)
 _WHOLE = (1 << 20, 1 << 20)
 
@@ -244,6 +270,11 @@ CASES: dict[str, tuple[dict[str, Any], Writer]] = {
     "float8 blocks": (
         _FLOAT8(strategy="block", block_structure=[32, 48]),
         partial(float8, block=(32, 48), dtype=torch.bfloat16),
+    ),
+    "nvfp4": (_NVFP4(), nvfp4),
+    "nvfp4 modelopt": (
+        {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]},
+        partial(nvfp4, modelopt=True),
     ),
     "awq": ({"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}, awq),
     "gptq": (_GPTQ, gptq),
