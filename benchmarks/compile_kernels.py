@@ -33,7 +33,7 @@ _IMPORTED = re.compile(r"^from (batchinfer\.kernels\.\w+) import", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Row:
-    """A kernel of one case, compiled for one target; counts are those of `Compiled`."""
+    """A kernel of one case, compiled for one target; `Compiled` explains the counts."""
 
     triton: str
     target: str

@@ -30,7 +30,7 @@ def versions() -> dict[str, Any]:
 
 
 def environment(results: Results, *, dry_run: bool) -> None:
-    """Add a cell about the machine, and one about the device as torch sees it."""
+    """Add a cell about the machine, and a cell about the device as torch reports it."""
     results.measure("environment", "machine", lambda: _machine(results.folder))
     results.measure("environment", "device", lambda: _device(dry_run))
 

@@ -1,4 +1,4 @@
-"""Copies results out of a machine that may be taken away at any time, as a few files.
+"""Copies results, as a few files, off a machine that may be taken away at any time.
 
 Also packs the kernels that Triton has compiled, so that the next run does not compile them again.
 """
