@@ -23,7 +23,7 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
 
 
 def unseen_difference(name: str, near: str) -> str:
-    """Return, in parentheses, how two names that look the same differ; "" for other names."""
+    """Return a note in parentheses on how two names that look the same differ; "" otherwise."""
     if name == near or _as_seen(name) != _as_seen(near):
         return ""
     forms = [_form(text) for text in (near, name)]

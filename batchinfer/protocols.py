@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 @dataclass(frozen=True, slots=True)
 class StopMatch:
-    """A stop string in a sample's text, and the number of characters to keep."""
+    """A stop string that was found in a sample's text; ``text_end`` characters are kept."""
 
     stop: str
     text_end: int
@@ -28,7 +28,8 @@ class FinishedSample(Protocol):
 
     @property
     def finish_reason(self) -> str:
-        """``stop`` if an end-of-sequence token, stop token or stop string ended the sample."""
+        """``stop`` if an end-of-sequence token, stop token or stop string ended the sample;
+        otherwise ``length`` or ``error``."""
         ...
 
     @property
@@ -45,17 +46,18 @@ class StopChecker(Protocol):
 
         Args:
             may_stop: False while the sample is shorter than ``min_tokens``. A stop string that is
-                complete before this length never counts.
+                complete before this length is never reported.
         """
         ...
 
 
 class GrammarState(Protocol):
-    """State of a grammar for one sample: determines which tokens may come next."""
+    """A grammar's state for one sample. It determines which tokens may come next."""
 
     @property
     def error(self) -> str | None:
-        """Why the matcher stopped, for example because a step took too much work; else None."""
+        """Why the matcher stopped, for example after too much work in a step; None while it
+        runs."""
         ...
 
     def take(self, token_id: int) -> list[int]:
@@ -68,7 +70,7 @@ class GrammarState(Protocol):
         ...
 
     def replay(self, token_ids: Sequence[int]) -> None:
-        """Advance by known tokens of a sample, which may have been forced; force no more tokens.
+        """Advance by tokens that the sample already has, forced or drawn; force no further tokens.
 
         Sets ``error`` if the grammar does not allow the tokens.
         """

@@ -1,7 +1,7 @@
 """Sampling and beam search parameters of the Python API, with vLLM's names.
 
-``SamplingParams`` extends the job file's class of the same name. Unlike in that class, values may
-be changed later; each change validates all values again.
+``SamplingParams`` extends the job file's class of the same name. Unlike that class, it allows
+changes to its values; each change validates all values again.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class _CallParams(sampling.SamplingParams):
     """Functions that take the output's token ids so far (a list) and the next token's logits
     (float32 [vocab_size] on the model's device), and return logits. A function of three arguments
     gets the prompt's token ids first. The functions run in order, before everything else that
-    changes logits. Log-probabilities come from their result. An infinite logit excludes all other
-    tokens."""
+    changes logits. Log-probabilities are computed from the logits that they return. An infinite
+    logit excludes all other tokens."""
     output_kind: Any = RequestOutputKind.CUMULATIVE
     """Accepted for compatibility with vLLM; outputs are always complete."""
     extra_args: Mapping[str, Any] | None = None
@@ -225,7 +225,7 @@ class SamplingParams(_CallParams):
         return copy.deepcopy(self)
 
     def check_call(self) -> None:
-        """Raise ValueError for values that vLLM, too, refuses only when they are used in a call."""
+        """Raise ValueError for values that, as in vLLM, are refused only when a call uses them."""
         if self.best_of not in (None, self.n):
             raise ValueError(
                 f"best_of is {self.best_of}, but only best_of equal to n ({self.n}) is supported; "

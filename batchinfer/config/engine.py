@@ -44,16 +44,17 @@ class EngineConfig(Record):
     order: Literal["prefix", "input"] = "prefix"
     """Order in which rows run. The output is always in input order."""
     order_window: int = 65536
-    """About how many rows to plan together, as a window. A window consists of whole parts, and has
-    at most 64 million prompt tokens. With order: prefix, its rows are sorted."""
+    """Approximate number of rows to plan together. These rows form a window, which consists of
+    whole parts of the output and has at most 64 million prompt tokens. With order: prefix, the rows
+    of a window are sorted."""
     deterministic: bool = False
     """Make the bits of a row's results independent of the other rows in a batch. On a CUDA device,
-    this uses slower kernels and refuses some models. On a CPU, most dense models are independent
-    anyway, with cpu_kernels: own and without latent_cache."""
+    this uses slower kernels and refuses some models. On a CPU, most dense models give such results
+    even without this setting if cpu_kernels is own and latent_cache is false."""
     latent_cache: bool = False
     """For latent attention (DeepSeek V2 and V3, GLM 4.7-Flash, ...), cache one latent per token
-    instead of the keys and values of every head. For DeepSeek V3, a token then takes a 71st of the
-    memory. Bits of a row may then depend on the other rows of a batch."""
+    instead of the keys and values of every head. For DeepSeek V3, this takes 1/71 of the memory per
+    token. However, the bits of a row's results may depend on the other rows in a batch."""
     num_threads: int | None = None
     """Number of threads that compute on a CPU. null: OMP_NUM_THREADS if it is set, otherwise one
     per core that this process may use. Fewer threads compute while other processes use the
@@ -88,7 +89,7 @@ class EngineConfig(Record):
 
     @property
     def swap_bytes(self) -> int:
-        """Bytes of host memory for swapped blocks; 0 if nothing would be swapped."""
+        """Bytes of host memory for swapped blocks; 0 if swapping is disabled."""
         if self.preemption == "recompute" or not self.enable_prefix_caching:
             return 0
         return parse_size(self.swap_space, "swap_space")

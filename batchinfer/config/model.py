@@ -9,8 +9,8 @@ from typing import Any, Literal
 from batchinfer.config.types import Record, coerce_fields, format_value
 
 Runner = Literal["generate", "pooling", "whole_texts"]
-"""Purpose of a model, as in vLLM. generate: text; pooling: hidden states; whole_texts: hidden
-states of all tokens of a text, computed in one step without a KV cache.
+"""What a model computes. generate: text. pooling: hidden states. whole_texts: hidden states, with
+each text computed in one step and without a KV cache.
 """
 
 _OFFSET_FAMILIES = ("camembert", "mpnet", "roberta", "xlm-roberta")
@@ -19,7 +19,7 @@ ENCODER_FAMILIES = (
     *_OFFSET_FAMILIES,
     *("bert", "distilbert", "electra", "eurobert", "modernbert", "nomic_bert"),
 )
-"""Supported values of ``model_type``; a test runs each."""
+"""Values of ``model_type`` of the supported encoders. A test runs each of them."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class ModelConfig(Record):
     """Folder or hub id of each LoRA adapter, by name. Requests name an adapter by its number: 1 for
     the first."""
     runner: Runner = "generate"
-    """Purpose of the model; with pooling, it may lack an output head."""
+    """What the model computes. A model for pooling may lack an output head."""
 
     @property
     def pools(self) -> bool:

@@ -14,8 +14,9 @@ from batchinfer.config.types import Record, coerce_fields
 
 @dataclass(frozen=True)
 class PromptConfig(Record):
-    """How to make a prompt from a row. Set at most one source. The default source is the column
-    ``messages``, or the column ``prompt`` if there is no column ``messages``."""
+    """How to make a prompt from a row. Set at most one source: column, template, messages or
+    token_ids_column. The default source is the column ``messages``, or the column ``prompt`` if
+    there is no column ``messages``."""
 
     column: str | None = None
     """A column of strings, or of conversations: list<struct<role, content>>."""

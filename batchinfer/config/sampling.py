@@ -17,7 +17,7 @@ MAX_BEAMS = 256
 MAX_LENGTH_PENALTY = 32.0
 """Largest length penalty. The maximum length raised to this power is still a finite float."""
 HUGE = 1e30
-"""Largest absolute value of a parameter, so that float32 arithmetic does not overflow."""
+"""Largest absolute value of a parameter. It prevents overflow in float32 arithmetic."""
 
 _NOT_WITH_BEAMS = (
     "min_tokens",

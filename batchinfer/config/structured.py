@@ -31,7 +31,7 @@ def checked_schema(structured_outputs: Mapping[str, Any] | None) -> str | None:
 
 
 def normalized(value: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return ``structured_outputs`` or OpenAI's ``response_format`` in the same form.
+    """Convert ``structured_outputs`` or OpenAI's ``response_format`` to one common form.
 
     A schema becomes JSON text, because outputs follow the order of its properties, and dicts that
     differ only in order compare equal.

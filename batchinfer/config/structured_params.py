@@ -23,7 +23,7 @@ _TAG = "structured_outputs structural_tag"
 
 @dataclass
 class StructuredOutputsParams:
-    """Constraint on a text: one of the first five fields, or a structural tag.
+    """A constraint on the output text: one of the first five fields, or ``structural_tag``.
 
     Raises:
         ValueError: there is no constraint, or more than one.
@@ -40,7 +40,7 @@ class StructuredOutputsParams:
     disable_any_whitespace: bool = False
     """True: no whitespace between the parts of JSON."""
     disable_additional_properties: bool = False
-    """True: objects have only the properties in their schema, unless it sets
+    """True: objects may have only the properties that their schema lists, unless the schema sets
     additionalProperties."""
     whitespace_pattern: str | None = None
     """Regex for the whitespace between the parts of JSON."""
@@ -86,8 +86,8 @@ class GuidedDecodingParams(StructuredOutputsParams):
 
 
 def closed_schema(schema: Any) -> Any:
-    """Return a copy of a schema in which objects allow no additional properties, unless it sets
-    them."""
+    """Return a copy of a schema in which every object schema that does not set
+    ``additionalProperties`` forbids additional properties."""
     if isinstance(schema, list):
         return [closed_schema(item) for item in schema]
     if not isinstance(schema, Mapping):

@@ -69,8 +69,8 @@ class ClassifyConfig(Record):
     document_column: str | None = None
     """The column of documents for query_column."""
     instruction: str | None = None
-    """Instruction for a Qwen3-Reranker: when a document matches a query. null: the model card's
-    instruction, about passages that answer a web search query."""
+    """Instruction that tells a Qwen3-Reranker when a document matches a query. null: the
+    instruction in the model card, which asks for passages that answer a web search query."""
     tokens: tuple[str, ...] | None = None
     """Tokens to use as labels, like [no, yes]. Scores come from their logits after the prompt. For
     a query and a document, give two tokens; the score is the probability of the second. null: use

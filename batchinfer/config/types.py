@@ -30,8 +30,8 @@ _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 
 
 class Record:
-    """Base class of frozen dataclasses of settings. The reference consists of their field
-    docstrings.
+    """Base class of settings, which are frozen dataclasses. The reference documentation is
+    generated from their field docstrings.
 
     Raises:
         TypeError: a value has the wrong type; the message names the field.

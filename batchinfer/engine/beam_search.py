@@ -1,7 +1,8 @@
 """Beam search over one row: chooses the beams that continue and ends the search.
 
 It follows the rules of transformers' ``generate(num_beams=..., early_stopping=False)``
-(transformers/generation/utils.py, ``_beam_search``). It does not depend on blocks or table rows.
+(transformers/generation/utils.py, ``_beam_search``). This module does not depend on blocks or table
+rows.
 """
 
 from __future__ import annotations

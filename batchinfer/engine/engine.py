@@ -115,8 +115,8 @@ class Engine:
     def add_request(self, request: Request) -> None:
         """Queue a request. If it can never run, the next step returns it as an error.
 
-        A request continues from its ``partial_output`` if this contains every sample and value that
-        the request needs. Otherwise the request restarts.
+        A request continues from its ``partial_output`` if that output contains every sample and
+        value that the request needs. Otherwise the request restarts.
         """
         self._num_unfinished += 1
         partial = None if self.observer is None else self.observer.partial_output(request)

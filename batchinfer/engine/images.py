@@ -1,6 +1,6 @@
 """Images of prompts, as the engine and its steps see them.
 
-All tokens of an image have the same negative id, which no other image has. The prefix index
+All tokens of an image have the same negative id, which is unique to the image. The prefix index
 compares token ids, so two prompts share the KV blocks of an image only if they have the same tokens
 before it.
 """

@@ -43,7 +43,7 @@ class PoolTotals:
         self._peak_utilization = 0.0
         self._cow_copies = 0
         self._means = dict.fromkeys(_MEANS, (0.0, 0.0))
-        """(weighted sum of the defined values, sum of their weights) of each mean."""
+        """For each mean: (weighted sum of the defined values, sum of their weights)."""
 
     def add(self, steps: Mapping[str, Float], block_size: Float) -> None:
         """Add steps.
@@ -154,7 +154,7 @@ def prefix_sharing(
 
 @dataclass(frozen=True, slots=True)
 class _Totals:
-    """Sums so far. They are replaced as a whole so that readers see a consistent state."""
+    """Sums so far. A new object replaces the old one, so readers always see consistent sums."""
 
     num_steps: int
     requests: Mapping[str, float]
@@ -164,8 +164,8 @@ class _Totals:
 class MetricsCollector:
     """Collects statistics of steps and rows in memory, for ``LLM`` and ``plan``.
 
-    One thread adds statistics. Other threads may read at the same time without a lock: they see all
-    or nothing of an addition.
+    One thread adds statistics. Other threads may read at the same time without a lock: they see
+    each addition completely or not at all.
     """
 
     def __init__(self, block_size: int) -> None:

@@ -14,7 +14,7 @@ from batchinfer.errors import DeviceError
 
 @dataclass(frozen=True, slots=True)
 class Recovered:
-    """Changes that a recovery made, for the log."""
+    """What a recovery changed, to be logged."""
 
     reason: str
     """The device's message."""

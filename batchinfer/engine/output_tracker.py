@@ -51,7 +51,7 @@ class OutputIncrement:
 
     row_id: int
     number: int
-    """Number of the request within its row."""
+    """Index of the request among the requests of its row."""
     key: bytes
     chain: int
     """Number of the increment's chain. A chain starts from the beginning and replaces the previous

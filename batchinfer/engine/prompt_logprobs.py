@@ -1,8 +1,9 @@
 """Log-probabilities of prompt tokens, collected over several steps.
 
 Scoring needs the logits from position ``Request.logits_from`` to the prompt's second-to-last
-position, because the logits at a position predict the next token. Known values survive a preemption
-or a failed step. A prefix hit ends before the first position that still needs logits.
+position, because the logits at a position predict the next token. Values that are already known are
+kept after a preemption or a failed step. A prefix hit ends before the first position that still
+needs logits.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ class PromptScores:
         self._known: list[StepResult] = []
 
     def take(self, start: int, result: StepResult) -> None:
-        """Add those positions of a step's result that are not known yet. ``start`` is the result's
-        first position."""
+        """Add the positions of a step's result that are not known yet. The result begins at
+        position ``start``."""
         new = np.arange(len(result.logprobs)) >= self.next - start
         assert start <= self.next, "logits of a position were skipped"
         self.next += int(new.sum())

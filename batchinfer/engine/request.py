@@ -15,7 +15,7 @@ from batchinfer.engine.step import Float32, Int32, LogitsProcessor, LogprobsMode
 from batchinfer.protocols import Grammar, StopChecker, StopMatch
 
 LARGEST_GROUP = MAX_BEAMS
-"""Largest number of sequences that one request runs together."""
+"""Largest number of sequences of one request that must run together: the beams of a search."""
 
 TokenIds = npt.NDArray[np.int32]
 
@@ -55,7 +55,7 @@ class Request:
     """Index of the first sample. If above 0, an earlier request of the row computed the prompt, and
     computing it again counts as recomputation."""
     number: int = 0
-    """Number of the request within its row."""
+    """Index of the request among the requests of its row."""
     given_token: int | None = None
     """If set, the only output token. It is scored instead of drawn."""
     adapter: int = 0
@@ -100,7 +100,7 @@ class Request:
 
     @property
     def least_step_tokens(self) -> int:
-        """Smallest limit of a step's tokens with which the request can run."""
+        """Smallest value of ``max_num_batched_tokens`` with which the request can run."""
         spans = (span for each in self.images for span in each.whole_spans)
         return max(self.group_size, *(end - start for start, end in spans), 0)
 

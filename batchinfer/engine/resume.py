@@ -21,7 +21,8 @@ def begin(
     """Return the state of an arriving request, and its sequences for the queue.
 
     If all samples of the partial output are finished, no sequence is queued. If the partial output
-    lacks something that the request needs, the request restarts without it.
+    lacks a sample or value that the request needs, the request restarts and ignores the partial
+    output.
 
     Args:
         now: the engine's clock, in seconds.

@@ -1,4 +1,4 @@
-"""The worker's interface: steps are submitted, and their results read later."""
+"""The worker's interface: the engine submits steps and reads their results later."""
 
 from __future__ import annotations
 

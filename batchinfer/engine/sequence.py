@@ -161,7 +161,7 @@ class Sequence:
         self.index_parent: Block | None = None
         """Indexed block that will be the parent of this sequence's next full block."""
         self.num_indexed = 0
-        """Number of leading blocks that are indexed, themselves or as blocks with equal tokens."""
+        """Number of leading blocks that are indexed, or for which an equal block is indexed."""
         self.cumulative_logprob = 0.0
         self.logprobs: list[TokenLogprobs] | None = None if request.params.logprobs is None else []
         make_checker = request.make_stop_checker

@@ -16,7 +16,7 @@ class StepStats:
     num_running: int
     """Sequences with blocks in the pool."""
     num_waiting: int
-    """Sequences in the queue. All samples of a row that has not started count as one."""
+    """Sequences in the queue. The samples of a row that has not started count as one sequence."""
     num_swapped: int = 0
     """Waiting sequences whose blocks are only on the host."""
     num_preempted: int = 0
@@ -42,12 +42,12 @@ class StepStats:
     state_slots_used: int = 0
     """Used blocks that hold recurrent state. Each counts as a full block of tokens."""
     contiguous_blocks: int = 0
-    """Blocks that reserving prompt + max_tokens for every running sequence would take."""
+    """Blocks needed if every running sequence reserved space for its prompt + max_tokens."""
     cow_copies: int = 0
     swapped_in_blocks: int = 0
     """Blocks copied from the host."""
     swapped_out_blocks: int = 0
-    """Blocks copied to the host: of waiting sequences, or of prefixes that later rows need."""
+    """Blocks copied to the host, because a waiting sequence or a later row needs them."""
 
     images: int = 0
     """Distinct images with tokens that this step computed."""

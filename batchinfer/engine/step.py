@@ -44,7 +44,7 @@ class SamplingColumns:
     num_logprobs: Int32  # alternatives; -1 = no logprobs
 
     DISTRIBUTION: ClassVar = ("temperature", "top_p", "top_k", "min_p")
-    """Columns in which samples of one row of logits must agree to share a distribution."""
+    """Samples that draw from the same row of logits share a distribution if these columns agree."""
 
     @classmethod
     def zeros(cls, count: int) -> Self:
@@ -253,7 +253,8 @@ class StepResult:
         return self.no_token_left is not None and bool(self.no_token_left[at])
 
     def only(self, kept: Bool | slice) -> StepResult:
-        """Return the samples that a mask or slice selects, without scored tokens and states."""
+        """Return the samples that a mask or slice selects, without scored tokens and hidden
+        states."""
         ranks, top_ids, top_logprobs = self.ranks, self.top_token_ids, self.top_logprobs
         no_token_left, named = self.no_token_left, self.named_logprobs
         return StepResult(

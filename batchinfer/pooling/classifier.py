@@ -42,7 +42,8 @@ from batchinfer.pooling.model_folder import (
 
 _CONFIG_PATTERNS = ("*.json", "[0-9]*_*/config.json")
 _RERANKERS = ("qwen3", "qwen3_moe")
-"""Values of ``model_type`` of Qwen3-Reranker. Its folders look like those of plain models."""
+"""Values of ``model_type`` of Qwen3-Reranker. Its folders look like those of ordinary Qwen3
+models."""
 _CHANGED_LOGITS = ("final_logit_softcapping", "logits_scaling", "logit_scale")
 _ACTIVATIONS: Mapping[str, Layer] = {"softmax": softmax, "sigmoid": sigmoid, "none": identity}
 _ST_ACTIVATIONS = {"Identity": "none", "Sigmoid": "sigmoid", "Softmax": "softmax"}
@@ -231,7 +232,7 @@ def _weight_and_bias(
     """Return weight and bias of a layer; the bias is 0 if the layer has none.
 
     Args:
-        values: content of config.json, to check that the layer takes the model's hidden states.
+        values: content of config.json, to check the layer's input width; None: no check.
     """
     stored, bias = find_tensor(folder, f"{name}.weight"), find_tensor(folder, f"{name}.bias")
     if stored is None:

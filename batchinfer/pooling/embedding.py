@@ -97,7 +97,8 @@ class Embedder:
 
     @property
     def reads_whole_texts(self) -> bool:
-        """True if a text must be computed in one step, as for all modes except ``lasttoken``."""
+        """True if one step must compute a whole text, because attention is bidirectional or a
+        pooling mode other than ``lasttoken`` is used."""
         return self.modules.attends_both_ways or self.pooling != ("lasttoken",)
 
     @property
@@ -114,7 +115,8 @@ class Embedder:
         return default if self.config.normalize is None else self.config.normalize
 
     def __call__(self, hidden_state: Float32) -> npt.NDArray[Any]:
-        """Return the embedding [dimensions] of a hidden state [H]: truncated, then normalized."""
+        """Return the embedding [width] of a hidden state [H]: apply dense layers, truncate,
+        normalize."""
         values = hidden_state
         for dense in self.modules.dense:
             values = dense(values)

@@ -1,4 +1,4 @@
-"""Cuts long prompts of pooling models, but keeps the special tokens around a text."""
+"""Truncates long prompts of pooling models, and keeps the special tokens around the text."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from batchinfer.text.tokenizer import Tokenizer
 
 
 class FramedPromptBuilder(PromptBuilder):
-    """Builds prompts, and cuts long texts, but not their special tokens ([CLS], [SEP], ...).
+    """Builds prompts, and truncates long texts without removing special tokens ([CLS], [SEP], ...).
 
-    Prompts of token ids are cut at the end. No tokens follow a pooled prompt, so it may have
-    ``max_model_len`` tokens.
+    In a prompt given as token ids, no tokens count as special tokens. No tokens follow a pooled
+    prompt, so it may have ``max_model_len`` tokens.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class FramedPromptBuilder(PromptBuilder):
 def cut_in_frame(
     prompt: Prompt, most: int, frame: tuple[int, int], *, left: bool = False
 ) -> Prompt:
-    """Cut a prompt that is longer than ``most`` tokens.
+    """Truncate a prompt to ``most`` tokens.
 
     Args:
         frame: numbers of special tokens before and after a text. These tokens stay if they fit.

@@ -1,8 +1,8 @@
 """Reads JSON files and single tensors of a model folder, or of a model on the hub.
 
-A tensor is read without the rest of its file, which has the layout of safetensors
-(https://github.com/huggingface/safetensors, README): the length of a JSON header in 8 bytes, the
-header with the dtype, shape and offsets of each tensor, and the tensors' bytes.
+Tensors are read one by one from safetensors files (https://github.com/huggingface/safetensors,
+README). Such a file consists of the length of a JSON header (8 bytes), the header with the dtype,
+shape and offsets of each tensor, and the bytes of the tensors.
 """
 
 from __future__ import annotations
@@ -155,6 +155,6 @@ def _tensors(path: Path) -> Iterator[StoredTensor]:
 
 
 def _check_regular(path: Path) -> None:
-    """Refuse pipes and devices, which may never end."""
+    """Refuse pipes and devices, because reading them may never end."""
     if path.exists() and not path.is_file():
         raise ModelError(f"{path} is not a file; fetch the model again")

@@ -74,7 +74,7 @@ class _Node:
     def __init__(self, depth: int, first_turn: int, shortest: int) -> None:
         self.depth = depth
         self.first_turn = first_turn
-        """Turn of the row that runs first, an index into ``run``."""
+        """Index into ``run`` of the row that runs first."""
         self.shortest = shortest
         """Number of tokens of the shortest prompt."""
         self.num_children = 0
@@ -91,12 +91,12 @@ class _Node:
 
 
 def _inner_nodes(rows: Sequence[tuple[int, int]], with_next: Sequence[int]) -> list[_Node]:
-    """Return the inner nodes of the tree of all prompts, each before its parent. A node is an
-    interval of equal common prefixes (Abouelhoda et al. 2004,
-    https://doi.org/10.1016/S1570-8667(03)00065-0).
+    """Return the inner nodes of the prefix tree of all prompts, each before its parent. A node is
+    an LCP interval (Abouelhoda et al. 2004, https://doi.org/10.1016/S1570-8667(03)00065-0).
 
     Args:
-        rows: turn and number of prompt tokens of each row, sorted by token ids.
+        rows: each row's position in the running order and number of prompt tokens, sorted by token
+            ids.
     """
     nodes, path = list[_Node](), list[_Node]()
     for (turn, length), common in zip(rows, with_next, strict=True):

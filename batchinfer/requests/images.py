@@ -31,8 +31,8 @@ from batchinfer.text.prompts import Prompt
 from batchinfer.text.tokenizer import TokenIds
 
 PIXEL_BYTES = 1 << 30
-"""Limit on the size of decoded images that wait for the vision tower. Above it, no further rows
-start."""
+"""Limit, in bytes, on decoded images that wait for the vision tower. While they exceed it, no
+further rows are decoded."""
 REMEMBERED = 1 << 15
 """Number of distinct images whose numbers are kept after their rows are finished."""
 ROWS_AHEAD = 32
@@ -47,8 +47,8 @@ class ImageNumbers:
     """Numbers images. Different images get different numbers, and equal images the same number.
 
     A later window of rows thus finds the KV blocks and embeddings of an image that an earlier
-    window used. An image gets a new number if no row holds it and it is not among the last
-    ``remembered`` distinct images.
+    window used. An image that appears again gets a new number if no row holds it and it is not
+    among the last ``remembered`` distinct images.
     """
 
     def __init__(self, remembered: int = REMEMBERED) -> None:
@@ -84,7 +84,7 @@ class ImageNumbers:
 
 
 class ImageLoader:
-    """Loads the pixels of rows in workers, in the rows' order.
+    """Loads the pixels of rows' images in worker processes, in the order of the rows.
 
     Args:
         processes: the processes that decode images.
@@ -266,7 +266,7 @@ def _placed(images: Sequence[Image], token_ids: TokenIds) -> tuple[PromptImage, 
 
 
 def _about_image(error: RowError) -> RowError:
-    """Return an error that names the image. If a worker dies or takes too long, its error names the
+    """Return an error about the image. If a worker dies or times out, the original error blames the
     template or the tokenizer, which workers usually run."""
     if error.code == INVALID_IMAGE:
         return error

@@ -36,14 +36,14 @@ class RowSampling:
     """True if structured output covers the whole sample, including reasoning."""
 
     def rng_key(self, stream: int) -> tuple[int, int]:
-        """Return seed and random stream; a row that sets its seed uses stream 0."""
+        """Return the seed and the random stream. A row that sets its own seed uses stream 0."""
         assert self.params.seed is not None, "a job has a seed"
         return self.params.seed, 0 if self.own_seed else stream
 
 
 @dataclass(slots=True, eq=False)
 class PromptRow:
-    """A row of the input, ready for the engine, or its error.
+    """An input row with its prompt, or with the error that keeps it from running.
 
     The reading thread sets ``key`` and the lengths of shared prefixes before it passes the row on.
     """
@@ -99,7 +99,7 @@ class PromptRow:
 
     @property
     def rng_key(self) -> tuple[int, int]:
-        """Seed and random stream of a row that draws."""
+        """Seed and random stream of a row that draws tokens."""
         assert self.sampling is not None
         return self.sampling.rng_key(self.row_id if self.stream is None else self.stream)
 
@@ -137,7 +137,7 @@ def pooling_request(row: PromptRow, pooling: tuple[str, ...] = ("lasttoken",)) -
 
 
 class RequestMaker:
-    """Makes the requests of rows for which text is generated, for one model.
+    """Makes the requests of rows that generate text, for one model.
 
     Args:
         reasoning: format of the model's reasoning; None if reasoning is part of the answer.

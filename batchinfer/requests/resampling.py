@@ -32,7 +32,7 @@ _NOT_JUDGED = Tally()
 
 @dataclass(frozen=True, slots=True)
 class _Goal:
-    """Condition for a row to have enough samples."""
+    """When a row has enough samples: ``wanted`` samples passed, or ``max_tries`` were drawn."""
 
     wanted: int
     max_tries: int
@@ -81,7 +81,8 @@ class Resampling:
         return [self._request(row, goal, max(missing, tried), tried=tried, number=len(completions))]
 
     def result(self, row: PromptRow, completions: Sequence[Completion]) -> tuple[Completion, Tally]:
-        """Return a completion with the samples that a row keeps, and counts of all its samples.
+        """Return a completion with the samples that a row keeps, and counts of its samples by
+        verdict.
 
         With ``accept``, a row may keep no samples. Without ``accept``, the kept samples are
         renumbered from 0, and a row with too few of them is an error.

@@ -13,7 +13,7 @@ from batchinfer.text.tools.row_tools import RowTools
 from batchinfer.text.tools.tool_format import ToolFormat
 
 _KEPT = 1024
-"""Maximum number of grammars, and of parameters, to cache, because rows often repeat them."""
+"""Maximum number of cached grammars, and of cached parameters. Rows often repeat both."""
 
 
 class ToolChoices:

@@ -1,4 +1,4 @@
 """The KV pool: blocks, references, prefix index, eviction, host slots.
 
-The entry point is ``block_pool``; a block's key in ``prefix_index`` is its tokens.
+The entry point is ``block_pool``. In ``prefix_index``, a block is keyed by its tokens.
 """

@@ -224,7 +224,7 @@ class BlockPool:
         return entry
 
     def entry_below(self, blocks: list[Block], adapter: int = 0) -> Block | None:
-        """Return the parent, in the index, of the block that follows a hit of ``blocks``; None
+        """Return the index entry under which the block after the hit ``blocks`` is inserted; None
         without prefix caching."""
         if not self._caching:
             return None
@@ -307,8 +307,8 @@ class BlockPool:
             block = parent
 
     def _evict(self, block: Block | WindowSlot) -> None:
-        """Free a cached block's device slot. The host keeps a block that is wanted or already on
-        the host."""
+        """Free a cached block's device slot. A block that is already on the host stays there. A
+        wanted block is copied to the host if possible."""
         if isinstance(block, WindowSlot):
             self.window_slots.free(block)
             self._prune(block.block)

@@ -9,10 +9,10 @@ from batchinfer.engine.kv.prefix_index import Block
 
 
 class HostPool:
-    """Blocks with host slots, in the order in which they are to lose their host slots.
+    """Blocks with host slots, in the order in which they will lose these slots.
 
-    Every block with a host slot is indexed. A block that loses its host slot is lost unless it is
-    also on the device.
+    Every block with a host slot is indexed. The contents of a block that loses its host slot are
+    lost unless it also has a device slot.
 
     Args:
         num_slots: capacity in blocks. Slots that were never used do not take physical memory.

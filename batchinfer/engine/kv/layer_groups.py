@@ -1,8 +1,8 @@
 """Layer groups: layers with the same window, whose KV is freed together.
 
 A pool slot holds one block of all layers in a group. All slots have the same size, so that one free
-list serves every group. Layers with the same window are split into groups of the size that wastes
-the least memory.
+list serves every group. Layers with the same window are split into groups whose size wastes the
+least memory.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _ALL_SLIDE = frozenset({"mistral", "mixtral", "phi3", "starcoder2"})
 """Families without ``layer_types`` in which every layer has the config's window."""
 
 _PROMPT_LAYERS = "reference_sliding_attention"
-"""Type of layers with a window that does not hide the prompt."""
+"""Type of layers whose tokens see a sliding window and, in addition, the whole prompt."""
 
 Int = npt.NDArray[np.integer]
 
@@ -124,8 +124,8 @@ def layer_windows(config: Mapping[str, Any], num_layers: int) -> list[int]:
 
 
 def prompt_windows(config: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
-    """Return the windows of layers whose tokens also see the whole prompt (Unlimited-OCR); 0: other
-    layers. Empty if there are no such layers.
+    """Return each layer's window if its tokens also see the whole prompt (Unlimited-OCR), else 0.
+    The tuple is empty if no layer has such a window.
 
     The pool keeps all KV of these layers.
     """
@@ -138,8 +138,8 @@ def prompt_windows(config: Mapping[str, Any], num_layers: int) -> tuple[int, ...
 def _slot_size(kinds: list[list[int]], stored: Sequence[int]) -> int | None:
     """Return the elements per token of a slot; None if every size wastes too much memory.
 
-    With the optimal size, the first few layers of some window fill a slot exactly. The candidates
-    are therefore, for each window, the sums over its first one, two, ... layers.
+    At the optimal size, the first layers of some window fill a slot exactly. The candidates are
+    therefore the cumulative sums of the layers' sizes, for each window.
     """
     total = sum(stored)
     sums = {s for kind in kinds for s in accumulate(stored[layer] for layer in kind)}

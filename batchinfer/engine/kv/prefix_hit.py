@@ -50,7 +50,8 @@ def find_prefix_hit(
 ) -> PrefixHit:
     """Return the longest hit within a match.
 
-    Every layer group with a window must still hold all of the hit's last window.
+    In every layer group with a window, all blocks in the last window of the hit must still have
+    their slots.
 
     Args:
         pool: the pool with the match's blocks.
@@ -120,7 +121,7 @@ def _runs(blocks: list[Block], group: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class AcquiredPrefix:
-    """A prefix hit whose blocks are referenced for a sequence."""
+    """The blocks that a sequence refers to after it has acquired a prefix hit."""
 
     blocks: list[Block]
     """Block table of the hit's tokens."""

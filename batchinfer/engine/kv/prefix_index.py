@@ -224,7 +224,8 @@ class _Children:
 
 def _longest(keys: list[bytes], key: bytes) -> tuple[bytes, int]:
     """Return the key in sorted ``keys`` that shares the most leading tokens with ``key``, and the
-    number of these tokens. The key is a neighbor of the place where ``key`` would be inserted."""
+    number of these tokens. The found key is next to the position where ``key`` would be
+    inserted."""
     best, shared = b"", 0
     at = bisect_left(keys, key)
     for neighbor in keys[max(at - 1, 0) : at + 1]:
@@ -253,8 +254,8 @@ class PrefixMatch:
     tokens_in_flight: int
     """Number of matching tokens after ``blocks`` in a block in flight."""
     snapshots: tuple[tuple[StateSnapshot, int], ...] = ()
-    """Pairs (snapshot, number of whole blocks before its block), with the last snapshot of
-    recurrent state in each block of the prefix that has one."""
+    """Pairs (snapshot of recurrent state, number of whole blocks before its block). Each pair has
+    the last matching snapshot in one block of the prefix."""
 
 
 class PrefixIndex:

@@ -1,4 +1,4 @@
-"""Finds in a model's config which layers have recurrent state, and the shape of that state."""
+"""Reads which layers have recurrent state, and the shape of that state, from a model's config."""
 
 from __future__ import annotations
 

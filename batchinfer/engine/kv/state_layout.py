@@ -22,12 +22,12 @@ from batchinfer.engine.kv.recurrent_families import (
 STATE_BYTES = 4
 """Bytes per element of state. It is float32 for every dtype of the model."""
 _LANES = 16
-"""Elements in the widest vector of a CPU. Narrower pieces of a head would waste lanes."""
+"""Float32 elements in the widest vector register of a CPU. Narrower pieces would waste lanes."""
 
 
 @dataclass(frozen=True, slots=True)
 class StatePart:
-    """One array of a layer's state, cut into equal pieces, each contiguous and in one slot."""
+    """One array of a layer's state, cut into equal pieces. A piece is contiguous, in one slot."""
 
     num_pieces: int
     """Pieces per layer."""
@@ -135,8 +135,8 @@ def _fewest_slots(parts: list[StatePart], num_layers: int, slot_bytes: int) -> S
 
 def _widths(whole: int) -> list[int]:
     """Return the widths of pieces into which ``whole`` elements can be cut: whole CPU vectors, or
-    else one piece. An element that is not part of a vector may have other bits, so the bits would
-    depend on the size of slots."""
+    else one piece. Elements outside a full vector may be rounded differently, so results would
+    depend on the slot size."""
     return [n for n in _divisors(whole) if n % _LANES == 0] or [whole]
 
 

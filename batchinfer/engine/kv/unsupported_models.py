@@ -1,4 +1,4 @@
-"""Refuses models that, according to their configs, cannot run, and says why."""
+"""Refuses models whose configs show that they cannot run, and says why."""
 
 from __future__ import annotations
 

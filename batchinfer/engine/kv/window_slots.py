@@ -69,7 +69,7 @@ class WindowSlots:
             self.num_shared += window_slot.readers == 2
 
     def release(self, window_slot: WindowSlot) -> None:
-        """Remove a reader: a sequence that finished or whose window moved past the slot."""
+        """Remove a reader, because a sequence finished or its window moved past the slot."""
         assert window_slot.readers > 0
         window_slot.readers -= 1
         if window_slot.readers == 1:

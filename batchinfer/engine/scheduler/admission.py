@@ -153,7 +153,7 @@ class Admission:
         num_snapshots = len(branches_after(sequence, fitting.num_tokens))
         if sequence.state.search is None:  # samples that cannot start at once need a snapshot
             num_snapshots += num_pending_forks(sequence) > 0
-        if fitting.snapshot is not None:  # the last follower takes it over
+        if fitting.snapshot is not None:  # the last follower takes over the state
             more = more_followers(sequence, fitting)
             num_snapshots -= self._pool.states.is_last_use(fitting.snapshot, more)
         fits = forecast.admit_group(sequence, fitting.num_shared, num_snapshots)

@@ -1,7 +1,7 @@
 """Beam groups: sequences that start and pause together.
 
-A group is ``Sequence.group``. The beams of a group share an admission number, so that they are
-adjacent in the table's order and equally old.
+``Sequence.group`` lists the sequences of a group. The beams of a group share an admission number,
+so they are adjacent in the table's order, and preemption treats them as equally old.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from batchinfer.engine.sequence import Sequence
 
 
 def num_tokens_to_compute(sequence: Sequence) -> int:
-    """Return the number of tokens to compute before the next draw, or before the group joins."""
+    """Return the number of tokens to compute before the sequence draws. If its group waits for it,
+    the last token is not included, so that the group can join first."""
     return sequence.num_tokens - sequence.awaits_group
 
 

@@ -20,7 +20,7 @@ Float = npt.NDArray[np.float64]
 Int = npt.NDArray[np.integer]
 
 _FIRST_GUESS = 4.0
-"""Ratio of the allowed output length to the output length assumed before any output has ended."""
+"""Until an output has ended, outputs are assumed to be shorter than the limit by this factor."""
 _SHRINK = 4.0
 """Weight of the job's overall stop rate when it is averaged with the stop rate at one length. A
 sequence that reached this length has weight 1."""
@@ -148,7 +148,7 @@ class PoolForecast:
         self._tokens: Float = known[order].astype(np.float64)
         """Number of known tokens of each sequence. The newest token has no KV yet."""
         self._shared_blocks: Float = shared[order].astype(np.float64)
-        """Number of each sequence's blocks that are shared, and so not freed when it ends."""
+        """Number of each sequence's shared blocks, which are not freed when it ends."""
 
     def admit(self, sequence: Sequence, shared_blocks: int) -> bool:
         """Add a waiting sequence if it fits; return true if it does.

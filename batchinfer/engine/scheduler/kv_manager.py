@@ -182,9 +182,9 @@ class KVManager:
     def keep_state(self, sequence: Sequence, at: int, followers: int) -> StateSnapshot | None:
         """Take a snapshot of a running sequence's recurrent state, for rows that start from it.
 
-        The sequence's blocks must be indexed. The pool must have space for a copy of the state
-        without evicting snapshots with at least as many followers, or the host must have space.
-        Otherwise, no snapshot is taken.
+        A snapshot is taken only if the sequence's blocks are indexed and a copy of the state fits.
+        The copy must fit on the host, or in the pool without evicting snapshots that have at least
+        as many followers.
 
         Args:
             sequence: the running sequence.
@@ -271,7 +271,8 @@ class KVManager:
             key = sequence.key(at * size, (at + 1) * size)
             entry = pool.insert_block(sequence.index_parent, blocks[at], key)
             if entry is not None and entry is not blocks[at] and not pool.slots_per_block:
-                # Equal blocks without slots are interchangeable. A used one stays indexed.
+                # Equal blocks without slots are interchangeable. Refer to the indexed block, so
+                # that it stays in the index.
                 pool.acquire(entry)
                 pool.release([blocks[at]])
                 blocks[at] = entry

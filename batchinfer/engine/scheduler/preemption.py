@@ -1,7 +1,7 @@
 """Preemption by recomputing or swapping, and eviction by known future use.
 
-A known future use of a block, by a waiting sequence or a later row, does not reserve the block. It
-delays eviction, and lets an evicted block move to a host slot.
+A block has a known future use if a waiting sequence or a later row needs it. Such a block is not
+reserved, but it is evicted later than other blocks, and it may move to a host slot then.
 """
 
 from __future__ import annotations
@@ -157,7 +157,8 @@ class ReuseHints:
         request = sequence.request
         reused = request.reused_prefix_len
         if request.params.prompt_logprobs is not None:
-            # Later rows need the logits that start at this position, so they compute these tokens.
+            # Later rows need the logits from this position on, so they compute these tokens
+            # themselves.
             reused = min(reused, request.logits_from)
         # Count only whole blocks. Several rows may have a block that partly matches a later row's
         # prompt, but the later row copies from at most one of them.
@@ -166,7 +167,7 @@ class ReuseHints:
     def _note(self, block: Block, sequence: Sequence, *, used_later: bool) -> None:
         arrival = sequence.state.arrival
         if sequence.request.first_sample:
-            return  # requests for further samples arrive after later rows
+            return  # follow-up requests arrive after later rows, whose marks must stay
         if arrival >= block.last_arrival:
             block.last_arrival, block.used_later = arrival, used_later
             if block.window_slots:  # some slots may already be in the eviction order

@@ -13,7 +13,7 @@ from batchinfer.engine.step import Bool, Int32
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Rows and tokens that the next step computes, and the rows to sample."""
+    """Table rows and number of tokens that the next step computes, and the rows to sample."""
 
     rows: Rows
     """[S] table rows; rows that compute one token come first."""

@@ -78,7 +78,7 @@ class SequenceTable:
         self.pending_forks = np.zeros(rows, dtype=np.int32)
         """Number of samples or beams that will fork once the row's known tokens are computed."""
         self.tail_shared = np.zeros(rows, dtype=np.bool_)
-        """True if the last block may be shared, so that a write must check it."""
+        """True if the last block may be shared. A sequence that writes to it must check."""
         self.block_table = np.zeros((rows, 16), dtype=np.int32)
         """[rows, longest] slots in the first layer group; undefined outside the window, and without
         a layer group."""
@@ -89,7 +89,7 @@ class SequenceTable:
         self.state_table = np.zeros((rows, slots_per_state), dtype=np.int32)
         """[rows, slots of a state] slots of recurrent states."""
         self.state_shared = np.zeros(rows, dtype=np.bool_)
-        """True if the recurrent state may be shared, so that a step that writes it must check."""
+        """True if the recurrent state may be shared. A step that writes it must check."""
         self.next_branch = np.full(rows, NO_BRANCH, dtype=np.int32)
         """Next branch point of the prompt, or fork of waiting beams, where a step must end;
         ``NO_BRANCH`` after the last."""

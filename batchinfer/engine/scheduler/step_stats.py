@@ -98,7 +98,7 @@ def _live_tokens(table: SequenceTable, pool: BlockPool, rows: Rows) -> int:
     last = table.num_blocks[rows] - 1
     slots = table.block_table[rows, last]
     filled = table.num_computed[rows] - last * pool.block_size
-    # One number per row, so that one sort makes rows with the same last block adjacent.
+    # Combine slot and fill into one number per row, so that sorting groups rows by last block.
     width = pool.block_size + 1
     by_slot = np.sort(slots.astype(np.int64) * width + filled)
     distinct = by_slot[np.diff(by_slot // width, append=-1) != 0]

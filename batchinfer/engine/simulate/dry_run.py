@@ -24,7 +24,7 @@ from batchinfer.engine.simulate.roofline import (
 from batchinfer.engine.step import Float32, Int32, Step, StepResult
 
 END_TOKEN = 2**31 - 1
-"""Last token of samples that end before ``max_tokens``. No model has this token."""
+"""Last token of samples that end before ``max_tokens``. No model's vocabulary contains it."""
 _FILLER = 2**30  # token ids of prompts are lower
 # Simulated log-probabilities of beam candidates: the largest random penalty of a beam, the gap
 # between consecutive candidates, and the penalty of tokens that must not be drawn.

@@ -320,6 +320,6 @@ def _latent_parameters(config: Config, hidden: int, heads: int) -> int:
 
 
 def _first(config: Config, *names: str) -> int:
-    """Return the config's first nonzero value under ``names``, or 0. A list counts as its mean."""
+    """Return the config's first nonzero value under ``names``, or 0; the mean if it is a list."""
     value = next((config[name] for name in names if config.get(name)), 0)
     return int(_mean(value) if isinstance(value, list | tuple) else value)

@@ -27,7 +27,7 @@ _LOGIT_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """Limits of a device: measured, or from data sheets and lowered to what programs reach."""
+    """Limits of a device: either measured, or data sheet values lowered to what programs reach."""
 
     name: str
     bandwidth: float
@@ -39,7 +39,7 @@ class Device:
     reserved_bytes: int = 0
     """Memory that the driver's context and libraries take before the model is loaded."""
     kernel_s: float = 0.0
-    """Launch gap, ramp-up and tail of one kernel, in seconds."""
+    """Overhead of one kernel, in seconds: launch gap, ramp-up and tail."""
     host_bandwidth: float = 5e9
     """Bytes per second of copies to or from the host: measured for a CPU's pool; for GPUs, about
     80 % of the nominal rate of the PCIe link."""
@@ -83,7 +83,7 @@ class Efficiency:
 
 
 PERFECT = Efficiency()
-"""Efficiency of the lower bound for any engine that runs operators one after another."""
+"""Efficiency that gives a lower bound on the time of any engine that runs operators one by one."""
 WELL_BUILT = Efficiency(0.8, 0.8, 0.8, 0.5, 0.75, kernels_per_layer=10, other_kernels=12)
 """Estimated efficiency of a good engine. TensorRT-LLM's published throughputs on an H200 differ
 from this estimate by -10 to +7 %."""
@@ -93,8 +93,8 @@ from this estimate by -10 to +7 %."""
 class TowerCost:
     """Cost of encoding images with a vision tower.
 
-    It counts the multiplications of each patch with all parameters, not the attention between
-    patches. Parts that read fewer tokens, such as the projector, therefore count too much.
+    The estimate multiplies every patch by all parameters, and ignores the attention between
+    patches. It is too high for parts that read fewer tokens, such as the projector.
     """
 
     parameters: int

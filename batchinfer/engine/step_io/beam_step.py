@@ -97,12 +97,12 @@ def _replace(scheduler: Scheduler, state: RequestState, continuations: list[Cont
 def _forked_grammar(beam: Sequence, token_id: int) -> ForkingState | None:
     """Return a copy of the beam's grammar state, advanced by a token.
 
-    Tokens that the grammar forces are drawn in steps of their own, because all beams must have the
-    same length.
+    A token that the grammar forces takes a step like any other token, because all beams must have
+    the same length.
     """
     if beam.grammar_state is None:
         return None
-    # RequestMaker refuses searches with other grammars.
+    # RequestMaker refuses beam searches whose grammar state cannot fork.
     state = cast(ForkingState, beam.grammar_state).fork()
     state.replay([token_id])
     return state

@@ -173,8 +173,8 @@ def _rotary_positions(
 def _query_ends(
     table: SequenceTable, schedule: Schedule, starts: Int32, positions: Int32
 ) -> Int32 | None:
-    """Return one past the last position that each token of the step sees, [T]; None if each sees up
-    to itself."""
+    """Return one past the last position that each token of the step sees, [T]; None if every token
+    sees only the tokens up to itself."""
     rows = schedule.rows
     computed = table.num_computed[rows]
     ends = positions + np.int32(1)

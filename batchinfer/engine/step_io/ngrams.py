@@ -1,6 +1,6 @@
 """Finds tokens that would repeat an n-gram (``no_repeat_ngram_size``).
 
-The rule is that of transformers' ``NoRepeatNGramLogitsProcessor``, which counts the prompt too.
+Like transformers' ``NoRepeatNGramLogitsProcessor``, it also looks for n-grams in the prompt.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def repeating_tokens(prompt: Int32, output: list[int], size: int) -> set[int]:
 
 
 def _ends_of(tokens: Int32, size: int) -> list[int]:
-    """Return the last tokens of the n-grams whose first ``size`` - 1 tokens end ``tokens``."""
+    """Return the last token of every n-gram whose other tokens equal the end of ``tokens``."""
     num_ngrams = len(tokens) - size + 1
     if num_ngrams < 1:
         return []

@@ -156,7 +156,8 @@ def _without_ended(
 
 
 def _with_new_samples(sampled: SampledRows) -> list[Sequence]:
-    """Create the other samples of rows that draw several; return each sample's sequence [K]."""
+    """Create the further samples of rows that draw several; return the sequences of all K
+    samples."""
     leaders: list[Sequence] = sampled.sequences.tolist()
     if len(leaders) == sampled.samples_per_row.sum():
         return leaders

@@ -50,7 +50,7 @@ def _forbid_ends(mask: Int32, stop_token_ids: Items[int]) -> None:
 
 @dataclass(slots=True)
 class StopResult:
-    """Stops of a step's K samples. Adding forced tokens updates them."""
+    """Which of a step's K samples stop. ``add_forced_tokens`` updates the fields."""
 
     stops: dict[int, int | StopMatch]
     """Stop token or stop string of each sample that stops."""
@@ -123,7 +123,8 @@ def _add(
 
 
 def _forced_logprobs(request: Request, token: int) -> TokenLogprobs:
-    """Return the log-probabilities of the only allowed token. Its logit is unknown."""
+    """Return the log-probabilities of the only allowed token; NaN if logits are requested, because
+    its logit is unknown."""
     logprob = math.nan if request.logprobs_mode & LogprobsMode.LOGITS else 0.0
     top = ((token, logprob),) if request.params.logprobs else ()
     named = tuple(
