@@ -277,8 +277,14 @@ class RowPipeline:
         )
 
         def write(finished: _ToWrite) -> None:
-            if not self._write(finished):
-                cut_short.set()
+            try:
+                if not self._write(finished):
+                    cut_short.set()
+            except BaseException:
+                # Otherwise the engine's loop would wait for rows until the other workers have
+                # finished their parts, while they wait for the parts of this worker.
+                ending.set()
+                raise
 
         def is_over() -> bool:
             return self.stop.is_set() or ending.is_set()

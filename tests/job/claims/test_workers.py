@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -16,10 +17,11 @@ import pytest
 from batchinfer.console.display import Display
 from batchinfer.console.meter import Meter
 from batchinfer.console.progress import Progress
-from batchinfer.errors import ExitCode, LockedError
+from batchinfer.errors import ExitCode, LockedError, StorageError
 from batchinfer.job.claims.shard import Shard
-from batchinfer.job.claims.shared import Role
+from batchinfer.job.claims.shared import Role, SharedClaim
 from batchinfer.job.claims.worker_queue import claim_size
+from batchinfer.job.output.commit import Draft
 from batchinfer.job.output.open import output_at
 from batchinfer.job.output.verify import verify
 from batchinfer.job.row_ids import Part
@@ -155,6 +157,31 @@ def test_thawed_worker_publishes_nothing(spec: JobSpec, plain: dict[str, bytes])
     after = {path.name: path.stat().st_mtime_ns for path in Path(spec.output.path).rglob("part-*")}
     assert before == after
     assert verify(output_at(spec.output.path)).problems == []
+
+
+def test_worker_that_cannot_write_does_not_wait_for_other_workers(
+    spec: JobSpec, plain: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last part that the worker can claim is not written, while another worker is stopped."""
+    stopped = begun(spec, "freezes=yes")
+    os.waitid(os.P_PID, stopped.pid, os.WSTOPPED | os.WNOWAIT)
+    claims = json.loads(Path(spec.output.path, "_batchinfer", "claims", "w01.json").read_bytes())
+    num_free = 8 - sum(stop - start for start, stop in claims["parts"])
+    publish, published = SharedClaim.publish, itertools.count(1)
+
+    def publish_or_fail(claim: SharedClaim, part: Part, draft: Draft) -> None:
+        if next(published) == num_free:
+            raise StorageError("the disk is full")
+        publish(claim, part, draft)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SharedClaim, "publish", publish_or_fail)
+        with pytest.raises(StorageError, match="the disk is full"):
+            work(spec)
+    stopped.send_signal(signal.SIGCONT)
+    stopped.communicate()
+    assert stopped.returncode == 0
+    check_finished(spec, plain)
 
 
 @pytest.mark.long
