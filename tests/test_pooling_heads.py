@@ -169,7 +169,7 @@ def test_classify_tokens_refuses_encoders(tmp_path: Path) -> None:
     tensors = {"embed_tokens.weight": torch.ones(3, 4)}
     folder = folder_of(tmp_path / "m", {"model_type": "eurobert"}, tensors)
     config = ClassifyConfig(tokens=("no", "yes"))
-    with pytest.raises(JobError, match="tokens needs a model that continues texts"):
+    with pytest.raises(JobError, match="tokens needs a model that generates text"):
         read_classifier(str(folder), None, config, TOKENS.get)
 
 

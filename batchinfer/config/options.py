@@ -1,6 +1,6 @@
 """Options of ``batchinfer run-batch`` and ``batchinfer bench``.
 
-The module imports nothing heavy, so usage errors appear quickly.
+The module avoids slow imports, so that usage errors appear quickly.
 """
 
 from __future__ import annotations

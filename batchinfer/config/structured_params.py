@@ -80,7 +80,7 @@ class GuidedDecodingParams(StructuredOutputsParams):
 
     @staticmethod
     def from_optional(**given: Any) -> GuidedDecodingParams | None:
-        """Return the parameters; None without a constraint."""
+        """Return the parameters, or None if no constraint is given."""
         kept = {name: value for name, value in given.items() if value is not None}
         return GuidedDecodingParams(**kept) if any(kind in kept for kind in _KINDS) else None
 

@@ -1,4 +1,4 @@
-"""Beam search over one row: chooses the beams that continue and ends the search.
+"""Beam search for one row: chooses which beams continue, and when the search ends.
 
 It follows the rules of transformers' ``generate(num_beams=..., early_stopping=False)``
 (transformers/generation/utils.py, ``_beam_search``). This module does not depend on blocks or table

@@ -52,7 +52,7 @@ class EncoderEngine:
         self._max_seqs = max_num_seqs
         self._clock = clock
         self._arrived: list[tuple[Request, float]] = []
-        """Unsorted requests with their arrival times."""
+        """Requests that are not sorted yet, with their arrival times."""
         self._sorted: deque[tuple[Request, float]] = deque()
         self._refused: list[Completion] = []
         self._num_steps = 0

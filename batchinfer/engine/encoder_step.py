@@ -52,7 +52,7 @@ class EncoderStep:
 
 
 class EncoderRunner(Protocol):
-    """Computes steps of whole sequences. The worker and the dry run implement it."""
+    """Encodes steps of whole texts. The worker and the dry run implement it."""
 
     def encode(self, step: EncoderStep) -> Float32:
         """Return vectors [S, D] of the step's sequences.

@@ -44,8 +44,8 @@ class Image:
     num_tokens: int
     """Number of embeddings that the vision tower returns."""
     grid: tuple[int, int] | None = None
-    """Rows and columns of the image's tokens, for models with multimodal rotary positions (mRoPE);
-    None: each token has one position."""
+    """Rows and columns of the image's tokens, for models with multimodal rotary positions (mRoPE).
+    None: the model has one rotary position per token."""
     attends_both_ways: bool = False
     """True if adjacent tokens of the image attend to each other in both directions (Gemma 3). One
     step must then compute them together."""

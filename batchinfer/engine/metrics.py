@@ -1,4 +1,4 @@
-"""Computes metrics of tokens, throughput and the KV pool from statistics of steps and rows.
+"""Computes metrics of tokens, throughput and the KV pool from step and row statistics.
 
 Means are weighted by the duration of each step, and include only steps for which the metric is
 defined.

@@ -24,8 +24,8 @@ class Recovered:
 
     def __str__(self) -> str:
         return (
-            f"out of memory: {self.reason}; {self.num_preempted} sequences are preempted, and "
-            f"max_num_batched_tokens is {self.max_num_batched_tokens} from now on"
+            f"out of memory: {self.reason}; {self.num_preempted} sequences were preempted, and "
+            f"max_num_batched_tokens is now {self.max_num_batched_tokens}"
         )
 
 

@@ -93,7 +93,7 @@ class _Sample:
 
 
 class OutputTracker:
-    """Reports each output token of unfinished requests once, if the request has a key."""
+    """Reports each output token of unfinished requests once. Skips requests without a key."""
 
     def __init__(self) -> None:
         self._reported: dict[Request, _Reported] = {}
@@ -118,7 +118,8 @@ class OutputTracker:
 
         Args:
             states: the running and waiting requests.
-            ended: requests that finished without errors and whose rows have unfinished requests.
+            ended: requests that finished without errors, but whose rows have other unfinished
+                requests.
             report_all: true to report all output again.
         """
         before, self._reported = self._reported, {}

@@ -20,9 +20,9 @@ def begin(
 ) -> tuple[RequestState, list[Sequence]]:
     """Return the state of an arriving request, and its sequences for the queue.
 
-    If all samples of the partial output are finished, no sequence is queued. If the partial output
-    lacks a sample or value that the request needs, the request restarts and ignores the partial
-    output.
+    If all samples of the partial output are finished, no sequence is queued. The request ignores
+    the partial output and restarts if the output lacks a sample or value that the request needs, or
+    if a grammar or stop string rules out its tokens.
 
     Args:
         now: the engine's clock, in seconds.

@@ -1,4 +1,4 @@
-"""Messages between the control plane and the worker. Data only.
+"""Data-only messages between the control plane and the worker.
 
 A ``Step`` is the input of one forward pass, a ``StepResult`` its output; both are structs of numpy
 arrays. S = sequences in the step, T = tokens computed, R = rows of logits, K = samples drawn

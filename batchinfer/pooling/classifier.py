@@ -1,4 +1,4 @@
-"""Heads that turn a hidden state into labels and scores.
+"""Classification heads, which turn a hidden state into a score for each label.
 
 The head of a classifier (transformers' ``...ForSequenceClassification``,
 GenericForSequenceClassification in modeling_layers.py) is the linear layer ``score``; an encoder
@@ -127,8 +127,8 @@ def asks_questions(name: str, revision: str | None, config: ClassifyConfig) -> b
         return False
     if values.get("model_type") not in _RERANKERS or tokens[0] is None:
         raise ModelError(
-            f"{folder}: this version does not yet know how the model expects "
-            "a query and a document to be written",
+            f"{folder}: this version does not yet know the prompt format in which the model "
+            "expects a query and a document",
             hint="instead of classify.query_column and document_column, write a "
             "prompt.template that uses both columns",
         )
@@ -149,8 +149,8 @@ def _head_tokens(
         if attends_both_ways(values):
             raise ModelError(
                 f"{folder}/config.json: classify.tokens needs a model that "
-                "continues texts, but models of the family "
-                f"{values.get('model_type')!r} encode whole texts; leave it out"
+                "generates text, but models of the family "
+                f"{values.get('model_type')!r} only encode text; leave out classify.tokens"
             )
         return config.tokens
     if _class_name(values).endswith("ForSequenceClassification"):

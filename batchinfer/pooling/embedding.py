@@ -52,7 +52,7 @@ _ACTIVATIONS: Mapping[str, Layer] = {
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingModules:
-    """How a model's folder describes the computation of embeddings."""
+    """How a model computes embeddings, according to its folder."""
 
     hidden_size: int
     pooling: tuple[str, ...] = ("lasttoken",)
@@ -259,8 +259,8 @@ def _dense(path: Path, width: int) -> Dense:
     config, weights = read_json(path / "config.json"), path / "model.safetensors"
     if not isinstance(config, Mapping) or not weights.is_file():
         raise ModelError(
-            f"{path} must hold config.json and model.safetensors of a Dense layer "
-            "that modules.json names, because the embeddings would be wrong "
+            f"{path} must contain config.json and model.safetensors of a Dense layer "
+            "that modules.json lists, because the embeddings would be wrong "
             "without this layer; fetch the model again"
         )
     taken = config.get("module_input_name", "sentence_embedding")

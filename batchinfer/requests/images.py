@@ -1,4 +1,4 @@
-"""Numbers the images of prompts, and loads their pixels before the engine needs them.
+"""Assigns numbers to the images of prompts, and loads pixels before the engine needs them.
 
 Equal images have the same number, so their prompts share KV blocks. Pixels take much memory, so
 ``ImageLoader`` limits how many bytes it decodes in advance, and nothing keeps the pixels after the
@@ -44,7 +44,7 @@ FinishLoading = Callable[[], tuple[PromptImage, ...]]
 
 
 class ImageNumbers:
-    """Numbers images. Different images get different numbers, and equal images the same number.
+    """Assigns numbers to images: equal images get the same number, other images different ones.
 
     A later window of rows thus finds the KV blocks and embeddings of an image that an earlier
     window used. An image that appears again gets a new number if no row holds it and it is not

@@ -94,7 +94,7 @@ class BlockPool:
 
     @property
     def num_cached(self) -> int:
-        """Number of unused slots that a prefix lookup can still find."""
+        """Number of slots that no sequence uses, but that a prefix lookup can still find."""
         return len(self.cached) + self.states.num_cached
 
     @property
@@ -146,7 +146,7 @@ class BlockPool:
         self.pending.moved.add(block)
 
     def copy(self, source: Block, destination: Block) -> None:
-        """Have the next step copy a referenced block, on the device or host, to a new block."""
+        """Have the next step copy a referenced block, which may be on the host, to a new block."""
         for window_slot, copy_slot in zip(
             source.window_slots, destination.window_slots, strict=True
         ):
@@ -328,7 +328,7 @@ class BlockPool:
         slot = self._take_host_slot()
         if slot is None:
             return
-        if not block.indexed:  # the block was a descendant of the evicted block
+        if not block.indexed:  # taking the host slot evicted an ancestor of the block
             self.host.return_slot(slot)
             return
         block.host_slot = slot
@@ -339,7 +339,7 @@ class BlockPool:
         """Have the next step copy slots to the host; return their host slots, or an empty list if
         the host has too few."""
         host_slots = list[int]()
-        if len(slots) > self.host.num_obtainable:  # do not evict blocks in vain
+        if len(slots) > self.host.num_obtainable:  # do not evict blocks needlessly
             return host_slots
         while len(host_slots) < len(slots):
             host_slot = self._take_host_slot()

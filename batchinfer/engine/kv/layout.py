@@ -65,7 +65,7 @@ class KVLayout:
     latent: bool = False
     """True if the pool stores latents and the rotary part of keys, once for all heads (MLA)."""
     min_slot_bytes: int = 0
-    """Smallest size of a pool slot. Slots with fewer bytes of KV are padded to it."""
+    """Minimum size of a pool slot. Slots with fewer bytes of KV are padded to this size."""
     without_kv: tuple[int, ...] = ()
     """Layers that do not attend."""
     state: StateLayout | None = None
@@ -152,7 +152,7 @@ class KVLayout:
 
     @property
     def is_uniform(self) -> bool:
-        """True if all layers have the same KV shape, so that a slot has equal parts."""
+        """True if all layers have the same KV shape. A slot then consists of equal parts."""
         return not self.shapes
 
     def shape(self, layer: int) -> KVShape:
@@ -286,7 +286,7 @@ def _num_kv_heads(config: Config, num_heads: int) -> int:
 
 
 def _num_layers(config: Config) -> int:
-    """Return the number of layers; nemotron_h models only list the layers' kinds."""
+    """Return the number of layers; for nemotron_h, the length of the list of layer types."""
     kinds = config.get("layers_block_type")
     return len(kinds) if kinds else _number(config, _NUM_LAYERS)
 

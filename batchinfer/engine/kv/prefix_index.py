@@ -77,7 +77,7 @@ class Block:
         self.waiters = 0
         """Number of waiting sequences whose prefix includes the block."""
         self.last_arrival = -1
-        """Arrival number of the last row that used the block and set ``used_later``."""
+        """Arrival number of the last row that set ``used_later``."""
         self.used_later = False
         """True if a row that has not arrived yet is known to use the block."""
         self.row = -1
@@ -316,8 +316,8 @@ class PrefixIndex:
         return block
 
     def replace(self, old: Block, block: Block) -> None:
-        """Replace ``old`` with the in-flight ``block``, which takes over its key, its children and
-        the snapshots in its children. ``old`` itself must have no snapshot."""
+        """Replace ``old`` with the in-flight ``block``, which takes over the key and the children
+        of ``old``, and the snapshots in these children. ``old`` itself must have no snapshot."""
         parent, key, children = old.parent, old.key, old.children
         assert parent is not None
         assert parent.children is not None

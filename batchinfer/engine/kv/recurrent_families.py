@@ -14,7 +14,7 @@ class RecurrentShape:
     convolution."""
 
     num_heads: int
-    """Heads with a matrix; 0: the layer's only state is the inputs of its convolution."""
+    """Heads with a matrix; 0: the layer's state consists only of the inputs of its convolution."""
     key_width: int
     """Rows of a head's matrix; 1 without heads."""
     value_width: int

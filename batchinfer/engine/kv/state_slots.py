@@ -1,4 +1,4 @@
-"""Pool slots of recurrent states: states of running sequences, and snapshots for later rows.
+"""Pool slots for the recurrent states of running sequences and for snapshots for later rows.
 
 A step updates a state in place. Sequences that fork therefore share a state only until their next
 step, when all but the last of them copy it (copy-on-write). A snapshot is one more reference to a
@@ -235,13 +235,13 @@ class StateSlots:
             self.drop(snapshot)
 
     def evict(self) -> bool:
-        """Free the device slots of a snapshot whose state no sequence uses; return true if there
-        was one."""
+        """Free the device slots of one snapshot whose state no sequence uses. Return false if there
+        is no such snapshot."""
         return self._move_least_wanted(self._idle())
 
     def give_up_snapshot(self) -> bool:
-        """Move a snapshot off the device; return true if there was one. This frees its state, or
-        saves a sequence that uses the state from copying it."""
+        """Move one snapshot off the device; return false if there is none. This frees its state, or
+        spares a sequence that uses the state from copying it."""
         return self._move_least_wanted(one for one in self.snapshots if not one.state.on_host)
 
     def num_less_wanted(self, followers: int) -> int:

@@ -179,7 +179,8 @@ class Admission:
                 continue
             if hit.tail is None:
                 return None
-            # A pool that barely holds this sequence has no space to also keep a copied block.
+            # If the pool barely holds this sequence, there is no space for the source of a copied
+            # block.
             match = PrefixMatch(hit.blocks, None, 0, 0)
             hit = find_prefix_hit(self._pool, match, fork_at=self._fork_at(sequence))
 

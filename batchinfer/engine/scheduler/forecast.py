@@ -20,7 +20,7 @@ Float = npt.NDArray[np.float64]
 Int = npt.NDArray[np.integer]
 
 _FIRST_GUESS = 4.0
-"""Until an output has ended, outputs are assumed to be shorter than the limit by this factor."""
+"""Until the first output ends, outputs are assumed to be this many times shorter than the limit."""
 _SHRINK = 4.0
 """Weight of the job's overall stop rate when it is averaged with the stop rate at one length. A
 sequence that reached this length has weight 1."""

@@ -60,8 +60,7 @@ class KVManager:
         return states.start_from(hit.snapshot, self._pool.block_copies, more)
 
     def forgo_saved_state(self, sequence: Sequence) -> None:
-        """Forget the snapshot that was taken for a sequence, and drop it if nothing else needs
-        it."""
+        """Give up the snapshot that was taken for a sequence; drop it if no other row needs it."""
         saved, sequence.saved_state = sequence.saved_state, None
         if saved is not None:
             self._pool.states.forgo(saved)

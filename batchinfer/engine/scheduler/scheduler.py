@@ -182,8 +182,9 @@ class Scheduler:
     def preempt(self, sequence: Sequence) -> int:
         """Free the blocks of a running sequence and its group; return the number of sequences.
 
-        The values of their tokens must be known, because their computed blocks are indexed. The
-        next admission finds blocks that are still on the device or host, and recomputes the rest.
+        The values of their tokens must be known, because their computed blocks are indexed by
+        token. The next admission finds blocks that are still on the device or host, and recomputes
+        the rest.
         """
         running = [member for member in sequence.group if member.row >= 0]
         assert all(self.table.sample_at[member.row] < 0 for member in running)

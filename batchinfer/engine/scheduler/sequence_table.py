@@ -1,4 +1,4 @@
-"""A table of running sequences as numpy columns.
+"""The table of running sequences, stored as numpy columns.
 
 Every step reads and updates all running sequences, and columns avoid a Python loop over them.
 Waiting sequences have no row.
@@ -145,7 +145,7 @@ class SequenceTable:
     def has_room(self, count: int = 1) -> bool:
         """Return true if ``count`` more sequences can run.
 
-        Rows are reserved for future beams. If no sequence runs, the beams of any search fit.
+        Rows stay reserved for beams that will fork. If no sequence runs, any beam search fits.
         """
         if self.num_running == 0:
             return count <= len(self.sequences)
@@ -268,7 +268,8 @@ class SequenceTable:
         self.num_blocks[row] = len(blocks)
 
     def _note_shared(self, block: Block, count: int) -> None:
-        """Count the first ``count`` blocks as shared in the row that ``block`` belongs to."""
+        """Count the first ``count`` blocks as shared in the row for which ``block`` was
+        allocated."""
         maker = self.sequences[block.row]
         if maker is not None and count <= len(maker.blocks) and maker.blocks[count - 1] is block:
             self.num_shared_blocks[block.row] = max(self.num_shared_blocks[block.row], count)

@@ -24,7 +24,7 @@ class SampledRows:
     """
 
     rows: Rows
-    admission: Int64  # to check if the sequence is still in its table row
+    admission: Int64  # tells whether the sequence still has its table row
     sequences: npt.NDArray[np.object_]  # ``Sequence`` objects
     samples_per_row: Int32  # number of samples drawn from the row's logits
     num_tokens: Int32  # number of tokens, including the token drawn

@@ -27,8 +27,8 @@ _NAN: Failure = ("nan_logits", "the logits contain NaN or infinity")
 _GRAMMAR_ERROR = "invalid_structured_output"
 _NO_TOKEN: Failure = (
     "no_token_left",
-    "bad_words, no_repeat_ngram_size, allowed_token_ids, min_tokens or the grammar exclude every "
-    "next token",
+    "every next token is excluded by bad_words, no_repeat_ngram_size, allowed_token_ids, "
+    "min_tokens or the grammar",
 )
 
 
@@ -138,7 +138,7 @@ def _failure(result: StepResult, at: int, broken: str | None) -> Failure:
 def _without_ended(
     table: SequenceTable, sampled: SampledRows, result: StepResult
 ) -> tuple[SampledRows, StepResult, Bool]:
-    """Remove sequences that ended in an earlier step.
+    """Remove rows whose sequences ended in an earlier step.
 
     Returns:
         The remaining R rows and their results, and [R] True for sequences that still have a table
@@ -234,7 +234,7 @@ def _fork(
     sequences: list[Sequence],
     ended: Bool,
 ) -> None:
-    """Start the further samples of rows, which share the prompt's blocks."""
+    """Start the samples of a row after its first; they share the prompt's blocks."""
     forking = sampled.samples_per_row > 1
     if not forking.any():
         return

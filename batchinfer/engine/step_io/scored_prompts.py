@@ -1,4 +1,4 @@
-"""Requests log-probabilities of prompt tokens in a step, and stores them with their prompts."""
+"""Adds prompt tokens to score to a step, and stores their log-probabilities with the prompts."""
 
 from __future__ import annotations
 

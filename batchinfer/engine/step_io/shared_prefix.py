@@ -1,4 +1,4 @@
-"""Shared prefixes of a step's sequences: blocks that attention reads once for several sequences.
+"""Finds shared prefixes of a step's sequences, whose blocks attention reads only once.
 
 Sequences that share blocks, such as rows with a common prompt or samples of a row, form a tree. If
 the leaves of every branch are adjacent, one number per sequence describes the tree: the length that
