@@ -1,8 +1,8 @@
 """An engine for encoders, which need no KV pool, blocks or shared prefixes.
 
 In an encoder, tokens also attend to the tokens after them. Texts therefore share no computation,
-and one step computes a whole text. The engine sorts waiting texts by length, longest first, so that
-texts of similar length run together.
+and one step computes a whole text. The engine sorts waiting texts by length, longest first. Texts
+of similar length thus run together.
 """
 
 from __future__ import annotations

@@ -48,9 +48,8 @@ class Engine:
     """Runs requests on a runner, step by step.
 
     The engine builds a step, submits it, and processes its result. An engine that runs ahead
-    submits a step before it processes the previous one, so that the device never waits for the
-    host. A sequence skips that step if it needs the value of the token that the previous step
-    draws.
+    submits a step before it processes the previous one. The device then never waits for the host. A
+    sequence skips that step if it needs the value of the token that the previous step draws.
 
     Args:
         scheduler: queue, sequence table and block pool.

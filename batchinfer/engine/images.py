@@ -95,7 +95,7 @@ def rotary_shift(images: Iterable[PromptImage]) -> int:
 
 def rotary_positions(images: tuple[PromptImage, ...], start: int, stop: int) -> Int32:
     """Return the rotary positions [3, stop - start] of the tokens at [start, stop) of a sequence:
-    one each for time, row and column.
+    one for time, one for the row and one for the column.
 
     A text token has three equal positions. An image token has the time position of its image. Its
     other two positions count the rows and columns of the grid from there. Source: transformers'

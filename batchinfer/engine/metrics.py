@@ -188,7 +188,8 @@ class MetricsCollector:
         """Return the sections ``tokens``, ``throughput`` and ``kv`` for the steps so far."""
         totals = self._totals
         rows = np.array(self._steps[: totals.num_steps], np.float64).reshape(-1, len(STEP_COLUMNS))
-        # Contiguous like columns read from files, so that numpy sums both in the same order.
+        # Make columns contiguous, as columns from files are, because numpy's sums depend on the
+        # layout.
         columns = np.ascontiguousarray(rows.T)
         pool = PoolTotals()
         pool.add(

@@ -39,7 +39,7 @@ class Request:
     """``params.bad_words`` as token ids. If the output ends with all ids of a word but the last,
     the last id is banned."""
     make_stop_checker: Callable[[], StopChecker] | None = None
-    """Makes a stop checker for one sample; None without stop strings."""
+    """Makes a stop checker for one sample; None if there are no stop strings."""
     grammar: Grammar | None = None
     """Grammar of ``params.structured_outputs``; requires ``eos_token_ids``."""
     reused_prefix_len: int = 0
@@ -187,7 +187,7 @@ class SampleOutput:
     cumulative_logprob: float
     logprobs: list[TokenLogprobs] | None
     score: float | None = None
-    """Score of a hypothesis; None without beam search."""
+    """Score of a beam search hypothesis; None for a sample that was drawn."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -253,9 +253,10 @@ summed."""
 
 
 def combined_stats(requests: Sequence[RequestStats]) -> RequestStats | None:
-    """Combine statistics of a row's requests into statistics of the row; None without requests.
+    """Combine the statistics of a row's requests; return None if there are no requests.
 
-    ``peak_blocks`` is the largest of the requests' peaks, a lower bound of the row's peak.
+    ``peak_blocks`` is the largest of the requests' peaks, which may be lower than the peak of the
+    row.
     """
     if not requests:
         return None

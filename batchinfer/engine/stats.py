@@ -61,5 +61,5 @@ class StepStats:
 
     @property
     def pool_use(self) -> float | None:
-        """Used share of the KV blocks; None without a pool."""
+        """Share of the KV blocks that is used; None for an encoder, which has no pool."""
         return self.kv_blocks_used / self.kv_blocks_total if self.kv_blocks_total else None

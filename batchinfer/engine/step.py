@@ -147,11 +147,11 @@ class ScoredTokens:
 
 @dataclass(frozen=True, slots=True)
 class SharedPrefixes:
-    """Prefix tree of a step's sequences, stored as an order of the sequences.
+    """Prefix tree of a step's sequences, encoded as an ordering of the sequences.
 
-    Shared prefixes are whole blocks computed before the step, so that every token of the step
-    attends to all of its sequence's shared prefix. The sequences ``order[i]`` and ``order[j]``,
-    i < j, share ``min(shared_lens[i + 1 : j + 1])`` tokens.
+    Shared prefixes consist of whole blocks that earlier steps computed. Every token of the step
+    therefore attends to the whole shared prefix of its sequence. The sequences ``order[i]`` and
+    ``order[j]``, i < j, share ``min(shared_lens[i + 1 : j + 1])`` tokens.
     """
 
     order: Int32  # [S] the step's sequences; those with a common prefix are adjacent

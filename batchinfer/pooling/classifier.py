@@ -140,7 +140,7 @@ def _head_tokens(
 ) -> Sequence[str | int | None] | None:
     """Return the tokens that stand for the labels, as texts or ids; None for a model with a head.
 
-    A reranker has two entries: the token for "no" or None, and the token for "yes".
+    For a reranker, the entries are the token for "no" (or None) and the token for "yes".
 
     Raises:
         ModelError: the folder does not define labels.

@@ -65,7 +65,7 @@ def with_branch_points(requests: Sequence[Request]) -> list[Request]:
 
 
 class _Node:
-    """Rows with a common prefix that no other row shares."""
+    """A node of the prefix tree: all rows that share a prefix of ``depth`` tokens."""
 
     __slots__ = (
         *("depth", "first_turn", "followers", "kept", "num_children", "parent", "shortest"),
@@ -76,11 +76,11 @@ class _Node:
         self.first_turn = first_turn
         """Index into ``run`` of the row that runs first."""
         self.shortest = shortest
-        """Number of tokens of the shortest prompt."""
+        """Number of tokens of the shortest prompt in the node's subtree."""
         self.num_children = 0
         self.parent: _Node | None = None
         self.kept: _Node | None = None
-        """Deepest node on the path to this node at which the state is kept."""
+        """Deepest node on the path from the root to this node at which the state is kept."""
         self.followers = 0
 
     def add(self, child: _Node) -> None:

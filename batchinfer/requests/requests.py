@@ -31,7 +31,7 @@ class RowSampling:
 
     params: SamplingParams
     own_seed: bool
-    """True if the row sets a seed, so that its samples do not depend on the row id."""
+    """True if the row sets its own seed. Its samples then do not depend on the row id."""
     spans_thinking: bool = False
     """True if structured output covers the whole sample, including reasoning."""
 

@@ -1,4 +1,4 @@
-"""Host slots for evicted blocks with a known future use."""
+"""The pool of host slots, which keep evicted blocks that have a known future use."""
 
 from __future__ import annotations
 

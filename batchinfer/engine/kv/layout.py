@@ -69,7 +69,7 @@ class KVLayout:
     without_kv: tuple[int, ...] = ()
     """Layers that do not attend."""
     state: StateLayout | None = None
-    """Layout of a sequence's recurrent state; None without recurrent layers."""
+    """Layout of a sequence's recurrent state; None if the model has no recurrent layers."""
     chunks: tuple[int, ...] = ()
     """Size of the chunks within which each layer attends (0: no chunks); empty: all 0."""
     prompt_windows: tuple[int, ...] = ()

@@ -1,4 +1,4 @@
-"""Pending work on blocks: contents that are not confirmed yet, and copies before the next step.
+"""Tracks blocks whose contents are not confirmed yet, and block copies before the next step.
 
 A block's contents are confirmed when the step that writes them has succeeded.
 """
@@ -26,7 +26,7 @@ class PendingBlocks:
         """Blocks that each submitted step fills or moves, oldest first."""
 
     def mark_filled(self, block: Block) -> None:
-        """Count a block of the step being built as filled by the previous step."""
+        """Record that the previous step filled a block, instead of the step being built."""
         self.filled.remove(block)
         if self._submitted:
             self._submitted[-1].add(block)

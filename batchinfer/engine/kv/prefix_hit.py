@@ -21,7 +21,7 @@ class PrefixHit:
     num_evicted: tuple[int, ...] = ()
     """For each window, the number of leading blocks outside it."""
     snapshot: StateSnapshot | None = None
-    """Recurrent state after the hit's tokens; None without tokens or without recurrent layers."""
+    """Recurrent state after the hit's tokens; None if the hit is empty or no layer is recurrent."""
 
     @property
     def num_shared(self) -> int:

@@ -80,7 +80,7 @@ class StateLayout:
 
 def state_layout(text: Mapping[str, Any], slot_bytes: int) -> StateLayout | None:
     """Return the layout of a model's state in slots of ``slot_bytes``, at least ``min_slot_bytes``;
-    None without recurrent layers."""
+    None if the model has no recurrent layers."""
     if not is_recurrent(text):
         return None
     layers, shape = recurrent_layers(text), recurrent_shape(text)
@@ -95,7 +95,7 @@ def state_layout(text: Mapping[str, Any], slot_bytes: int) -> StateLayout | None
 
 def min_slot_bytes(text: Mapping[str, Any]) -> int:
     """Return the bytes of the smallest slot that can hold one piece of a matrix or one piece of a
-    convolution; 0 without recurrent layers."""
+    convolution; 0 if the model has no recurrent layers."""
     if not is_recurrent(text):
         return 0
     shape = recurrent_shape(text)

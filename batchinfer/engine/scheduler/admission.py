@@ -133,8 +133,9 @@ class Admission:
         return longest
 
     def _fork_at(self, sequence: Sequence) -> int | None:
-        """Return the number of tokens after which the group forks; None without a group, or if the
-        group can fork at any token, because it shares only blocks of full attention."""
+        """Return the number of tokens after which the group forks. Return None if the sequence has
+        no group, or if the group can fork at any token because it shares only full-attention
+        blocks."""
         pool = self._pool
         forks_anywhere = not pool.window_slots.windows and not pool.states.slots_per_state
         return None if forks_anywhere or len(sequence.group) == 1 else sequence.first_fork()

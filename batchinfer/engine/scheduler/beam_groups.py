@@ -155,8 +155,8 @@ class BeamGroups:
         self._share_admission(parent, child)
 
     def trim_to_whole_groups(self, rows: Rows, num_new: Int) -> Int:
-        """Return ``num_new`` [S], lowered so that all beams of a group reach their last tokens in
-        the same step.
+        """Return ``num_new`` [S], lowered where necessary for all beams of a group to reach their
+        last tokens in the same step.
 
         If a beam cannot reach its last token yet, the other beams stop one token earlier.
         """

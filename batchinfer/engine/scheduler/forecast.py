@@ -109,9 +109,9 @@ class PoolForecast:
     their last blocks at the same time. For a model with windows, the forecast counts slots, one per
     layer group. It assumes the maximum number of slots for a sequence that will outgrow a window.
 
-    The slots of snapshots of recurrent state count as used, whether kept or planned. Without them,
-    each follower would compute its prompt again, which takes more time than another running row
-    saves.
+    The forecast counts the slots of snapshots of recurrent state as used, whether the snapshots are
+    kept or planned. Without a snapshot, each of its followers would compute the prompt again, which
+    takes more time than another running row saves.
     """
 
     def __init__(self, pool: BlockPool, table: SequenceTable, lengths: OutputLengths) -> None:

@@ -149,7 +149,7 @@ class KVManager:
 
         Args:
             rows: [S] table rows.
-            num_new: [S] number of tokens in the step, which already count as computed.
+            num_new: [S] number of tokens in the step; ``num_computed`` already includes them.
         """
         table, window_slots = self._table, self._pool.window_slots
         if not window_slots.windows:

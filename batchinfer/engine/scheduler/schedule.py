@@ -20,7 +20,7 @@ class Schedule:
     num_new: Int
     """[S] tokens to compute per row."""
     finishes: Bool
-    """[S] True where a row's last known token is computed, so that the row is sampled."""
+    """[S] True where the step computes a row's last known token. These rows are sampled."""
     sampled: Rows
     """[R] the rows to sample."""
     samples_per_row: Int32

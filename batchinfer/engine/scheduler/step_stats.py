@@ -13,7 +13,7 @@ from batchinfer.engine.stats import StepStats
 def note_tokens(table: SequenceTable, schedule: Schedule, now: float) -> tuple[int, int, int]:
     """Classify the tokens of a scheduled step, and update the statistics of its requests.
 
-    Call it before the step's tokens count as computed.
+    Call it before ``num_computed`` includes the step's tokens.
 
     Returns:
         ``prefill_tokens``, ``decode_tokens`` and ``recomputed_tokens`` of ``StepStats``.
@@ -44,8 +44,8 @@ def step_stats(
 ) -> StepStats:
     """Return the statistics of a step. Times are 0 until its result is read.
 
-    Call it when the step's tokens count as computed, and before rows of finished sequences are
-    freed.
+    Call it when ``num_computed`` already includes the step's tokens, but before the rows of
+    finished sequences are freed.
 
     Args:
         tokens: result of ``note_tokens``.

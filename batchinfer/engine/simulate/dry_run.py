@@ -74,8 +74,8 @@ class DryEncoder(_RooflineClock):
 class DryRunner(_RooflineClock):
     """Draws arbitrary tokens, different for every sample, and adds up roofline times.
 
-    Candidates of beams get made-up log-probabilities, chosen so that a search keeps extending only
-    a few beams, as it does with a real model.
+    Candidates of beams get artificial log-probabilities, with which a search extends only a few
+    beams, as it does with a real model.
 
     Args:
         end_after: output tokens after which a sample draws ``END_TOKEN``; None: never.

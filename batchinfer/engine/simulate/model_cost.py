@@ -231,7 +231,7 @@ def matrix_bytes(
         quantization: ``model.quantization``.
         element_bytes: bytes per element of the dtype that the model computes in.
         on_cpu: true if the model runs on a CPU.
-        experts: true for a mixture's experts, false for the other linear layers.
+        experts: true for the experts of an MoE layer, false for the other linear layers.
     """
     saved = config.get("quantization_config") or text_config(config).get("quantization_config")
     saved = saved or {}
@@ -301,7 +301,7 @@ def _compressed_weights(saved: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]
 
 
 def _mean(numbers: Iterable[float]) -> float:
-    """Return the mean of numbers; 0 without numbers."""
+    """Return the mean of numbers; 0 if there are none."""
     numbers = list(numbers)
     return sum(numbers) / max(len(numbers), 1)
 

@@ -43,7 +43,7 @@ class BuiltStep:
 def build_step(
     table: SequenceTable, schedule: Schedule, prefixes: PrefixTree | None = None
 ) -> BuiltStep:
-    """Build the step for a schedule. Call it before the step's tokens count as computed.
+    """Build the step for a schedule. Call it before ``num_computed`` includes the step's tokens.
 
     Args:
         schedule: the rows and tokens of the step.

@@ -59,7 +59,7 @@ class InFlight:
 
 
 def snapshot_rows(table: SequenceTable, schedule: Schedule) -> SampledRows:
-    """Return the rows that a step samples. Call it before its tokens count as computed."""
+    """Return the rows that a step samples. Call it before ``num_computed`` includes the step."""
     rows = schedule.sampled
     num_tokens = table.num_tokens[rows] + np.int32(1)
     lengths = num_tokens - table.num_prompt[rows]

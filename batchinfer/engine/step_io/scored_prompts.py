@@ -24,7 +24,7 @@ class ScoredSpan:
 
 
 def scored_spans(table: SequenceTable, schedule: Schedule) -> list[ScoredSpan]:
-    """Return the spans that a step scores. Call it before its tokens count as computed."""
+    """Return the spans that a step scores. Call it before ``num_computed`` includes the step."""
     rows, num_new = schedule.rows, schedule.num_new
     computed = table.num_computed[rows]
     has_scores = table.scores_prompt[rows] & (computed < table.num_prompt[rows] - 1)
@@ -42,7 +42,7 @@ def scored_spans(table: SequenceTable, schedule: Schedule) -> list[ScoredSpan]:
 
 
 def scored_tokens(spans: list[ScoredSpan]) -> ScoredTokens | None:
-    """Return the tokens of spans as a step's arrays; None without spans."""
+    """Return the tokens to score as arrays for a step; None if there are no spans."""
     if not spans:
         return None
     lengths = [span.stop - span.start for span in spans]
