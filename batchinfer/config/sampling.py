@@ -51,8 +51,8 @@ class SamplingParams(Record):
     temperature: float = 1.0
     """Temperature of sampling. 0: always take the most likely token."""
     top_p: float = 1.0
-    """Keep only the fewest tokens, most likely first, with probabilities that add up to at least
-    this number."""
+    """Keep only the smallest set of most likely tokens whose probabilities add up to at least this
+    number."""
     top_k: int = 0
     """Keep only this many of the most likely tokens; 0 or -1 keeps all."""
     min_p: float = 0.0

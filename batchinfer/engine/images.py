@@ -1,4 +1,4 @@
-"""Images of prompts, as the engine and its steps see them.
+"""Data types for the images in prompts, for the engine and its steps.
 
 All tokens of an image have the same negative id, which is unique to the image. The prefix index
 compares token ids, so two prompts share the KV blocks of an image only if they have the same tokens

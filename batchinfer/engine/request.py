@@ -89,7 +89,7 @@ class Request:
 
     @property
     def logits_from(self) -> int:
-        """First position that needs logits. A prefix hit ends before it."""
+        """First position that needs logits. A prefix hit never includes this position."""
         last = self.num_prompt_tokens - 1
         return last if self.params.prompt_logprobs is None else min(self.scored_from - 1, last)
 
@@ -111,10 +111,11 @@ class Request:
 
     @property
     def num_candidates(self) -> int:
-        """Number of most likely tokens that each position needs; -1 = no log-probabilities.
+        """Number of most likely tokens to return at each position; -1 = no log-probabilities.
 
-        For a beam search, at least ``beam_width`` of them do not end the beam. The beams together
-        then have every candidate that transformers considers.
+        For a beam search, the number is large enough that at least ``beam_width`` of these tokens
+        do not end the beam. The beams together then have every candidate that transformers
+        considers.
         """
         if self.params.beam_width:
             return self.params.beam_width + len(self.beam_end_ids)
@@ -128,7 +129,8 @@ class Request:
 
     @property
     def beam_end_ids(self) -> tuple[int, ...]:
-        """Token ids that end a beam, sorted. With a grammar, end-of-sequence ids always end it."""
+        """Token ids that end a beam, sorted. With a grammar, end-of-sequence ids always end a
+        beam."""
         eos = frozenset() if self.grammar is None else self.eos_token_ids
         return tuple(sorted(eos | set(self.stop_token_ids)))
 

@@ -189,8 +189,8 @@ class Sequence:
 
     @property
     def awaits_group(self) -> bool:
-        """True if other sequences of the group do not run yet. They will fork from this one or join
-        it."""
+        """True if other sequences of the group are not running yet. They will start when
+        ``BeamGroups.join`` forks or resumes them."""
         return any(other is not self and other.row < 0 for other in self.group)
 
     def first_fork(self) -> int:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class StepStats:
-    """Statistics of one step. Blocks are counted before finished rows release them."""
+    """Statistics of one step. The counts of blocks include those of rows that finish in this
+    step."""
 
     step: int
     t_s: float

@@ -1,4 +1,4 @@
-"""Finds the prompt lengths at which rows diverge, and at which recurrent states are kept."""
+"""Finds the prompt lengths at which rows diverge. Recurrent states are kept at these lengths."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from batchinfer.engine.kv.prefix_index import common_tokens, token_key
 from batchinfer.engine.request import Request
 
 MIN_GAIN = 8
-"""Minimum number of prompt tokens between two kept states on a path. Computing fewer tokens again
-costs less than an additional step.
+"""Minimum number of prompt tokens between two states kept on a path of the prefix tree. Computing
+fewer tokens again costs less than an additional step.
 """
 
 BranchPoints = tuple[tuple[int, int], ...]

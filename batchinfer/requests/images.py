@@ -101,7 +101,7 @@ class ImageLoader:
         self._settings = settings
         self._is_over = is_over
         self._loaded: weakref.WeakValueDictionary[int, Image] = weakref.WeakValueDictionary()
-        """Images by number, while a row or the engine holds them."""
+        """Images that a row or the engine holds, keyed by number."""
         self._loading: weakref.WeakValueDictionary[int, _Loading] = weakref.WeakValueDictionary()
         """Images that are being decoded, by number."""
         self._waiting_bytes = 0
@@ -200,7 +200,7 @@ class ImageLoader:
 
 
 class _Loading:
-    """An image whose pixels are being decoded, for all prompts that wait for it.
+    """An image whose pixels are being decoded. All prompts that wait for it share this object.
 
     Args:
         wait: waits for the ``SharedArrays`` or the error of one image.

@@ -148,7 +148,8 @@ class Resampling:
         return verdicts
 
     def _samples(self, goal: _Goal, completion: Completion) -> Iterator[tuple[str, int, bool]]:
-        """Yield each sample's text, number of tokens, and True if the row's schema allows it."""
+        """Yield each sample's text, its number of tokens, and whether the row's schema allows
+        it."""
         request, validator = completion.request, goal.validator
         for output in completion.outputs:
             text = bare = self._text(request, output, request.params)

@@ -131,7 +131,7 @@ class PoolForecast:
         planned = table.num_branches[rows] + has_samples
         self._num_snapshots = pool.states.num_on_device + int(planned.sum())
         self._not_owned = max(pool.num_used - owned, 0)
-        """Number of used blocks that do not belong to a single sequence."""
+        """Number of used blocks that are not owned by a single sequence, such as shared blocks."""
         unsure = 1.0 if len(rows) == 0 else 1.0 - table.length_known[rows].mean()
         if not table.windows:
             unsure = 0.0  # states do not grow

@@ -75,7 +75,8 @@ class KVManager:
     def share_blocks(self, parent: Sequence, child: Sequence, num_tokens: int) -> None:
         """Give ``child`` a row with the first ``num_tokens`` tokens computed by ``parent``.
 
-        The first sequence that writes to a shared, partly filled last block copies it.
+        If they share a partly filled last block, the first sequence that writes to the block copies
+        it.
         """
         pool, table = self._pool, self._table
         blocks = parent.blocks[: -(-num_tokens // table.block_size)]
@@ -293,9 +294,9 @@ class KVManager:
 def more_followers(sequence: Sequence, hit: PrefixHit) -> int:
     """Return how many followers to add to the snapshot of a hit when a sequence starts from it.
 
-    A sequence adds nothing to the snapshot that was taken for it. Otherwise, a sequence that had
-    computed these tokens and was preempted adds only itself, because the snapshot no longer counts
-    it. A new sequence adds the later rows that diverge from it at this point.
+    A sequence adds nothing to a snapshot that was taken for the sequence itself. A preempted
+    sequence that had already computed these tokens adds only itself, because the snapshot no longer
+    counts the sequence. A new sequence adds the later rows that diverge from it at this point.
     """
     if sequence.saved_state is hit.snapshot:
         return 0

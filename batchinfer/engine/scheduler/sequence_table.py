@@ -353,7 +353,7 @@ def branches_after(sequence: Sequence, num_computed: int) -> list[int]:
 
 def next_stop(sequence: Sequence, num_computed: int) -> int:
     """Return the first position after a sequence's computed tokens where its recurrent state is
-    needed: a branch point of its prompt, or the fork of the first beam that waits for it."""
+    needed: a branch point of its prompt, or the position where the first waiting beam forks."""
     stops = branches_after(sequence, num_computed)
     if num_computed < sequence.num_tokens - 1 and sequence.awaits_group:
         stops.append(sequence.first_fork())

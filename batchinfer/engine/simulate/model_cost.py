@@ -24,7 +24,7 @@ OWN_INTEGERS = ("int8", "int4")
 INT8_BYTES = 1.0
 _INT4_BYTES = 0.5
 _SCALE_AND_ZERO = 5  # bytes per group: a float32 scale and an 8-bit zero point
-_GROUP_STEP = 8  # a checkpoint's group size is kept if it is a multiple of this
+_GROUP_STEP = 8  # a checkpoint's group size is used if it is a multiple of this number
 _OWN_GROUP = 64
 """Group size of batchinfer's 4-bit quantization. torchao's is about the same."""
 _MXFP4_GROUP = 32
