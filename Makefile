@@ -70,6 +70,12 @@ compile-report: setup .venv/triton-3.6
 .venv/triton-3.6:
 	.venv/bin/python -m pip install --quiet --no-deps --target $@ triton==3.6.0
 
+# Runs 720 jobs with faults, and compares each row with an undisturbed run (docs/proof.md). Takes about
+# an hour, and continues where it stopped. OPTIONS="--models qwen3" runs some of the jobs.
+.PHONY: proof
+proof: setup
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 .venv/bin/python -m tests.proof $(OPTIONS)
+
 # Takes hours: kills and stops jobs, fuzzes files, checks crash states. OPTIONS="kills updates --kills 20"
 .PHONY: faults
 faults: setup

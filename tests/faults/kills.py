@@ -286,7 +286,7 @@ class Killer:
         """
         self._begin()
         release = self._place / "release"
-        prepare = partial(_hold_first_part, release)
+        prepare = partial(hold_at, "data-staged", release)
         runs = [self._start(prepare=prepare), self._start(prepare=prepare)]
         until = time.monotonic() + _MOST_HELD_S
         while not any(run.has_ended() for run in runs) and time.monotonic() < until:
@@ -443,12 +443,12 @@ def _log_failpoints(path: Path) -> None:
     filesystem.failpoint = swap_generation.failpoint = log
 
 
-def _hold_first_part(release: Path) -> None:
-    """Make this process wait for the file ``release`` before it publishes its first part."""
+def hold_at(held: str, release: Path) -> None:
+    """Make this process wait for the file ``release`` at the failpoint ``held``."""
     failpoint = filesystem.failpoint
 
     def wait(name: str) -> None:
-        while name == "data-staged" and not release.exists():
+        while name == held and not release.exists():
             time.sleep(0.002)
         failpoint(name)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,6 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from batchinfer.config import SamplingParams
 from batchinfer.errors import DeviceError, ExitCode
@@ -24,12 +23,12 @@ from batchinfer.kernels.cpu import sampling as native_sampling
 from batchinfer.llm import LLM
 from batchinfer.worker.fusion import native_layers
 from batchinfer.worker.model_runner import ModelRunner
+from tests.faults.allocator import TORCH_SAYS, Allocator
 from tests.job.datasets import write_parquet
 
 NUM_ROWS = 12
 MOST = 64
 """Largest number of tokens in a step."""
-TORCH_SAYS = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 64 bytes"
 
 
 def job(path: Path, model: Path, name: str) -> JobSpec:
@@ -54,33 +53,11 @@ def summary_of(spec: JobSpec) -> dict[str, Any]:
     return json.loads(Path(spec.output.path, "summary.json").read_bytes())
 
 
-class Allocator(TorchDispatchMode):
-    """Raises out-of-memory errors in some of torch's operations, which it counts from 0."""
-
-    def __init__(self, fails_at: Collection[int] = ()) -> None:
-        super().__init__()
-        self.fails_at = fails_at
-        self.count = 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        self.count += 1
-        if self.count - 1 in self.fails_at:
-            raise RuntimeError(TORCH_SAYS)
-        return func(*args, **kwargs or {})
-
-
 @pytest.fixture
 def allocator(monkeypatch: pytest.MonkeyPatch) -> Allocator:
-    """Return an ``Allocator`` that is active throughout each step, including sampling."""
-    made, start = Allocator(), ModelRunner._start
-
-    def starts(self: ModelRunner, step: Any) -> Any:
-        with made:
-            return start(self, step)
-
-    monkeypatch.setattr(ModelRunner, "_start", starts)
+    monkeypatch.setattr(ModelRunner, "_start", ModelRunner._start)  # undone after the test
+    made = Allocator()
+    made.watch_steps()
     return made
 
 
