@@ -232,8 +232,16 @@ _DECODER_FAMILIES: dict[str, dict[str, Any]] = {
         "pad_token_id": 1,
     }
 }
+_INTERLEAVED_FAMILIES: dict[str, dict[str, Any]] = {
+    "cohere": {"logit_scale": 0.5},
+    "ernie4_5": {},
+    "glm4": {"head_dim": 8, "eos_token_id": VOCAB_SIZE - 1},
+    "helium": {"head_dim": 8},
+}
 DECODER_FAMILIES = tuple(_DECODER_FAMILIES)
 """Families whose output head reads the output of a ``decoder`` module inside the model."""
+INTERLEAVED_FAMILIES = tuple(_INTERLEAVED_FAMILIES)
+"""Families whose rotary embeddings rotate adjacent elements of a head."""
 LATENT_FAMILIES = tuple(_LATENT_FAMILIES)
 """Families with latent attention."""
 
@@ -244,7 +252,9 @@ FAMILIES = tuple(_FAMILIES)
 """Other families for which ``tiny_model`` can make a checkpoint."""
 
 
-_ALL_FAMILIES = _FAMILIES | _LATENT_FAMILIES | _DECODER_FAMILIES | _RECURRENT_FAMILIES
+_ALL_FAMILIES = (
+    _FAMILIES | _INTERLEAVED_FAMILIES | _LATENT_FAMILIES | _DECODER_FAMILIES | _RECURRENT_FAMILIES
+)
 
 
 def tiny_config(family: str, **changes: Any) -> PreTrainedConfig:

@@ -5,24 +5,28 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import triton
 from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import AutoModel
 from triton.runtime.interpreter import InterpretedFunction
 
 from batchinfer.kernels import launch as launch_settings
 from batchinfer.worker import family_check, verify
 from batchinfer.worker.cuda_graphs import capture, step_graphs
 from batchinfer.worker.cuda_graphs.capture import CudaCapture, Run
+from batchinfer.worker.encoder import loader as encoder_loader
 from batchinfer.worker.fusion import fuse, fused_modules, gated_delta_net
 from batchinfer.worker.linear import kernel_choice, packed_linear
+from batchinfer.worker.lora.adapter_checkpoint import Adapter
 from batchinfer.worker.model import shallow_copy
 from tests.fake_cuda.launches import Launch, check_on_device, import_kernels, launch_of
 from tests.fake_cuda.operations import Operations, Phase
-from tests.fake_cuda.torch_cuda import PinnedMemory, device_guard, replace_torch_cuda
+from tests.fake_cuda.torch_cuda import PinnedMemory, device_guard, on_the_host, replace_torch_cuda
 
 
 class FakeCuda:
@@ -55,6 +59,7 @@ class FakeCuda:
             self._replace_graphs(patch)
             self._replace_launches(patch)
             _believe_checks(patch)
+            _read_weights(patch)
             stack.enter_context(_NoContents(allow_non_fake_inputs=True))
             stack.enter_context(self._operations)
             yield
@@ -158,6 +163,13 @@ def _believe_checks(patch: pytest.MonkeyPatch) -> None:
     fusion = (fuse, fused_modules, gated_delta_net)
     for module in (*fusion, kernel_choice, packed_linear, shallow_copy):
         patch.setattr(module, "is_plain", _is_linear)
+
+
+def _read_weights(patch: pytest.MonkeyPatch) -> None:
+    """Let weights be read from files to the host, where they have contents."""
+    read = on_the_host(AutoModel.from_pretrained)
+    patch.setattr(encoder_loader, "AutoModel", SimpleNamespace(from_pretrained=read))
+    patch.setattr(Adapter, "factors", on_the_host(Adapter.factors))
 
 
 def _is_linear(module: object) -> bool:

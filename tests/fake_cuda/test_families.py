@@ -9,6 +9,7 @@ import pytest
 from batchinfer import SamplingParams
 from tests.fake_cuda.device import FakeCuda
 from tests.fake_cuda.models import load_model
+from tests.models import INTERLEAVED_FAMILIES
 
 pytestmark = pytest.mark.long
 
@@ -20,7 +21,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=3)
     "family",
     [
         *("gemma2", "gpt_oss", "qwen3_moe", "deepseek_v3", "cohere2", "qwen3_next"),
-        *("bamba", "mamba"),
+        *("bamba", "mamba", "lfm2", *INTERLEAVED_FAMILIES),
     ],
 )
 def test_families_replay_graphs(

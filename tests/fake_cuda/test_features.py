@@ -44,6 +44,14 @@ def test_settings_choose_other_kernels(
     assert fake_cuda.num_replays == 4
 
 
+def test_latents_are_cached(fake_cuda: FakeCuda, tmp_path: Path) -> None:
+    llm = load_model(fake_cuda, tmp_path, "deepseek_v3", {"kv_lora_rank": 64}, latent_cache=True)
+    fake_cuda.take_launches()
+    llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    assert {"_mla_decode_kernel", "_mla_chunk_kernel"} <= fake_cuda.take_launches().keys()
+    assert fake_cuda.num_replays == 4
+
+
 def test_sampling_beams_and_scores_do_not_wait(fake_cuda: FakeCuda, tmp_path: Path) -> None:
     llm = load_model(fake_cuda, tmp_path, "qwen3", QWEN3_06B, max_num_seqs=4)
     params = [
@@ -57,3 +65,4 @@ def test_sampling_beams_and_scores_do_not_wait(fake_cuda: FakeCuda, tmp_path: Pa
     assert len(beams[0].outputs) == 2
     launches = fake_cuda.take_launches()
     assert {"_penalties_kernel", "_sample_rest_kernel", "_row_stats_kernel"} <= launches.keys()
+    assert launches["_block_copy_kernel"] > 0

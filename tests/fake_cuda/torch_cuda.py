@@ -128,6 +128,8 @@ def replace_torch_cuda(
     # This function would allocate memory of a real device.
     monkeypatch.setattr(fake_tensor, "init_gpu_context", _answering(None))
     monkeypatch.setattr(FakeTensor, "data_ptr", _address, raising=False)
+    # Modules treat weights of other types than torch.Tensor as quantized.
+    monkeypatch.setattr(FakeTensor, "dequantize", lambda tensor: tensor, raising=False)
     monkeypatch.setattr(FakeTensor, "__deepcopy__", _copied, raising=False)
     monkeypatch.setattr(torch.nn.Module, "_apply", _moving_parameters())
     empty = torch.empty
@@ -140,12 +142,12 @@ def replace_torch_cuda(
 
     monkeypatch.setattr(torch, "empty", empty_or_pinned)
     monkeypatch.setattr(torch.Tensor, "is_pinned", pinned.holds)
-    monkeypatch.setattr(torch.Tensor, "numpy", _on_the_host(torch.Tensor.numpy))
-    monkeypatch.setattr(torch, "from_numpy", _on_the_host(torch.from_numpy))
+    monkeypatch.setattr(torch.Tensor, "numpy", on_the_host(torch.Tensor.numpy))
+    monkeypatch.setattr(torch, "from_numpy", on_the_host(torch.from_numpy))
 
 
-def _on_the_host(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that shares real memory between torch and NumPy."""
+def on_the_host(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that makes and reads real tensors, with contents, on the host."""
 
     def call(*args: Any, **options: Any) -> Any:
         with _disable_current_modes():

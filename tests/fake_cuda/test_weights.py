@@ -1,0 +1,81 @@
+"""Models with real weights on the host, and their adapters, run on a fake CUDA device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from batchinfer import LLM, LoRARequest, SamplingParams
+from tests.encoders import make_encoder
+from tests.fake_cuda.device import FakeCuda
+from tests.lora import make_adapter
+from tests.models import make_text_model
+
+pytestmark = pytest.mark.long
+
+PROMPTS = [{"prompt_token_ids": [7] * length} for length in (20, 3)]
+GREEDY = SamplingParams(temperature=0, max_tokens=3)
+SMALL: dict[str, Any] = {
+    "device": "cuda",
+    "max_num_seqs": 2,
+    "max_num_batched_tokens": 16,
+    "num_kv_blocks": 64,
+    "swap_space": 0,
+}
+
+
+@pytest.fixture(scope="module")
+def text_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a model with a tokenizer, and with an adapter in the folder ``adapter``."""
+    folder = make_text_model(tmp_path_factory.mktemp("text_model"), "qwen3")
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    make_adapter(model, folder / "adapter", seed=0, r=4, target_modules="all-linear")
+    return folder
+
+
+def load(fake_cuda: FakeCuda, folder: Path, **settings: Any) -> LLM:
+    with fake_cuda.loading():
+        return LLM(folder, **SMALL | settings)
+
+
+def test_graphs_compute_adapters(fake_cuda: FakeCuda, text_model: Path) -> None:
+    """An adapter that is added later needs new graphs."""
+    llm = load(fake_cuda, text_model, enable_lora=True, load_format="dummy")
+    adapter = LoRARequest("adapter", 1, str(text_model / "adapter"))
+    with fake_cuda.loading():
+        llm.generate(PROMPTS[:1], GREEDY, lora_request=adapter, use_tqdm=False)
+    fake_cuda.take_launches()
+    fake_cuda.num_replays = 0
+    outputs = llm.generate(PROMPTS, GREEDY, lora_request=[adapter, None], use_tqdm=False)
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [3, 3]
+    assert {"_lora_shrink_kernel", "_lora_expand_kernel"} <= fake_cuda.take_launches().keys()
+    assert fake_cuda.num_replays == 3
+
+
+def test_grammars_mask_tokens_on_the_device(fake_cuda: FakeCuda, text_model: Path) -> None:
+    llm = load(fake_cuda, text_model, load_format="dummy")
+    regex = SamplingParams(temperature=0, max_tokens=3, structured_outputs={"regex": "[a-z]+"})
+    llm.generate(PROMPTS, [regex, GREEDY], use_tqdm=False)
+    assert fake_cuda.take_launches()["_token_bitmask_kernel"] > 0
+    assert fake_cuda.num_replays > 0
+
+
+def test_embeddings_are_last_hidden_states(fake_cuda: FakeCuda, text_model: Path) -> None:
+    llm = load(fake_cuda, text_model, runner="pooling", load_format="dummy")
+    assert len(llm.embed(PROMPTS, use_tqdm=False)) == 2
+    assert fake_cuda.take_launches()["_chunk_kernel"] > 0
+    assert fake_cuda.num_replays == 2
+
+
+@pytest.fixture(scope="module", params=["bert", "modernbert", "mpnet", "gemma3_text"])
+def encoder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_encoder(tmp_path_factory.mktemp("encoder"), request.param)
+
+
+def test_encoders_wait_only_for_their_results(encoder: Path, fake_cuda: FakeCuda) -> None:
+    llm = load(fake_cuda, encoder, runner="pooling")
+    outputs = llm.embed([*PROMPTS, PROMPTS[0]], use_tqdm=False)
+    assert [len(output.outputs.embedding) for output in outputs] == [32] * 3
