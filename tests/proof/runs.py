@@ -67,18 +67,30 @@ class Runs:
             prepare: called in the first process before the job begins.
             failpoint: where the first process kills itself, as ``NAME:COUNT``.
             everywhere: true to let every process kill itself at ``failpoint``.
-            hold: true to let the other workers write no finished row until the first process has
-                ended. Otherwise they might finish the job before the fault strikes.
+            hold: true to let the other workers begin when the first one has claimed a part, and
+                write no finished row until it has ended. Otherwise they might finish the job before
+                the fault strikes.
         """
-        release = self.folder / "release"
-        release.unlink(missing_ok=True)
+        claimed, ended = self.folder / "claimed", self.folder / "ended"
+        for mark in (claimed, ended):
+            mark.unlink(missing_ok=True)
         is_worker = self.num_workers > 1 and not retry_errors
-        role = Role(is_worker=True) if is_worker else None
+        role = Role(is_worker=True, num_workers=self.num_workers) if is_worker else None
         pace = _OFTEN if isinstance(self.output, InFolder) else _OFTEN_IN_STORE
-        first = partial(start, self.spec, None, pace, self.folder, failpoint, prepare)
+
+        def prepare_first() -> None:
+            at_failpoint("claims-durable", 2, claimed.touch)()  # the first claim is empty
+            prepare()
+
+        def wait_and_hold() -> None:
+            while not claimed.exists() and not ended.exists():
+                time.sleep(0.002)
+            hold_at("segments-staged", ended)
+
+        first = partial(start, self.spec, None, pace, self.folder, failpoint, prepare_first)
         children = [first(role=role, retry_errors=retry_errors)]
         if is_worker:
-            own = partial(hold_at, "segments-staged", release) if hold else nothing
+            own = wait_and_hold if hold else nothing
             other = failpoint if everywhere else ""
             others = partial(start, self.spec, None, pace, self.folder, other, own, role=role)
             children += [others() for _ in range(self.num_workers - 1)]
@@ -86,7 +98,7 @@ class Runs:
         try:
             for child in children:
                 statuses.append(_wait(child))
-                release.touch()
+                ended.touch()
         finally:
             for child in children[len(statuses) :]:
                 os.kill(child.pid, signal.SIGKILL)
