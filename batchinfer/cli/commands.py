@@ -402,7 +402,7 @@ def init(
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
     encoding: Annotated[
-        str, typer.Option(metavar="NAME", help="Encoding of text files, by Python's name.")
+        str, typer.Option(metavar="NAME", help="Encoding of text files, by its Python name.")
     ] = "utf-8",
 ) -> None:
     """Write a commented job file that can run as is."""

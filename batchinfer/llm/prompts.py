@@ -109,7 +109,7 @@ def _plain_talk(messages: Any, at: int) -> Any:
     try:
         return _plain(messages)
     except TypeError as error:
-        raise TypeError(f"prompt {at}: {error}") from None
+        raise TypeError(f"conversation {at}: {error}") from None
 
 
 def _plain(value: Any) -> Any:

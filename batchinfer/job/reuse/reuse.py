@@ -179,18 +179,16 @@ class RowReuse:
         self,
         batches: Iterator[list[PromptRow]],
         hand_over: Callable[[FoundRows], None],
-        admit: Callable[[list[PromptRow]], list[PromptRow]] = lambda rows: rows,
     ) -> Iterator[list[PromptRow]]:
         """Yield the rows that must run, and collect the found rows for ``hand_over``.
 
         Args:
             batches: rows with keys.
             hand_over: called with at least ``MOST_FOUND`` found rows at a time, except at the end.
-            admit: called with found rows; returns the rows to reuse. The other rows are dropped.
         """
         waiting = _FOUND.empty_table()
         for batch in batches:
-            found, rest = self._split(batch, admit)
+            found, rest = self._split(batch)
             waiting = pa.concat_tables([waiting, found])
             if waiting.num_rows >= MOST_FOUND:
                 hand_over(FoundRows(waiting))
@@ -236,9 +234,7 @@ class RowReuse:
             else:
                 yield f"{none}: prompts or sampling parameters differ"
 
-    def _split(
-        self, batch: list[PromptRow], admit: Callable[[list[PromptRow]], list[PromptRow]]
-    ) -> tuple[pa.Table, list[PromptRow]]:
+    def _split(self, batch: list[PromptRow]) -> tuple[pa.Table, list[PromptRow]]:
         files, sources = self._index.find([row.key for row in batch])
         for file in np.unique(files[files != NOT_FOUND]).tolist():
             if not self._check(file):
@@ -247,7 +243,6 @@ class RowReuse:
         place_of = {row.row_id: place for row, place in zip(batch, places, strict=True)}
         rest = [row for row in batch if place_of[row.row_id][0] == NOT_FOUND]
         found = [row for row in batch if place_of[row.row_id][0] != NOT_FOUND]
-        found = admit(found) if found else []
         self.num_reused += len(found)
         columns = [
             [row.row_id for row in found],

@@ -284,7 +284,7 @@ class PoolingCalls:
         with self._calls.one_call(call):
             read = self._read_prompts(prompts)
             if any(isinstance(prompt, Prompt) and prompt.images for prompt in read):
-                raise NotYetError("LLM.embed with images")
+                raise NotYetError(f"LLM.{call} with images")
             single_or_list = PoolingParams() if params is None else params
             names = ("pooling_params", _PARAMS, len(read), "pooling params")
             each: list[PoolingParams] = one_for_each(single_or_list, PoolingParams, *names)

@@ -146,7 +146,11 @@ def test_a_field_must_hold_a_list(tmp_path: Path, text: str, problem: str) -> No
 
 def test_the_first_line_of_json_lines_may_be_wrong(tmp_path: Path) -> None:
     assert read(tmp_path, '{"a": "half\n{"a": 1}\n') == [{"a": None}, {"a": 1}]
-    assert read(tmp_path, '{"a": 1}') == [{"a": 1}]
+
+
+@pytest.mark.parametrize("text", ['{"a": 1}', '{"a": 1}\n', '{"a": 1}\n\n'])
+def test_a_single_line_is_a_row(tmp_path: Path, text: str) -> None:
+    assert read(tmp_path, text) == [{"a": 1}]
 
 
 def test_bytes_that_are_not_utf_8_are_replaced(tmp_path: Path) -> None:

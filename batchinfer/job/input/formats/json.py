@@ -93,7 +93,8 @@ def lists_of_objects(path: str, options: TextOptions) -> Mapping[str, int] | Non
             return None
         counts = ((key, text.skip()) for key in text.object_keys())
         lists = {key: count for key, count in counts if count}
-        return None if text.peek() or (text.line == 1 and not lists) else lists
+        last_line = text.line  # before ``peek`` skips the file's last newline
+        return None if text.peek() or (last_line == 1 and not lists) else lists
 
 
 def _refuse_single_object(path: str, options: TextOptions) -> None:
