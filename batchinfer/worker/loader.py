@@ -37,7 +37,12 @@ from batchinfer.worker.linear.kernel_choice import (
 )
 from batchinfer.worker.linear.packed_experts import pack_experts
 from batchinfer.worker.linear.packed_linear import pack_linears, pack_prequantized, quantize_packed
-from batchinfer.worker.linear.prequantized_loader import KEPT, keep_prequantized
+from batchinfer.worker.linear.prequantized_loader import (
+    KEPT,
+    keep_prequantized,
+    quantized_weights,
+)
+from batchinfer.worker.linear.separate_experts import LaterExperts, check_packed
 from batchinfer.worker.linear_kernels import ON_CPU
 from batchinfer.worker.lora.adapter_checkpoint import Adapter, read_adapters
 from batchinfer.worker.lora.lora_layers import add_adapters
@@ -50,7 +55,12 @@ from batchinfer.worker.model.checkpoint import (
     resolve_folder,
 )
 from batchinfer.worker.model.config import load_config
-from batchinfer.worker.model.meta_model import blame, check_buildable, runs_on_meta
+from batchinfer.worker.model.meta_model import (
+    blame,
+    build_on_meta,
+    check_buildable,
+    runs_on_meta,
+)
 from batchinfer.worker.model.quantization import check_quantization, quantization_of
 from batchinfer.worker.model.tokenizer import check_vocabulary, eos_token_ids
 from batchinfer.worker.model.weights import choose_dtype, load_weights, uses_longrope
@@ -256,15 +266,24 @@ def _load(
     num_bytes: int | None,
 ) -> torch.nn.Module:
     """Load weight files of ``num_bytes`` bytes, or random weights if ``num_bytes`` is None. For
-    layers that were saved with the requested quantization, the saved codes are kept."""
+    layers that were saved with the requested quantization, the saved codes are kept. If weights
+    will be quantized, most of the separately saved experts are not loaded yet."""
     folder = description.folder
+    read = partial(
+        load_weights,
+        *(folder, description.pretrained, description.dtype, device, description.max_model_len),
+        quantization=quantization,
+        random=num_bytes is None,
+    )
+    later = None
+    if quantization in ON_CPU and device.type == "cpu" and num_bytes is not None:
+        later = _later_experts(description)
     with phase("loading the model", num_bytes or 0, "bytes") as loading:
-        model = load_weights(
-            *(folder, description.pretrained, description.dtype, device, description.max_model_len),
-            quantization=quantization,
-            show_share=loading.set_share,
-            random=num_bytes is None,
-        )
+        model = read(show_share=loading.set_share, later=later)
+        if later is not None:
+            later.put_back()
+            if not later.names_fit(model):
+                model = read(show_share=loading.set_share)
     return_freed_memory()
     temper_queries(model)
     page_recurrent_state(model)
@@ -274,6 +293,16 @@ def _load(
     if description.latent:
         keep_latents(model)
     return model
+
+
+def _later_experts(description: ModelDescription) -> LaterExperts | None:
+    """Return the experts to read when they are packed; None if there are none."""
+    saved = quantized_weights(description.folder, description.config)
+    if not saved:
+        return None
+    dtype = getattr(torch, description.dtype)
+    later = LaterExperts(build_on_meta(description.pretrained, dtype=dtype), saved)
+    return later if later else None
 
 
 def _check_family(description: ModelDescription, model: torch.nn.Module, layout: KVLayout) -> None:
@@ -306,7 +335,9 @@ def _pack(
     if device.type == "cpu":
         names = {method: kernel.name for method, kernel in pack_prequantized(model, dtype).items()}
         if quantization in ON_CPU:
-            names[quantization] = quantize_packed(model, quantization, dtype).name
+            with phase("packing weights"):
+                names[quantization] = quantize_packed(model, quantization, dtype).name
+            check_packed(model)
         chosen = choose_kernel(model, dtype, required)
         if chosen.kernel is not None:
             with phase("packing weights"):

@@ -50,13 +50,25 @@ class ExpertWeights:
         """Pack each expert's matrix. If ``as_saved``, pack the codes that were kept for the matrix,
         if any, without rounding again."""
         read = getattr(self.experts, _CODES, {}).get(self.name) if as_saved else None
-        for expert, weight in enumerate(self.weight):
-            codes: HostCodes | None = read and read(expert)
-            yield kernel.pack(weight) if codes is None else pack_codes(codes, dtype)
+        for expert, loaded in enumerate(self.weight):
+            saved: HostCodes | torch.Tensor | None = read and read(expert)
+            weight = loaded if saved is None else saved
+            if isinstance(weight, torch.Tensor):
+                yield kernel.pack(weight)
+            else:
+                yield pack_codes(weight, dtype)
 
 
-def keep_expert_codes(experts: Any, name: str, read: Callable[[int], HostCodes | None]) -> None:
-    """Keep a function that reads the codes of one expert's matrix, until the matrix is packed."""
+def keep_expert_codes(
+    experts: Any, name: str, read: Callable[[int], HostCodes | torch.Tensor | None]
+) -> None:
+    """Keep a function that reads one expert's matrix, until the matrix is packed.
+
+    Args:
+        name: name of the matrix.
+        read: returns the saved codes; or None if the loaded weight must be rounded; or, if no
+            weight was loaded, a weight [out, in] to round.
+    """
     setattr(experts, _CODES, {**getattr(experts, _CODES, {}), name: read})
 
 

@@ -8,7 +8,6 @@ uses it only if it dequantizes to the loaded numbers, bit for bit.
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -40,6 +39,11 @@ from batchinfer.worker.linear.prequantized_weights import (
     ReadCodes,
     joined_codes,
     keep_codes,
+)
+from batchinfer.worker.linear.separate_experts import (
+    SeparateExperts,
+    in_layers,
+    joined_weight,
 )
 from batchinfer.worker.model.checkpoint import weight_files
 from batchinfer.worker.model.quantization import saved_section
@@ -79,20 +83,27 @@ _GROUPED: Mapping[int, type[Int4Weight | Int8GroupedWeight]] = {
 _INT8_MAX, _UINT8_MIDDLE = 127, 128
 _FLOAT8_NAN = 0x7F  # bits of a float8 e4m3fn NaN, without the sign
 _GROUP_MULTIPLE = 8  # the kernels need groups whose size is a multiple of this
-_LAYER = re.compile(r"layers\.\d+\.")
-_SEPARATE_EXPERT = re.compile(r"(layers\.\d+\.)(?:.*\.)?experts\.(\d+)\.(\w+)\.weight")
-_PARTS: Mapping[str, tuple[tuple[str, ...], ...]] = {
-    "gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")),
-    "up_proj": (("up_proj",), ("w3",)),
-    "down_proj": (("down_proj",), ("w2",)),
-}
-"""Possible names of the weights that make up each matrix of an expert, in the order of their
-outputs."""
 
 _AsCodes = Callable[[Any], HostCodes | None]
 """Converts a saved weight to codes for a kernel; returns None for codes of an unwanted type."""
-_SeparateExperts = dict[tuple[int, str], Quantized]
-"""Saved weights of a layer, keyed by the expert's number and the weight's name."""
+
+
+def quantized_weights(folder: Path, config: Mapping[str, Any]) -> dict[str, list[Quantized]]:
+    """Read the headers of a checkpoint's quantized weights. Return the weights, keyed by
+    ``in_layers(name)``.
+
+    Args:
+        config: values of the folder's config.json.
+    """
+    saved_as = choose_format(saved_section(config))
+    if saved_as is None:
+        return {}
+    paths = [folder / name for name in weight_files(folder)]
+    saved = defaultdict(list)
+    for name, tensor in dequantized_tensors(paths, saved_as, torch.float32).items():
+        if isinstance(tensor, Dequantized):
+            saved[in_layers(name)].append(tensor.weight)
+    return saved
 
 
 def keep_prequantized(
@@ -114,20 +125,14 @@ def keep_prequantized(
         The number of linear layers whose codes were kept. Experts are not counted, because their
         codes are read only when they are packed.
     """
-    saved_as = choose_format(saved_section(config))
-    if saved_as is None:
-        return 0
-    paths = [folder / name for name in weight_files(folder)]
-    saved = defaultdict(list)
-    for name, tensor in dequantized_tensors(paths, saved_as, torch.float32).items():
-        if isinstance(tensor, Dequantized):
-            saved[_in_layers(name)].append(tensor.weight)
+    saved = quantized_weights(folder, config)
     kinds = (Float8GroupedWeight,) if (method, device_type) == ("fp8", "cpu") else KEPT[method]
     if device_type == "cpu":
         _keep_experts(model, saved, partial(_as_one_of, _KEPT_OF_EXPERTS[method]))
     count = 0
     for name, module in model.named_modules():
-        for weight in saved[_in_layers(f"{name}.weight")] if isinstance(module, nn.Linear) else ():
+        is_linear = isinstance(module, nn.Linear)
+        for weight in saved.get(in_layers(f"{name}.weight"), ()) if is_linear else ():
             read = _reader(weight, kinds, module.weight.detach())
             if read is not None:
                 keep_codes(module, read)
@@ -155,31 +160,20 @@ def _keep_experts(
     """Keep functions that read the codes of a model's experts, until the experts are packed.
 
     Args:
-        saved: weights of the checkpoint, keyed by ``_in_layers(name)``.
+        saved: weights of the checkpoint, keyed by ``in_layers(name)``.
     """
-    separate: defaultdict[str, _SeparateExperts] = defaultdict(dict)
-    for name, weights in saved.items():
-        if match := _SEPARATE_EXPERT.fullmatch(name):
-            layer, expert, part = match.groups()
-            separate[layer][int(expert), part] = weights[0]
+    separate = SeparateExperts(saved)
     experts = {module for _, _, module in expert_modules(model)}
     for name, module in model.named_modules():
         for matrix in matrices_of(module) if module in experts else ():
             parameter = getattr(module, matrix.name).detach()
-            for weight in saved.get(_in_layers(f"{name}.{matrix.name}"), ()):
+            for weight in saved.get(in_layers(f"{name}.{matrix.name}"), ()):
                 if weight.by_expert and weight.shape == tuple(parameter.shape):
-                    read = partial(_expert_of_tensor, weight, parameter, as_codes)
-                    keep_expert_codes(module, matrix.name, read)
-            layer_prefix = _LAYER.match(_in_layers(name))
-            if layer_prefix and layer_prefix[0] in separate:
-                read = partial(_expert_of_parts, separate[layer_prefix[0]], matrix, as_codes)
-                keep_expert_codes(module, matrix.name, read)
-
-
-def _in_layers(name: str) -> str:
-    """Return a tensor's name without the part before ``layers.``, which differs between
-    classes."""
-    return name[max(name.find("layers."), 0) :]
+                    of_tensor = partial(_expert_of_tensor, weight, parameter, as_codes)
+                    keep_expert_codes(module, matrix.name, of_tensor)
+            if separate.weights(name, matrix, 0):
+                of_parts = partial(_expert_of_parts, separate, name, matrix, as_codes)
+                keep_expert_codes(module, matrix.name, of_parts)
 
 
 def _expert_of_tensor(
@@ -193,23 +187,23 @@ def _expert_of_tensor(
 
 
 def _expert_of_parts(
-    parts: _SeparateExperts, matrix: ExpertWeights, as_codes: _AsCodes, expert: int
-) -> HostCodes | None:
+    separate: SeparateExperts, module: str, matrix: ExpertWeights, as_codes: _AsCodes, expert: int
+) -> HostCodes | torch.Tensor | None:
     """Return an expert's codes, joined from separately saved weights, if they dequantize to the
-    loaded matrix."""
+    loaded matrix. If the matrix was not loaded, and there are no codes, return its weight."""
     loaded = matrix.weight[expert]
-    for names in _PARTS[matrix.name]:
-        if any((expert, name) not in parts for name in names):
-            continue
-        weights = [parts[expert, name] for name in names]
-        low_bit = [weight.read_low_bit() for weight in weights]
-        codes: HostCodes | None = joined_codes(
-            [None if each is None else as_codes(each) for each in low_bit]
-        )
-        if codes is not None:
-            saved = torch.cat([weight.read(torch.float32) for weight in weights])
-            return codes if torch.equal(saved.to(loaded.dtype), loaded) else None
-    return None
+    weights = separate.weights(module, matrix, expert)
+    if not weights:
+        return None
+    low_bit = [weight.read_low_bit() for weight in weights]
+    codes: HostCodes | None = joined_codes(
+        [None if each is None else as_codes(each) for each in low_bit]
+    )
+    if loaded.is_meta:
+        return joined_weight(weights, loaded.dtype) if codes is None else codes
+    if codes is None or not torch.equal(joined_weight(weights, loaded.dtype), loaded):
+        return None
+    return codes
 
 
 def _as_one_of(kinds: Kinds, weight: LowBitCodes) -> Any:

@@ -9,6 +9,7 @@ run like any other causal model.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -98,19 +99,31 @@ def language_model_config(config: PreTrainedConfig) -> PreTrainedConfig:
     return config.get_text_config() if is_wrapper(config) else config
 
 
-def read_language_model(folder: Path | None, config: PreTrainedConfig, **options: Any) -> Any:
-    """Load a wrapper's causal model. Return the model and transformers' report on loading it.
+def read_language_model(
+    folder: Path | None,
+    config: PreTrainedConfig,
+    change: Callable[[nn.Module], None] | None = None,
+    **options: Any,
+) -> Any:
+    """Load the causal model of a config, without towers. Return the model and transformers' report
+    on loading it.
 
     Args:
-        folder: the wrapper's folder; None if ``options`` contains the tensors (``state_dict``).
+        folder: the model's folder; None if ``options`` contains the tensors (``state_dict``).
+        change: changes the new model, whose tensors are on the ``meta`` device, before its weights
+            are loaded.
         options: options of ``from_pretrained``.
     """
-    wrapper_class = saved_class(config)
-    assert wrapper_class is not None
-    wrapper, report = _without_towers(wrapper_class).from_pretrained(
-        folder, config=config, **options
-    )
-    return _extract(wrapper), report
+    is_whole = not is_wrapper(config)
+    model_class = causal_class(config) if is_whole else saved_class(config)
+    assert model_class is not None
+    read_class = model_class if is_whole else _without_towers(model_class)
+    if change is not None:
+        read_class = _changed(read_class, change)
+    model, report = read_class.from_pretrained(folder, config=config, **options)
+    if is_whole:
+        model.__class__ = model_class
+    return (model if is_whole else _extract(model)), report
 
 
 def language_model(wrapper: PreTrainedModel) -> nn.Module:
@@ -166,10 +179,31 @@ def _extract(wrapper: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
+def _changed(
+    model_class: type[PreTrainedModel], change: Callable[[nn.Module], None]
+) -> type[PreTrainedModel]:
+    """Return a subclass that calls ``change`` for each new model."""
+
+    class Changed(model_class):  # type: ignore[misc]
+        def __init__(self, config: PreTrainedConfig) -> None:
+            super().__init__(config)
+            change(self)
+
+    return _named_like(model_class, Changed)
+
+
+def _named_like(
+    model_class: type[PreTrainedModel], subclass: type[PreTrainedModel]
+) -> type[PreTrainedModel]:
+    """Give a subclass the name and module of its class. transformers uses these to look up the
+    rules for renaming tensors."""
+    subclass.__name__ = subclass.__qualname__ = model_class.__name__
+    subclass.__module__ = model_class.__module__
+    return subclass
+
+
 def _without_towers(wrapper_class: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    """Return a subclass that has only the language model and the head. The subclass has the name
-    and module of ``wrapper_class``, because transformers uses these to look up the rules for
-    renaming tensors."""
+    """Return a subclass that has only the language model and the head."""
 
     class Wrapper(wrapper_class):  # type: ignore[misc]
         def __init__(self, config: PreTrainedConfig) -> None:
@@ -183,9 +217,7 @@ def _without_towers(wrapper_class: type[PreTrainedModel]) -> type[PreTrainedMode
             super().__init__(config)
             _keep(self, [language_model(self), self.get_output_embeddings()])
 
-    Wrapper.__name__ = Wrapper.__qualname__ = wrapper_class.__name__
-    Wrapper.__module__ = wrapper_class.__module__
-    return Wrapper
+    return _named_like(wrapper_class, Wrapper)
 
 
 def _keep(module: nn.Module, kept: list[nn.Module]) -> bool:

@@ -30,6 +30,9 @@ embeddings."""
 _NOT_BY_LAYER = frozenset({"ssm_multipliers"})
 """Lists in configs whose entries do not belong to layers, even if a list has as many entries as the
 model has layers."""
+_NOT_OF_KIND = frozenset({"layer_idx", "_is_hf_initialized"})
+"""Attributes of modules in which layers of a kind may differ. transformers sets the second when it
+loads a module."""
 _MAX_COPIED_BYTES = 2 << 30
 _SHARE_OF_FREE = 0.25
 
@@ -67,7 +70,7 @@ def shallow_copy(model: PreTrainedModel, max_model_len: int, free_bytes: int) ->
     windows = _shorten_windows(text, max_model_len)
     if getattr(text, "attention_chunk_size", None):
         text.attention_chunk_size = _SHORT_CHUNK
-    _keep_layers(text, _num_layers(model))
+    _keep_layers(text, num_copied_layers(model))
     _cut_vocabulary(text)
     shallow = build_on_meta(config, attn_implementation="eager", dtype=model.dtype)
     copied_bytes = 4 * sum(tensor.numel() for _, tensor in _tensors(shallow))
@@ -90,14 +93,11 @@ def _shorten_windows(text: Any, max_model_len: int) -> dict[str, int]:
 
 
 def _keep_layers(text: Any, count: int) -> None:
-    """Cut the config, and its lists with an entry for each layer, to the first layers. Keep a layer
-    of every type, unless layers differ in shape."""
+    """Cut the config, and its lists with an entry for each layer, to the first ``count`` layers.
+    Keep a layer of every type, unless layers differ in shape."""
     num_layers, values = text.num_hidden_layers, text.to_dict()
     shapes = values.get("per_layer_config") or {}
-    # Some families do not list layer types, but derive them from other keys.
-    listed = {"layer_types", "layers_block_type"} & values.keys()
-    types = list(dict.fromkeys(text.layer_types or ())) if listed else []
-    count = min(max(count, len(types)), num_layers)
+    types = _layer_types(text, values)
     for key, value in values.items():
         by_layer = isinstance(value, list) and len(value) == num_layers
         if by_layer and key not in _NOT_BY_LAYER:
@@ -119,22 +119,31 @@ def _cut_vocabulary(text: Any) -> None:
         text.pad_token_id = None
 
 
-def _num_layers(model: PreTrainedModel) -> int:
-    """Return the number of layers to copy from the start, which include a layer of each kind.
+def _layer_types(text: Any, values: Mapping[str, Any]) -> list[str]:
+    # Some families do not list layer types, but derive them from other keys.
+    listed = {"layer_types", "layers_block_type"} & values.keys()
+    return list(dict.fromkeys(text.layer_types or ())) if listed else []
+
+
+def num_copied_layers(model: PreTrainedModel) -> int:
+    """Return the number of layers that ``shallow_copy`` copies from the start. They include a layer
+    of each kind.
 
     Beyond ``_MAX_LAYERS``, a layer is included only if no earlier layer has modules of the same
     classes. In Bamba, for example, layer 9 is the first attention layer.
     """
-    num_layers: int = model.config.get_text_config().num_hidden_layers
+    text: Any = model.config.get_text_config()
+    num_layers: int = text.num_hidden_layers
+    num_types = len(_layer_types(text, text.to_dict()))
     lists = (module for module in model.modules() if isinstance(module, nn.ModuleList))
     layers = next((values for values in lists if len(values) == num_layers), None)
     if layers is None:
-        return max(min(num_layers, _MAX_LAYERS), _MIN_LAYERS)
+        return min(max(_MAX_LAYERS, num_types), num_layers)
     kinds = [_kind(layer) for layer in layers]
     classes = [{type(module) for module in layer.modules()} for layer in layers]
     seen = max(kinds.index(kind) + 1 for kind in kinds)
     least = max(classes.index(found) + 1 for found in classes)
-    return max(min(seen, _MAX_LAYERS), least, _MIN_LAYERS)
+    return min(max(min(seen, _MAX_LAYERS), least, _MIN_LAYERS, num_types), num_layers)
 
 
 def _kind(layer: nn.Module) -> list[Any]:
@@ -146,7 +155,7 @@ def _kind(layer: nn.Module) -> list[Any]:
             sorted(
                 (key, value)
                 for key, value in vars(module).items()
-                if key != "layer_idx" and isinstance(value, bool | int | float | str)
+                if key not in _NOT_OF_KIND and isinstance(value, bool | int | float | str)
             ),
             [parameter.shape for parameter in module.parameters(recurse=False)],
         )

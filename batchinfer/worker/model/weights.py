@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError
@@ -18,9 +18,7 @@ from batchinfer.errors import DeviceError, ModelError, one_line
 from batchinfer.worker.attention.attention import ATTENTION_NAME, register
 from batchinfer.worker.model.checkpoint import weight_files
 from batchinfer.worker.model.language_model import (
-    causal_class,
     headless_names,
-    is_wrapper,
     language_model_config,
     read_language_model,
 )
@@ -38,6 +36,18 @@ _MAX_NAMES_SHOWN = 3
 _SEED = 0
 _BUFFER = re.compile(r"\b(attn|attention)\.(masked_)?bias$|\b(inv_freq|position_ids)$")
 _LAYER = re.compile(r"layers\.(\d+)\.")
+
+
+class LaterWeights(Protocol):
+    """Modules whose weights are not loaded with the model."""
+
+    def are_in(self, tensor: str) -> bool:
+        """Return True if a tensor of the checkpoint belongs to such a module."""
+        ...
+
+    def take_out(self, model: torch.nn.Module) -> None:
+        """Remove the modules from a new model on the ``meta`` device."""
+        ...
 
 
 def choose_dtype(wanted: str, values: Mapping[str, Any], saved: Mapping[str, str]) -> str:
@@ -74,6 +84,7 @@ def load_weights(
     show_share: Callable[[float], None] = lambda share: None,
     *,
     random: bool = False,
+    later: LaterWeights | None = None,
 ) -> torch.nn.Module:
     """Load transformers' causal language model from the folder, onto the device.
 
@@ -83,6 +94,7 @@ def load_weights(
         show_share: called with the share of the weights that is loaded, from 0 to 1.
         random: True to use random initial weights instead of the folder's files. These weights are
             the same in every run on a device.
+        later: modules to load the model without.
 
     Raises:
         ModelError: the files cannot be read or do not match the config, or ``random`` is set for a
@@ -101,7 +113,9 @@ def load_weights(
             if random:
                 model = _make_random(config, dtype, device)
             else:
-                model, report, optional = read_weights(_reader(config), folder, config, dtype)
+                model, report, optional = read_weights(
+                    read_language_model, folder, config, dtype, later=later
+                )
                 check_loaded(folder, model, report, optional)
         if quantization in TORCHAO_METHODS:
             quantize(model, quantization, device)
@@ -160,6 +174,7 @@ def read_weights(
     config: PreTrainedConfig,
     dtype: str,
     attention: str = ATTENTION_NAME,
+    later: LaterWeights | None = None,
 ) -> tuple[PreTrainedModel, Mapping[str, Any], set[str]]:
     """Read a model from its weight files. Weights in one of ``METHODS`` are dequantized one at a
     time as they are loaded; transformers reads all others itself.
@@ -167,6 +182,7 @@ def read_weights(
     Args:
         read: ``from_pretrained`` of the model's class.
         attention: name of the attention function in transformers.
+        later: modules of a quantized checkpoint to read the model without.
 
     Returns:
         The model, transformers' report on loading it, and the names of tensors that the model
@@ -182,12 +198,10 @@ def read_weights(
         vars(part).pop("quantization_config", None)
     paths = [folder / name for name in weight_files(folder)]
     tensors = dequantized_tensors(paths, saved_as, options["dtype"])
+    if later is not None:
+        tensors = {name: tensor for name, tensor in tensors.items() if not later.are_in(name)}
+        options["change"] = later.take_out
     return *read(None, config=config, state_dict=tensors, **options), empty_biases(tensors)
-
-
-def _reader(config: PreTrainedConfig) -> Callable[..., Any]:
-    model_class: Any = causal_class(config)
-    return read_language_model if is_wrapper(config) else model_class.from_pretrained
 
 
 def _unused_head(model: PreTrainedModel) -> set[str]:

@@ -25,7 +25,7 @@ def write_quantized(
 
     Args:
         folder: the folder to write into.
-        family: the model's family; wrappers always have their usual tiny size.
+        family: the model's family.
         section: config.json's ``quantization_config``.
         writer: quantizes a layer's weight, or the tensor of all experts if it is saved as one.
         changes: changes to the family's config.
@@ -36,7 +36,7 @@ def write_quantized(
     torch.manual_seed(1)
     float_model = folder / "float"
     if family in WRAPPERS:
-        make_wrapper(family, float_model)
+        make_wrapper(family, float_model, **changes)
     else:
         make_checkpoint(family, float_model, **{**WIDE, **changes})
     saved = load_file(float_model / "model.safetensors")
