@@ -213,8 +213,8 @@ def _strided(
 ) -> dict[str, Any]:
     """Measure decodes of all layers, with random blocks of a pool that fills most of the memory.
 
-    In a block-major pool like the engine's, the distance between two blocks of a layer is the size
-    of all layers of a block.
+    In a block-major pool like the engine's, a block stores all of its layers together. The data of
+    one layer in adjacent blocks is therefore a whole block apart.
     """
     layers = shape_of(model).layers
     slot_bytes = layers * 2 * _KV_HEADS * _BLOCK * _WIDTH * 2

@@ -251,8 +251,8 @@ def _add_products_by_row(
     key, query = key.to(tl.float32), query.to(tl.float32)
     places, mask = tl.arange(0, CHUNK), (rows < KEY_WIDTH)[None, :]
     part = places // 16
-    # Products with tokens of earlier parts, which have 16 tokens each: R is G at the first token of
-    # the later token's part.
+    # Products with tokens of earlier parts of 16 tokens. R of the module's docstring is G at the
+    # first token of the later token's part; ``meets`` is its offset.
     meets = tl.minimum(part * 16, count - 1)[:, None] * total_stride + rows[None, :]
     since = tl.exp(tl.minimum(total - tl.load(totals + meets, mask=mask, other=0.0), 0.0))
     key_since, query_since = (key * since).to(dtype), (query * since).to(dtype)

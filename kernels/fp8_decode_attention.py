@@ -181,9 +181,9 @@ def _load_values(
     return values
 
 
-# Of every 64 rows of a GEMM, a thread holds two rows that are 8 apart. Keys are read in an order
-# that makes a thread's rows adjacent tokens, so that their weights can be stored together for the
-# second GEMM, which sums over tokens.
+# Of every 64 rows of a GEMM, a thread holds two rows that are 8 apart. Keys are read in an order in
+# which these two rows are adjacent tokens. The thread can then store the softmax weights of the two
+# tokens together for the second GEMM, which sums over tokens.
 @triton.jit
 def _by_rows(tokens):  # [TILE] in the order of tokens -> in the order of rows
     tile: tl.constexpr = tokens.shape[0]

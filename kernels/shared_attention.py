@@ -29,10 +29,10 @@ from batchinfer.kernels.split_kv import store_partials
 def shared_config(heads: Heads) -> LaunchConfig:
     """Return the launch shape: 64 rows, unless the heads of one token need more.
 
-    If few sequences share a piece, computing it takes little more time than reading it. If many
-    sequences share it, each tile of rows reads the piece from the L2 cache. The sums of wide heads
-    and the conversion of float8 take many registers, so for these, tiles of tokens are short, and
-    only one tile is fetched ahead.
+    If few sequences share a piece, most of the 64 rows are padding, but attending to the piece then
+    takes little more time than reading it. If many sequences share it, each tile of rows reads the
+    piece from the L2 cache. The sums of wide heads and the conversion of float8 take many
+    registers, so for these, tiles of tokens are short, and only one tile is fetched ahead.
     """
     rows, fp8 = shared_rows(heads.group), heads.cache_bytes == 1
     if heads.query_bytes == 4:

@@ -182,8 +182,8 @@ def find_in_one_pass(
     candidates,  # Candidates; on return, `tile_sums` holds each tile's sum of kept weights
     shape,  # RowShape
 ):
-    """Return the key and id of the last token that top-k and then top-p keep; whether it was found;
-    and the sums of the weights inside the interval and of all tokens."""
+    """Return the key and the id of the last token that remains after top-k and then top-p; whether
+    it was found; the total weight of the tokens inside the interval; and that of all tokens."""
     lowest, every_id = tl.full([], LOWEST_KEY, tl.int32), tl.full([], shape.VOCAB, tl.int32)
     cut, last = lowest, every_id
     filtered = (k > 0) | (top_p < 1.0)

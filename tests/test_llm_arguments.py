@@ -431,6 +431,8 @@ def test_sampling_params_from_optional() -> None:
         n=None, max_tokens=None, temperature=None, stop=None, logit_bias={"5": 900.0, 6: -1.0}
     )
     assert found == SamplingParams(max_tokens=None, logit_bias={5: 100.0, 6: -1.0})
+    with pytest.raises(ValueError, match='logit_bias has "x" for token 5; it must be a number'):
+        SamplingParams.from_optional(logit_bias={5: "x"})
     with pytest.raises(ValueError, match='logit_bias has "a"; its keys must be token ids'):
         SamplingParams.from_optional(logit_bias={"a": 1.0})
     assert SamplingParams(output_kind=RequestOutputKind.FINAL_ONLY).max_tokens == 16

@@ -284,10 +284,16 @@ def _openai_biases(biases: Mapping[Any, float]) -> dict[int, float]:
     clipped = {}
     for token, value in biases.items():
         try:
-            clipped[int(token)] = min(_MAX_BIAS, max(-_MAX_BIAS, value))
+            token_id = int(token)
         except (TypeError, ValueError):
             raise ValueError(
                 f"logit_bias has {format_value(token)}; its keys must be token ids"
+            ) from None
+        try:
+            clipped[token_id] = min(_MAX_BIAS, max(-_MAX_BIAS, value))
+        except TypeError:
+            raise ValueError(
+                f"logit_bias has {format_value(value)} for token {token_id}; it must be a number"
             ) from None
     return clipped
 

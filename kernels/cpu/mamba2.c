@@ -24,8 +24,9 @@ typedef struct {
 
 #define MAX_VECTORS 8 /* largest number of vectors of a piece's row that a call to recur computes */
 
-/* Replaces each token's inputs of softplus in a->steps with its time steps, and stores the decays
-   after them. */
+/* a->steps holds the dt of each token and head. Replaces it with the time step,
+   softplus(dt + dt_bias) clamped to [min_dt, max_dt], and stores the decays of the token after its
+   time steps. */
 static void time_steps(const mamba2_args *a) {
     const int64_t heads = a->num_heads;
 #pragma omp for schedule(static)

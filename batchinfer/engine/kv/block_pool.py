@@ -116,7 +116,7 @@ class BlockPool:
         return block
 
     def acquire(self, block: Block, at: int = 0, num_evicted: tuple[int, ...] = ()) -> None:
-        """Add a reference. The caller must also swap in a block that is only on the host.
+        """Add a reference. If the block is only on the host, the caller must also swap it in.
 
         Args:
             block: block number ``at`` of a block table.

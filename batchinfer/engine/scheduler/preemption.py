@@ -29,8 +29,8 @@ class PreemptionPolicy:
     """Chooses between swapping and recomputing a preempted sequence, by the time that each takes.
 
     Swapping copies the sequence's blocks to the host and back, at the measured bandwidth of copies.
-    Recomputing computes their tokens again, at the speed of this run's prompts. Blocks that other
-    sequences share are not freed, so they do not count.
+    Recomputing computes their tokens again, at the measured speed of this run's prefill. Blocks
+    that other sequences share are not freed, so they do not count.
 
     Args:
         preemption: ``auto``, or the choice for all sequences.

@@ -89,7 +89,7 @@ class Claim:
                 refuse_half_an_update(home)
                 stored = stored_manifest(home)
                 refuse_unexpected_files(home, stored)
-                # Use the stored time, because chat templates may print it.
+                # Chat templates may print the time of the plan. A new time would change prompts.
                 if not is_begun(self.out):
                     manifest = replace(manifest, planned_at=stored.planned_at)
                 if_exists = "resume"

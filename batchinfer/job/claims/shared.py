@@ -281,7 +281,8 @@ class SharedClaim(Claim):
         if siblings:
             if if_exists == "error" or start is None or start.is_clear:
                 raise self._refusal(
-                    f"other writers, started without if_exists: {if_exists}, are writing to"
+                    f"this process has if_exists: {if_exists}, but other writers were started "
+                    "without it and are writing to"
                 )
             manifest = replace(manifest, planned_at=start.planned_at)
             return ResumePlan(manifest, self._parts, self._parts, starts_over=True)

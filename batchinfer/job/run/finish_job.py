@@ -87,8 +87,10 @@ def _finish(job: OutputJob, claim: Claim, reporter: RunReporter) -> ExitCode:
 
 
 def _open_runs(out: OutputDir) -> list[str]:
-    """Return the ids of runs of other writers that have not ended. Even a writer that seems dead
-    may end its run later, if its process was only frozen."""
+    """Return the ids of the runs of shards and workers that have no recorded end.
+
+    Even a writer that seems dead may end its run later, if its process was only frozen.
+    """
     ids = (run.run_id for run in runs_of(out) if not run.ended)
     return [run_id for run_id in ids if writer_of(run_id)]
 

@@ -1,4 +1,6 @@
-"""Reads and writes files of tokens in flight: all tokens, or the tokens drawn since the last file.
+"""Reads and writes files that hold the tokens of unfinished rows.
+
+A file holds all tokens of its rows, or only the tokens drawn since the previous file.
 
 A run writes ``<run id>-<number>-<hash of its bytes>.parquet`` into ``_batchinfer/tokens``. A
 damaged file only costs time: this module ignores it and all later increments of its requests. The

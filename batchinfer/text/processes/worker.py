@@ -67,7 +67,7 @@ def serve(connection: Connection, tokenizer: Tokenizer, limits: Limits) -> None:
         failed = "recursion", str(error)
     except Exception:
         failed = "bug", traceback.format_exc()
-    except BaseException as error:  # panics of Rust code are not an Exception
+    except BaseException as error:  # a panic in Rust code is not an Exception
         failed = "panic", str(error)
     connection.send(("failed", *failed))
 

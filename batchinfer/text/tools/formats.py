@@ -92,6 +92,6 @@ def find_tool_format(
         return FORMATS[name]
     raise UsageError(
         "tool_parser is auto, but the chat template contains no known tool-call format",
-        hint=f"name the format (run-batch: --tool-call-parser): {', '.join(FORMATS)}; "
-        "or set none to leave calls in the text",
+        hint="set tool_parser (for run-batch: --tool-call-parser) to the model's format, one of "
+        f"{', '.join(FORMATS)}; or to none, which leaves tool calls in the text",
     )

@@ -21,6 +21,7 @@ _WAITS = frozenset(
 # Otherwise, torch reads each expert's number of rows on the host, and multiplies the experts one by
 # one.
 _GROUPED_MM_MAJORS = (9, 10)
+_HOST_WAITS = "the model makes the host wait for the device"
 _SYNC_ERROR = "called a synchronizing CUDA operation"
 
 
@@ -38,7 +39,7 @@ def run_without_waits(run: Callable[[], object]) -> None:
         run()
     if watch.seen:
         seen = ", ".join(sorted(watch.seen))
-        raise WaitsForDeviceError(f"the model waits for the device ({seen})")
+        raise WaitsForDeviceError(f"{_HOST_WAITS} ({seen})")
 
 
 @contextmanager
@@ -54,7 +55,7 @@ def _waits_raise() -> Iterator[None]:
         yield
     except RuntimeError as error:
         if _SYNC_ERROR in str(error):
-            raise WaitsForDeviceError(f"the model waits for the device ({error})") from error
+            raise WaitsForDeviceError(f"{_HOST_WAITS} ({error})") from error
         raise
     finally:
         torch.cuda.set_sync_debug_mode(before)

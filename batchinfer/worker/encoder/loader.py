@@ -251,7 +251,8 @@ def check_encoder_invariance(loaded: LoadedEncoder) -> None:
     ``engine.deterministic`` requires.
 
     Raises:
-        ModelError: the bits differ, or on a CUDA device they may differ.
+        ModelError: the bits differ, or the encoder is on a CUDA device, which does not guarantee
+            equal bits.
     """
     encoder, description = loaded.encoder, loaded.description
     lengths = [length for length in _LENGTHS if length <= description.max_model_len]

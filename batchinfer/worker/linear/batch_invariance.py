@@ -48,7 +48,8 @@ def check_batch_invariance(
         kernel: kernel of the model's linear layers.
 
     Raises:
-        ModelError: the logits differ, or on a CUDA device they may differ.
+        ModelError: the logits differ; or, on a CUDA device, an operation does not guarantee that
+            they are equal.
         DeviceError: torch is set to round the operands of float32 matrix multiplications
             to TF32.
     """
@@ -95,8 +96,8 @@ def check_operations(
         named = (name + _EXPLANATIONS.get(name, "") for name in sorted(operations.names))
         raise _refused(
             model,
-            f"torch runs {', '.join(named)}, whose last bits may depend on the "
-            "number of rows on a CUDA device",
+            f"torch runs {', '.join(named)}, and on a CUDA device the last bits of the results may "
+            "depend on the number of rows",
             hint="set engine.deterministic: false, or engine.device: cpu",
         )
 

@@ -396,7 +396,7 @@ def test_overwriting_and_resuming_shards_refuse_each_other(spec: JobSpec, tmp_pa
     run_shard(spec, 0)
     with (
         living(spec, 1),
-        pytest.raises(LockedError, match="other writers, started without if_exists"),
+        pytest.raises(LockedError, match="other writers were started without it"),
     ):
         run_shard(spec, 2, overwrite=True)
     with living(overwrites, 1), pytest.raises(LockedError, match="are about to start over"):

@@ -319,4 +319,6 @@ def test_a_forward_pass_that_waits_for_the_device_is_not_captured(
     )
     bench.graphs.capture_all(lines.append)
     assert bench.graphs.num_captured == 0
-    assert lines == ["steps run without CUDA graphs, because the model waits for the device (item)"]
+    assert lines == [
+        "steps run without CUDA graphs, because the model makes the host wait for the device (item)"
+    ]

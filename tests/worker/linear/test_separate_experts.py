@@ -123,7 +123,7 @@ def test_experts_that_are_neither_loaded_nor_packed_are_refused(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda tensors, name: tensors.pop(f"{name}_packed"), r"no \*.weight_packed to go with"),
+        (lambda tensors, name: tensors.pop(f"{name}_packed"), r"no tensor \*.weight_packed;"),
         (
             lambda tensors, name: tensors[f"{name}_scale"].view(torch.uint8).fill_(127),
             "weight_scale contains NaN or infinity",

@@ -2,8 +2,9 @@
 
 A column is int64 or double only if all files write every value as Python would write it, so
 that a template shows each value exactly as it is in the file. Every other column is text, for
-example a column with 007 or 1.10. Python's ``csv`` splits the records, because it gives the line of
-each record and can continue after an invalid one.
+example a column with 007 or 1.10. Python's ``csv`` splits a file into
+records: it reads line by line, so that each record's line number is known, and it can continue
+after an invalid record.
 """
 
 from __future__ import annotations

@@ -165,8 +165,9 @@ def _int8_weight(name: str, parts: Mapping[str, Stored]) -> Quantized:
     numbers = [] if layout is None else layout.read().flatten().tolist()
     if layout is not None and any(numbers):
         raise ModelError(
-            f"{layout.name} is {numbers[0]}, a layout of LLM.int8() for one kind of processor, "
-            "which is not yet supported; save the model again with bitsandbytes 0.45 or later"
+            f"{layout.name} is {numbers[0]}: LLM.int8() stored the weight in a layout for one kind "
+            "of processor. Such layouts are not yet supported; save the model again with "
+            "bitsandbytes 0.45 or later"
         )
     return Quantized(
         codes.shape, {"": codes, ".SCB": scales}, _dequantize_int8, low_bit=_int8_integers

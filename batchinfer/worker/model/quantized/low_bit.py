@@ -19,7 +19,7 @@ def words_for(count: int, bits: int) -> int:
 def unpack(words: torch.Tensor, bits: int) -> torch.Tensor:
     """Unpack int32 words [..., n] into uint8 numbers [..., n * 32 / bits]. Each number has 2, 4 or
     8 ``bits``; the first number of a word is in its lowest bits."""
-    # torch runs only on little-endian hosts.
+    # The bytes of a word, lowest first: this assumes a little-endian host.
     data = words.flatten().view(torch.uint8).view(*words.shape[:-1], 4 * words.shape[-1])
     if bits == 8:
         return data

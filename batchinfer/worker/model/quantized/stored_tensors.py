@@ -122,8 +122,8 @@ def part_of(weight: str, parts: Mapping[str, Stored], end: str) -> Stored:
     if end not in parts:
         present = ", ".join(sorted(part.name for part in parts.values()))
         raise ModelError(
-            f"{weight} is quantized, but the weight files have no {f'*{end}' if end else weight} "
-            f"to go with {present}; fetch the model again"
+            f"{weight} is quantized, and the weight files have {present}, but no tensor "
+            f"{f'*{end}' if end else weight}; fetch the model again"
         )
     return parts[end]
 
