@@ -197,7 +197,7 @@ INLINE void add_by_pairs(
    not depend on the codes. */
 INLINE ints first_sum(const int form, const shape *s, const uint8_t *panel, int64_t g, int v,
                       int32_t sum_of_x) {
-    if (form == NVFP4_CODES) return (ints){0} + middle_of(form) * sum_of_x;
+    if (form == NVFP4_CODES) return middle_of(form) * ((ints){0} + sum_of_x);
     const uint8_t *zeros = panel + s->groups * PANEL * 4;
     return (middle_of(form) - widened_bytes(zeros + g * PANEL + v * LANES)) * sum_of_x;
 }
@@ -238,11 +238,15 @@ INLINE void tile(
         for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
             for (int v = 0; v < PANEL_VECTORS; v++) {
-                const vec scaled = scales[v] * __builtin_convertvector(sum[r][v], vec);
+                const vec in_float = __builtin_convertvector(sum[r][v], vec);
                 float *to = sums + r * PANEL + v * LANES;
-                store(to, g ? load(to) + scaled : scaled);
+                if (!g) store(to, scales[v] * in_float);
+                else if (form == NVFP4_CODES) store(to, fma_vec(scales[v], in_float, load(to)));
+                else store(to, load(to) + scales[v] * in_float);
             }
     }
+    for (int at = 0; form == NVFP4_CODES && at < rows * PANEL; at += LANES)
+        store(sums + at, load(sums + at) * load((const float *)panel + at % PANEL));
 }
 
 static void any_tile(
@@ -282,10 +286,7 @@ INLINE void one_panel(
         const int rows = (int)((t + 1) * a->num_rows / tiles - first);
         any_tile(rows, form, x, first, s, table, w, sums, &next);
         for (int r = 0; r < rows; r++)
-            for (int n = 0; n < PANEL; n++) {
-                if (form == NVFP4_CODES) sums[r * PANEL + n] *= ((const float *)w)[n];
-                sums[r * PANEL + n] *= x->scales[first + r];
-            }
+            for (int n = 0; n < PANEL; n++) sums[r * PANEL + n] *= x->scales[first + r];
         if (is_bf16) epilogue_bf16(a, first, rows, panel * PANEL, PANEL, sums);
         else epilogue_f32(a, first, rows, panel * PANEL, PANEL, sums);
     }

@@ -122,6 +122,26 @@ def test_each_group_of_layers_has_its_own_bits(tmp_path: Path) -> None:
         read(tmp_path, section, written.parts)
 
 
+def test_nvfp4_experts_may_be_mixed_with_other_formats(tmp_path: Path) -> None:
+    section = _nvfp4()
+    section["format"] = "mixed-precision"
+    eight = {"strategy": "channel", "type": "float", "num_bits": 8}
+    section["config_groups"] = {
+        "group_0": {"targets": ["Linear"], "weights": eight},
+        "group_1": section["config_groups"]["group_0"] | {"targets": [r"re:.*experts\.\d+\."]},
+    }
+    path = tmp_path / "model.safetensors"
+    written = {
+        "l.mlp.experts.0.up_proj": CASES["nvfp4"][1](WEIGHT),
+        "l.self_attn.q_proj": CASES["float8 rows"][1](WEIGHT),
+    }
+    tensors = {f"{at}.{end}": part for at, w in written.items() for end, part in w.parts.items()}
+    save_file(tensors, path)
+    read_back = dequantized_tensors([path], format_of(section), torch.float32)
+    for name, expected in written.items():
+        assert torch.equal(read_back[f"{name}.weight"][...], expected.weight)
+
+
 def test_models_need_not_have_all_zero_gptq_biases(tmp_path: Path) -> None:
     section, writer = CASES["gptq"]
     parts = writer(WEIGHT).parts
