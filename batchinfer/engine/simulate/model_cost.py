@@ -71,6 +71,8 @@ class ModelCost:
     """Bytes of a token's KV in all layers."""
     state_bytes: int = 0
     """Bytes of a sequence's recurrent state in all layers."""
+    shared_parameters: int = 0
+    """Parameters of a layer's shared experts, which every token uses."""
 
     @classmethod
     def from_config(
@@ -109,8 +111,12 @@ class ModelCost:
         inner = _first(text, "intermediate_size", "n_inner") or 4 * hidden
         if text.get("model_type") in _WITHOUT_MLP:
             inner = 0
+        shared = 0
         if experts:
             inner = _first(text, "moe_intermediate_size") or inner
+            shared = _first(text, "shared_expert_intermediate_size") or inner * _first(
+                text, "n_shared_experts", "num_shared_experts"
+            )
         attending, state = layout.attention_layers, layout.state
         shapes = [layout.shape(layer) for layer in attending]
         width = _mean(shape.key_width + shape.value_width for shape in shapes)
@@ -141,6 +147,7 @@ class ModelCost:
             head_bytes=INT8_BYTES if quantization in OWN_INTEGERS else float(layout.element_bytes),
             kv_bytes=layout.bytes_per_token,
             state_bytes=state.num_bytes if state else 0,
+            shared_parameters=3 * hidden * shared,
         )
 
     @property
@@ -154,7 +161,8 @@ class ModelCost:
     def active_parameters(self) -> float:
         """Number of parameters of all layers that one token uses."""
         used = self.experts_per_token if self.experts else 1
-        return self.layers * (self.attention_parameters + self.mlp_parameters * used)
+        mlp = self.mlp_parameters * used + self.shared_parameters
+        return self.layers * (self.attention_parameters + mlp)
 
     def weights_read(self, tokens: int) -> float:
         """Return the bytes of the layers' matrices that a step of ``tokens`` tokens reads.
@@ -171,6 +179,7 @@ class ModelCost:
         """Return the bytes of a layer's matrices, counting ``experts`` of its experts."""
         if self.experts:
             mlp = self.mlp_parameters * experts * self.expert_bytes
+            mlp += self.shared_parameters * self.matrix_bytes
         else:
             mlp = self.mlp_parameters * self.matrix_bytes
         return self.attention_parameters * self.matrix_bytes + mlp

@@ -93,14 +93,29 @@ def test_decodes_read_their_context() -> None:
     assert long - short == pytest.approx(256 * 2048 * model.kv_bytes / H200.bandwidth, rel=1e-6)
 
 
+SPARSE = QWEN3_8B | {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
+
+
 def test_few_tokens_read_few_experts() -> None:
-    config = QWEN3_8B | {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
-    model = ModelCost.from_config(config, "bfloat16")
+    model = ModelCost.from_config(SPARSE, "bfloat16")
     dense = replace(model, experts=0, experts_per_token=0)
     mlp = model.layers * model.mlp_parameters * 2
     without = dense.weights_read(1) - mlp
     assert model.weights_read(1) == pytest.approx(without + 8 * mlp)
     assert model.weights_read(10_000) == pytest.approx(without + 128 * mlp)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("shared_expert_intermediate_size", 1536), ("n_shared_experts", 2)]
+)
+def test_each_token_uses_the_shared_experts(key: str, value: int) -> None:
+    model, without = (
+        ModelCost.from_config(SPARSE | more, "bfloat16") for more in ({key: value}, {})
+    )
+    shared = model.layers * 3 * model.hidden * 1536
+    assert model.active_parameters == without.active_parameters + shared
+    assert model.weights_read(1) == pytest.approx(without.weights_read(1) + 2 * shared)
+    assert model.weight_bytes == without.weight_bytes + 2 * shared
 
 
 def test_the_work_of_a_step_is_counted_from_its_arrays() -> None:
