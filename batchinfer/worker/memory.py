@@ -28,6 +28,12 @@ from batchinfer.worker.sampling.sampler import workspace_bytes
 # times up.
 _HIDDEN_COPIES = 8
 _INNER_COPIES = 3
+# For each selected expert of a token, transformers' experts keep either tensors of the hidden width
+# (input, output, weighted output, and weighted output in the tokens' order), or the input and four
+# tensors of the expert's width (gate and up in one, activated gate, and gate times up).
+_EXPERT_COPIES = 4
+_NUM_SELECTED = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_k")
+"""Config keys for the number of experts that a token uses."""
 # Copies of the logits: the head's output and, in some families, the scaled or capped logits.
 LOGITS_COPIES = 2
 
@@ -53,7 +59,16 @@ def activation_elements(config: Mapping[str, Any]) -> int:
     inner = text.get("intermediate_size") or text.get("n_inner") or 4 * hidden
     if isinstance(inner, list | tuple):  # one number for each layer (Gemma 3n)
         inner = max(inner)
-    return _HIDDEN_COPIES * hidden + _INNER_COPIES * int(inner)
+    return _HIDDEN_COPIES * hidden + max(
+        _INNER_COPIES * int(inner), _expert_elements(text, hidden, int(inner))
+    )
+
+
+def _expert_elements(text: Mapping[str, Any], hidden: int, inner: int) -> int:
+    """Return the number of elements of one token's activations in a layer's selected experts."""
+    selected = next((text[name] for name in _NUM_SELECTED if text.get(name)), 0)
+    width = int(text.get("moe_intermediate_size") or inner)
+    return int(selected) * max(_EXPERT_COPIES * hidden, hidden + _EXPERT_COPIES * width)
 
 
 def scan_bytes(layout: KVLayout) -> int:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import os
 import resource
 import subprocess
@@ -10,6 +11,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from torch.profiler import profile
 
 from batchinfer.config import EngineConfig
 from batchinfer.engine.kv.layout import KVLayout
@@ -18,7 +20,7 @@ from batchinfer.worker import memory
 from batchinfer.worker.memory import MemoryPlan, device_memory, fit_memory
 from batchinfer.worker.prompt_logprobs import SCORED_ROWS
 from batchinfer.worker.sampling.sampler import workspace_bytes
-from tests.models import make_text_model, tiny_config
+from tests.models import make_text_model, tiny_config, tiny_model
 
 CONFIG = {"vocab_size": 100, "hidden_size": 32, "intermediate_size": 64}
 LAYOUT = KVLayout(2, 2, 8, 8, block_size=16, element_bytes=4)  # a block has 4 KiB
@@ -317,3 +319,24 @@ def test_the_widest_layer_counts() -> None:
     widths = {"hidden_size": 8, "intermediate_size": [16, 64, 32]}
     alike = {"hidden_size": 8, "intermediate_size": 64}
     assert memory.activation_elements(widths) == memory.activation_elements(alike)
+
+
+@pytest.mark.parametrize(("hidden", "width"), [(64, 16), (32, 128)])
+def test_experts_need_no_more_memory_than_planned(hidden: int, width: int) -> None:
+    """Measures the peak of transformers' experts, as a CUDA device computes them."""
+    sizes = {"hidden_size": hidden, "moe_intermediate_size": width, "intermediate_size": 16}
+    model = tiny_model("qwen3_moe", num_hidden_layers=1, num_experts_per_tok=4, **sizes)
+    model.set_experts_implementation("grouped_mm")  # type: ignore[operator]
+    experts: Any = model.get_submodule("model.layers.0.mlp").bfloat16()
+    num_tokens = 512
+    rows = torch.ones(1, num_tokens, hidden, dtype=torch.bfloat16)
+    with torch.inference_mode():
+        experts(rows)
+        with profile(profile_memory=True) as profiled:
+            experts(rows)
+    recorded: Any = profiled.profiler
+    events = sorted(recorded.kineto_results.events(), key=lambda event: event.start_ns())
+    changes = [event.nbytes() for event in events if event.name() == "[memory]"]
+    peak = max(itertools.accumulate(changes)) / num_tokens / 2
+    planned = memory.activation_elements(model.config.to_dict())  # type: ignore[union-attr, operator]
+    assert 0.5 * planned < peak < planned
