@@ -1,8 +1,8 @@
 """A small model of a CUDA device, whose streams run late and out of step with each other.
 
-Tensors have contents, and lie in memory of the host. Work on the device waits in the queue of its
-stream. At any time, the queues run some of it, in an order that a test chooses. Memory is reused as
-early as torch's allocators reuse it.
+Tensors have contents, and lie in memory of the host. Triton's interpreter runs kernels. Work on the
+device waits in the queue of its stream. At any time, the queues run some of it, in an order that a
+test chooses. Memory is reused as early as torch's allocators reuse it.
 """
 
 from __future__ import annotations
@@ -12,14 +12,19 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
+from triton.runtime.interpreter import InterpretedFunction
+
+from batchinfer.kernels import launch as launch_settings
 
 _POISON = 0xAB  # contents of new memory
 _MOVES = frozenset({"to", "_to_copy"})
@@ -189,6 +194,7 @@ class LateCuda(TorchDispatchMode):
         self.memory = _Memory()
         self.current: Stream
         self._random = random
+        self._runs_task = False
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -202,17 +208,21 @@ class LateCuda(TorchDispatchMode):
                 "Event": Event,
                 "stream": self._using,
                 "current_stream": lambda *_: self.current,
+                "get_device_properties": lambda _: SimpleNamespace(multi_processor_count=1),
                 "_lazy_init": lambda: None,
             }.items():
                 patch.setattr(torch.cuda, name, value)
+            patch.setattr(InterpretedFunction, "run", self._queueing(InterpretedFunction.run))
             patch.setattr(torch, "empty", self._with_pinned(torch.empty))
             patch.setattr(torch.Tensor, "is_pinned", self.memory.is_pinned)
-            is_on_device, host = self.memory.is_on_device, torch.device("cpu")
+            is_on_device, host = self._seems_on_device, torch.device("cpu")
             patch.setattr(torch.Tensor, "is_cuda", property(is_on_device))
             device_of = property(lambda tensor: _DEVICE if is_on_device(tensor) else host)
             patch.setattr(torch.Tensor, "device", device_of)
+            launch_settings.num_multiprocessors.cache_clear()
             with self:
                 yield
+            launch_settings.num_multiprocessors.cache_clear()
 
     def run_some(self) -> None:
         """Run a few tasks, or none."""
@@ -227,8 +237,16 @@ class LateCuda(TorchDispatchMode):
     def _run_one(self) -> bool:
         streams = [stream for stream in self.streams if stream.can_run]
         if streams:
-            self._random.choice(streams).run_next()
+            self._runs_task = True
+            try:
+                self._random.choice(streams).run_next()
+            finally:
+                self._runs_task = False
         return bool(streams)
+
+    def _seems_on_device(self, tensor: torch.Tensor) -> bool:
+        """Return true if a tensor is on the device. The interpreter sees only the host."""
+        return not self._runs_task and self.memory.is_on_device(tensor)
 
     @contextmanager
     def _using(self, stream: Stream) -> Iterator[None]:
@@ -248,54 +266,71 @@ class LateCuda(TorchDispatchMode):
 
         return empty_or_pinned
 
+    def _queueing(self, run: Callable[..., None]) -> Callable[..., None]:
+        """Return a function that queues the launch of a Triton kernel."""
+
+        def launch(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+            start = partial(run, kernel, grid=grid, warmup=warmup)
+            if any(map(self.memory.is_on_device, _tensors((args, options)))):
+                self._queue(start, args, options)
+            else:
+                start(*args, **options)
+
+        return launch
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = dict(kwargs or {}), func.overloadpacket.__name__
-        tensors: list[torch.Tensor] = []
-        tree_map_only(torch.Tensor, tensors.append, (args, kwargs))
+        tensors = _tensors((args, kwargs))
         on_device = any(map(self.memory.is_on_device, tensors))
         to_device = any(
             isinstance(value, torch.device) and value.type == "cuda"
             for value in (*args, *kwargs.values())
         )
-        if not (on_device or to_device) or (func.is_view and name not in _MOVES):
+        if not (on_device or to_device):
             return func(*args, **kwargs)
+        if func.is_view and name not in _MOVES:
+            viewed = func(*args, **kwargs)
+            if all(map(self.memory.is_on_device, _tensors(viewed))):  # not copied by ``contiguous``
+                return viewed
         if name in _READS or (name in _MOVES and not to_device and "device" in kwargs):
             self.current.synchronize()
             return func(*args, **kwargs)
         if func._schema.is_mutable:
-            assert self.memory.block_of(args[0]), f"{name} writes to pageable memory"
-            self._queue(func, args, kwargs, tensors)
-            return args[0]
+            changed = kwargs.get("out", args[0])
+            assert self.memory.block_of(changed), f"{name} writes to pageable memory"
+            self._queue(func, args, kwargs)
+            return changed
         kwargs.pop("device", None)
         if name in _MOVES and to_device:
             func, args, kwargs = torch.ops.aten.clone.default, args[:1], {}
         shaped = tree_map_only(torch.Tensor, _without_contents, (args, kwargs))
         result = func(*shaped[0], **shaped[1], **({} if tensors else {"device": "meta"}))
-        out = self.memory.empty(result.shape, result.dtype, self.current)
+        out = tree_map_only(torch.Tensor, self._allocated, result)
         if name not in ("empty", "new_empty", "empty_like"):
-            self._queue(func, args, kwargs, [*tensors, out], out)
+            self._queue(func, args, kwargs, out)
         return out
 
-    def _queue(
-        self,
-        func: Any,
-        args: Any,
-        kwargs: Any,
-        tensors: list[torch.Tensor],
-        out: torch.Tensor | None = None,
-    ) -> None:
-        """Queue an operation, whose result is written to ``out``."""
-        later_args, later_kwargs, target = tree_map_only(
-            torch.Tensor, self.memory.for_later, (args, kwargs, out)
+    def _allocated(self, shaped: torch.Tensor) -> torch.Tensor:
+        return self.memory.empty(shaped.shape, shaped.dtype, self.current)
+
+    def _queue(self, func: Any, args: Any, kwargs: Any, out: Any = ()) -> None:
+        """Queue an operation, whose result is written to ``out``: a tensor, or several."""
+        everything = args, kwargs, out
+        later_args, later_kwargs, later_out = tree_map_only(
+            torch.Tensor, self.memory.for_later, everything
         )
 
         def run() -> None:
             result = func(*later_args, **later_kwargs)
-            if target is not None:
-                target.copy_(result)
+            for target, computed in zip(*map(_tensors, (later_out, result)), strict=False):
+                target.copy_(computed)
 
-        blocks = tuple(b for b in map(self.memory.block_of, tensors) if b is not None)
-        self.current.queue(run, blocks)
+        used = map(self.memory.block_of, _tensors(everything))
+        self.current.queue(run, tuple(block for block in used if block is not None))
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 def _without_contents(tensor: torch.Tensor) -> torch.Tensor:
