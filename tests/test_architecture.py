@@ -20,7 +20,7 @@ from typing import get_args
 import pytest
 
 from batchinfer.job.rows.tasks import TASKS
-from batchinfer.job.spec.tasks import TASK_SPECS, TaskName
+from batchinfer.job.spec.task_keys import TASK_SPECS, TaskName
 
 PACKAGE = Path(__file__).parent.parent / "batchinfer"
 MOST_MODULES = 15

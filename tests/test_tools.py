@@ -22,10 +22,10 @@ from batchinfer.job.spec.load import load_job
 from batchinfer.job.spec.spec import JobSpec
 from batchinfer.requests.requests import PromptRow, RequestMaker, RowSampling
 from batchinfer.requests.tool_choice import ToolChoices
-from batchinfer.text.grammar import CompiledGrammar, GrammarCompiler
 from batchinfer.text.prompts import Prompt
 from batchinfer.text.reasoning.formats import find_reasoning_format
 from batchinfer.text.reasoning.grammar import ReasoningGrammar
+from batchinfer.text.structured.compiled_grammar import CompiledGrammar, GrammarCompiler
 from batchinfer.text.tokenizer import Tokenizer
 from batchinfer.text.tools.formats import FORMATS
 from batchinfer.text.tools.row_tools import RowTools

@@ -39,9 +39,9 @@ from batchinfer.worker.memory import MemoryPlan, device_memory, fit_memory, mode
 from batchinfer.worker.model.checkpoint import CONFIG_FILES, resolve_folder
 from batchinfer.worker.model.config import load_config
 from batchinfer.worker.model_runner import ModelRunner
+from batchinfer.worker.sampling.kernel_variants import SamplingVariants
 from batchinfer.worker.sampling.logprobs import row_stats
 from batchinfer.worker.sampling.sampler import Sampler
-from batchinfer.worker.sampling.variants import SamplingVariants
 from batchinfer.worker.threads.threads import StepThreads, ThreadedRunner
 from batchinfer.worker.vision.image_embeddings import EMBEDDING_BYTES, ImageEmbeddings
 from batchinfer.worker.vision.support import image_support

@@ -25,7 +25,13 @@ from batchinfer.config.sampling import (
     SAMPLING_ALIASES,
     SamplingParams,
 )
-from batchinfer.config.tasks import EMBEDDING, SCORING, ClassifyConfig, EmbedConfig, ScoreConfig
+from batchinfer.config.task_settings import (
+    EMBEDDING,
+    SCORING,
+    ClassifyConfig,
+    EmbedConfig,
+    ScoreConfig,
+)
 from batchinfer.config.types import Record, parse_size
 
 __all__ = [

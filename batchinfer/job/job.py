@@ -40,11 +40,11 @@ from batchinfer.job.rows.tasks import TASKS
 from batchinfer.job.spec.files import chat_template_file
 from batchinfer.job.spec.spec import JobSpec, ModelSpec
 from batchinfer.requests.tool_choice import ToolChoices
-from batchinfer.text.grammar import GrammarCompiler
 from batchinfer.text.processes.limits import BOUNDS_MEMORY
 from batchinfer.text.processes.pool import TextProcesses
 from batchinfer.text.processes.worker import BuilderFactory
 from batchinfer.text.prompts import PromptBuilder, RawTexts
+from batchinfer.text.structured.compiled_grammar import GrammarCompiler
 from batchinfer.text.tools.formats import find_tool_format
 from batchinfer.text.tools.row_tools import RowToolsReader
 

@@ -22,9 +22,9 @@ from batchinfer.requests.requests import PromptRow, RequestMaker, RowSampling
 from batchinfer.requests.resampling import Resampling
 from batchinfer.requests.tool_choice import ToolChoices
 from batchinfer.text.answers import AnswerReader
-from batchinfer.text.grammar import GrammarCompiler
 from batchinfer.text.prompts import Prompt
 from batchinfer.text.reasoning.reasoning_format import ReasoningFormat
+from batchinfer.text.structured.compiled_grammar import GrammarCompiler
 from batchinfer.text.structured.grammar_source import GrammarError
 from batchinfer.text.structured.json_validator import SchemaError
 from batchinfer.text.tools.tool_format import ToolFormat

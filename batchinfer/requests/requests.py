@@ -12,11 +12,12 @@ from batchinfer.engine.images import PromptImage
 from batchinfer.engine.request import Request, TokenIds
 from batchinfer.errors import RowError
 from batchinfer.requests.branch_points import BranchPoints
-from batchinfer.text.detokenize import bad_words_token_ids, make_stop_checker_factory
-from batchinfer.text.grammar import CompiledGrammar, GrammarCompiler
+from batchinfer.text.detokenize import bad_words_token_ids
 from batchinfer.text.prompts import Prompt
 from batchinfer.text.reasoning.grammar import ReasoningGrammar
 from batchinfer.text.reasoning.reasoning_format import ReasoningFormat
+from batchinfer.text.stop_strings import make_stop_checker_factory
+from batchinfer.text.structured.compiled_grammar import CompiledGrammar, GrammarCompiler
 from batchinfer.text.structured.grammar_source import GrammarError
 from batchinfer.text.tokenizer import Tokenizer
 from batchinfer.text.tools.row_tools import RowTools

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from batchinfer.errors import RowError
 from batchinfer.requests.requests import RowSampling
-from batchinfer.text.grammar import GrammarCompiler
+from batchinfer.text.structured.compiled_grammar import GrammarCompiler
 from batchinfer.text.structured.grammar_source import GrammarError
 from batchinfer.text.tokenizer import Tokenizer
 from batchinfer.text.tools.row_tools import RowTools

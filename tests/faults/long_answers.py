@@ -14,7 +14,7 @@ from random import Random
 from typing import Any
 
 from batchinfer.engine.stats import StepStats
-from batchinfer.job.claims.crashes import crash_history_from
+from batchinfer.job.claims.crashed_rows import crash_history_from
 from batchinfer.job.spec.spec import JobSpec
 from batchinfer.job.stats.recorder import Recorder
 from batchinfer.job.tokens.in_flight import TokenUpdate

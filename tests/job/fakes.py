@@ -19,7 +19,7 @@ from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.output.resume import clear_output, clear_staging, plan_resume, prepare_directory
 from batchinfer.job.row_ids import Part
 from batchinfer.job.spec.spec import JobSpec
-from batchinfer.text.grammar import GrammarCompiler
+from batchinfer.text.structured.compiled_grammar import GrammarCompiler
 from batchinfer.text.tokenizer import Tokenizer
 from tests.engine.fake import EOS, NextToken, make_engine
 

@@ -11,7 +11,11 @@ from typing import Any
 import pytest
 
 from batchinfer.config import SamplingParams
-from batchinfer.text.grammar import CompiledGrammar, GrammarCompiler, check_structured_outputs
+from batchinfer.text.structured.compiled_grammar import (
+    CompiledGrammar,
+    GrammarCompiler,
+    check_structured_outputs,
+)
 from batchinfer.text.structured.grammar_source import GrammarError
 from batchinfer.text.structured.json_schema import (
     exact_schema,

@@ -8,7 +8,7 @@ import re
 import pytest
 from llguidance import LLMatcher
 
-from batchinfer.text.grammar import _byte_tokenizer, check_structured_outputs
+from batchinfer.text.structured.compiled_grammar import _byte_tokenizer, check_structured_outputs
 from batchinfer.text.structured.gbnf import is_gbnf, lark_of
 from batchinfer.text.structured.grammar_source import GrammarError
 

@@ -18,7 +18,11 @@ from hypothesis import strategies as st
 
 from batchinfer.config import SamplingParams
 from batchinfer.config.regex import has_match
-from batchinfer.text.grammar import CompiledGrammar, GrammarCompiler, check_structured_outputs
+from batchinfer.text.structured.compiled_grammar import (
+    CompiledGrammar,
+    GrammarCompiler,
+    check_structured_outputs,
+)
 from batchinfer.text.structured.grammar_source import GrammarError
 from batchinfer.text.structured.json_schema import exact_schema
 from batchinfer.text.tokenizer import Tokenizer

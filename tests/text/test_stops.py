@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from batchinfer.config import SamplingParams
 from batchinfer.engine.request import SampleOutput
 from batchinfer.protocols import StopChecker, StopMatch
-from batchinfer.text.detokenize import bad_words_token_ids, make_stop_checker_factory, output_text
+from batchinfer.text.detokenize import bad_words_token_ids, output_text
+from batchinfer.text.stop_strings import make_stop_checker_factory
 from batchinfer.text.tokenizer import Tokenizer
 
 

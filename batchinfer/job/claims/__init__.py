@@ -2,6 +2,6 @@
 
 ``claim`` is for a run that writes alone, ``shared`` for several writers. ``queue`` gives a run its
 parts, and ``worker_queue`` gives a worker the parts that it claims. ``generation`` and
-``swap_generation`` are for updates, ``writers`` has the names and locks of writers, ``crashes``
-finds rows that kill processes, and ``kernels`` stores the choice of kernels.
+``swap_generation`` are for updates, ``writers`` has the names and locks of writers,
+``crashed_rows`` finds rows that kill processes, and ``kernels`` stores the choice of kernels.
 """

@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 import pyarrow as pa
 
-from batchinfer.job.claims.crashes import CrashHistory, Group, count_deaths
+from batchinfer.job.claims.crashed_rows import CrashHistory, Group, count_deaths
 from batchinfer.job.output.commit import Draft, publish
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.output.resume import ResumePlan

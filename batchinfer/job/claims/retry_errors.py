@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from batchinfer.errors import DataError
-from batchinfer.job.claims.crashes import forget_given_up
+from batchinfer.job.claims.crashed_rows import forget_given_up
 from batchinfer.job.manifest import Manifest
 from batchinfer.job.output.directory import OutputDir, Trust
 from batchinfer.job.output.explode import whole_rows

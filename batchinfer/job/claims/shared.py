@@ -19,7 +19,7 @@ from pydantic import TypeAdapter
 from batchinfer.console.format import printable
 from batchinfer.errors import JobError, LockedError
 from batchinfer.job.claims.claim import Claim, Ending, Reopen, reopened
-from batchinfer.job.claims.crashes import CrashHistory
+from batchinfer.job.claims.crashed_rows import CrashHistory
 from batchinfer.job.claims.kernels import forget_kernels
 from batchinfer.job.claims.queue import PartQueue, parts_of_writer
 from batchinfer.job.claims.shard import Shard

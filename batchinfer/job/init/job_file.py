@@ -18,7 +18,7 @@ from batchinfer.job.init.detect_text_options import detect_text_options
 from batchinfer.job.input.dataset import Source, open_source
 from batchinfer.job.input.formats.options import TextOptions
 from batchinfer.job.spec.json_schema import json_schema
-from batchinfer.job.spec.tasks import TASK_SPECS, TaskName, TaskSpec
+from batchinfer.job.spec.task_keys import TASK_SPECS, TaskName, TaskSpec
 from batchinfer.job.spec.text_options import encoding_name
 from batchinfer.job.storage.urls import is_url
 

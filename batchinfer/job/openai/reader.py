@@ -28,7 +28,7 @@ from batchinfer.job.output.schema import OutputTable
 from batchinfer.job.rows.reader import Prompts, row_or_error
 from batchinfer.job.rows.sampling_params import RowParams
 from batchinfer.job.spec.spec import JobSpec
-from batchinfer.job.spec.tasks import CLASSIFY, EMBED
+from batchinfer.job.spec.task_keys import CLASSIFY, EMBED
 from batchinfer.requests.requests import BASE_MODEL, PromptRow, RowSampling
 from batchinfer.requests.tool_choice import ToolChoices
 from batchinfer.text.prompts import Prompt

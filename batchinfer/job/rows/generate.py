@@ -14,13 +14,13 @@ from batchinfer.job.rows.finished_row import LOGPROB, FinishedRow, RowFinisher
 from batchinfer.job.rows.task import LoadedTask, Task
 from batchinfer.job.spec.files import chat_template_file
 from batchinfer.job.spec.spec import JobSpec
-from batchinfer.job.spec.tasks import GENERATE
+from batchinfer.job.spec.task_keys import GENERATE
 from batchinfer.requests.requests import PromptRow, RequestMaker
 from batchinfer.requests.resampling import Resampling
 from batchinfer.text.answers import AnswerReader
-from batchinfer.text.grammar import GrammarCompiler
 from batchinfer.text.prompts import PromptBuilder
 from batchinfer.text.reasoning.formats import find_reasoning_format
+from batchinfer.text.structured.compiled_grammar import GrammarCompiler
 from batchinfer.text.tools.formats import find_tool_format
 
 if TYPE_CHECKING:

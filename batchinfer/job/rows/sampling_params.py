@@ -19,7 +19,7 @@ from batchinfer.job.spec.errors import expectation, is_unknown_key
 from batchinfer.job.spec.load import check_token_keys
 from batchinfer.job.spec.yaml import dotted
 from batchinfer.requests.requests import RowSampling
-from batchinfer.text.grammar import GrammarCompiler
+from batchinfer.text.structured.compiled_grammar import GrammarCompiler
 from batchinfer.text.structured.grammar_source import GrammarError
 
 _PARAMS = TypeAdapter(SamplingParams)

@@ -31,7 +31,7 @@ from batchinfer.job.rows.finished_row import (
 )
 from batchinfer.job.rows.task import LoadedTask, Task
 from batchinfer.job.spec.spec import JobSpec
-from batchinfer.job.spec.tasks import SCORE
+from batchinfer.job.spec.task_keys import SCORE
 from batchinfer.requests.requests import PromptRow
 from batchinfer.text.scoring_prompts import ScoredPrompt, ScoringBuilder
 from batchinfer.text.tokenizer import Tokenizer

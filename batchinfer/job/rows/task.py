@@ -14,10 +14,10 @@ from batchinfer.engine.request import Completion, Request
 from batchinfer.job.input.dataset import Source
 from batchinfer.job.rows.finished_row import FinishedRow
 from batchinfer.job.spec.spec import JobSpec
-from batchinfer.job.spec.tasks import TaskSpec
+from batchinfer.job.spec.task_keys import TaskSpec
 from batchinfer.requests.requests import PromptRow
-from batchinfer.text.grammar import GrammarCompiler
 from batchinfer.text.processes.worker import BuilderFactory
+from batchinfer.text.structured.compiled_grammar import GrammarCompiler
 
 if TYPE_CHECKING:
     from batchinfer.builders.context import EngineContext

@@ -21,7 +21,7 @@ from batchinfer.job.rows.task import LoadedTask
 from batchinfer.job.run.dedup import RequestDeduplicator, copy_result
 from batchinfer.job.run.threads import Prefetcher
 from batchinfer.job.storage.failpoints import failpoint
-from batchinfer.job.tokens.pace import ResumePace
+from batchinfer.job.tokens.resume_pace import ResumePace
 from batchinfer.requests.requests import PromptRow
 
 _WAIT_S = 0.1  # longest wait for rows before ``stop`` is checked again

@@ -1,4 +1,4 @@
-"""Logs the rows in flight; ``claims/crashes.py`` reads the log after the process has died."""
+"""Logs the rows in flight; ``claims/crashed_rows.py`` reads the log after the process has died."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from batchinfer.errors import JobError, StorageError
-from batchinfer.job.claims.crashes import LOG_ENTRY
+from batchinfer.job.claims.crashed_rows import LOG_ENTRY
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.storage.filesystem import storage_errors
 

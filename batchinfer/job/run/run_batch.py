@@ -27,7 +27,7 @@ from batchinfer.job.run.run_job import run_job
 from batchinfer.job.spec.document import JobDocument
 from batchinfer.job.spec.load import checked_job
 from batchinfer.job.spec.spec import JobSpec
-from batchinfer.job.spec.tasks import CLASSIFY, EMBED
+from batchinfer.job.spec.task_keys import CLASSIFY, EMBED
 from batchinfer.job.spec.yaml import YamlText
 from batchinfer.job.storage.urls import StorePath, is_url
 from batchinfer.text.reasoning.formats import PARSERS, checked_reasoning

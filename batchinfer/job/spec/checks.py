@@ -18,9 +18,9 @@ from batchinfer.job.spec.spec import JobSpec
 from batchinfer.job.spec.yaml import KeyPath, dotted
 from batchinfer.job.storage.urls import StorePath, fixed_part, is_url
 from batchinfer.text.chat import compile_chat_template
-from batchinfer.text.grammar import check_structured_outputs
 from batchinfer.text.prompt_sources import RowTemplate, conflicts
 from batchinfer.text.sample_filter import Judge
+from batchinfer.text.structured.compiled_grammar import check_structured_outputs
 
 _LONGEST = 300
 """Maximum number of characters in an error message."""

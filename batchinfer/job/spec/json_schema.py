@@ -9,7 +9,7 @@ from pydantic import TypeAdapter
 from batchinfer.config import SAMPLING_ALIASES, SamplingParams
 from batchinfer.job.spec.files import shipped_presets
 from batchinfer.job.spec.spec import JobSpec
-from batchinfer.job.spec.tasks import TASK_SPECS, TaskSpec
+from batchinfer.job.spec.task_keys import TASK_SPECS, TaskSpec
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 

@@ -23,7 +23,7 @@ from batchinfer.job.spec.document import JobDocument
 from batchinfer.job.spec.errors import usage_error
 from batchinfer.job.spec.files import read_preset, tools_file
 from batchinfer.job.spec.spec import JobSpec
-from batchinfer.job.spec.tasks import TASK_SPECS
+from batchinfer.job.spec.task_keys import TASK_SPECS
 from batchinfer.job.spec.yaml import KeyPath, read_yaml, valid_text
 from batchinfer.job.storage.urls import is_url
 

@@ -36,7 +36,7 @@ from batchinfer.job.spec.sections import (
     StatsSpec,
     Text,
 )
-from batchinfer.job.spec.tasks import TASK_SPECS, TaskName, TaskSpec, check_task
+from batchinfer.job.spec.task_keys import TASK_SPECS, TaskName, TaskSpec, check_task
 from batchinfer.job.spec.text_options import delimiter_character, encoding_name
 from batchinfer.job.storage.urls import STORES
 from batchinfer.text.tools.formats import FORMATS

@@ -18,9 +18,9 @@ import numpy as np
 
 from batchinfer.config.types import format_value
 from batchinfer.errors import UsageError
-from batchinfer.text.detokenize import StopStringChecker
 from batchinfer.text.reasoning.harmony import HarmonyFormat
 from batchinfer.text.reasoning.reasoning_format import Phase, ReasoningFormat, SampleText, Split
+from batchinfer.text.stop_strings import StopStringChecker
 from batchinfer.text.tokenizer import TokenIds, Tokenizer
 
 _HARMONY = ("<|channel|>", "<|start|>", "<|message|>", "<|end|>")

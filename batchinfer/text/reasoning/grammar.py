@@ -17,7 +17,7 @@ from batchinfer.text.structured.masks import Mask, TokenMasks
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-    from batchinfer.text.grammar import CompiledGrammar
+    from batchinfer.text.structured.compiled_grammar import CompiledGrammar
     from batchinfer.text.tokenizer import TokenIds
 
 _FREE = np.int32(-1)

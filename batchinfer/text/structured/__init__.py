@@ -1,4 +1,5 @@
-"""Structured output: grammars as text, JSON schemas and their validator.
+"""Structured output: grammars as text and compiled, JSON schemas and their validator.
 
-``grammar_source`` is the entry point; ``json_schema`` rewrites schemas for grammars.
+``compiled_grammar`` makes the masks of allowed tokens, ``grammar_source`` writes grammars as text,
+and ``json_schema`` rewrites schemas for grammars.
 """

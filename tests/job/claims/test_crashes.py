@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from batchinfer.errors import DataError, StorageError
-from batchinfer.job.claims.crashes import (
+from batchinfer.job.claims.crashed_rows import (
     MOST_FRUITLESS,
     CrashHistory,
     count_deaths,

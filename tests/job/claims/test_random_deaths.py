@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from batchinfer.job.claims.crashes import MOST_FRUITLESS, CrashHistory
+from batchinfer.job.claims.crashed_rows import MOST_FRUITLESS, CrashHistory
 from batchinfer.job.tokens.in_flight import ALONE_S
 
 TOKENS_PER_S = 20

@@ -9,7 +9,7 @@ import pytest
 from batchinfer.errors import UsageError
 from batchinfer.job.input.dataset import open_source
 from batchinfer.job.output.schema import OutputTable, output_table
-from batchinfer.job.spec.tasks import GENERATE
+from batchinfer.job.spec.task_keys import GENERATE
 from tests.job.datasets import strings, write_parquet
 from tests.job.fakes import job
 

@@ -11,7 +11,7 @@ from batchinfer.config import SamplingParams
 from batchinfer.errors import RowError, UsageError
 from batchinfer.job.rows.sampling_params import RowParams
 from batchinfer.requests.requests import RowSampling
-from batchinfer.text.grammar import GrammarCompiler
+from batchinfer.text.structured.compiled_grammar import GrammarCompiler
 from tests.job.fakes import byte_tokenizer, grammars
 
 JOB = SamplingParams(max_tokens=8, temperature=0.5, seed=0)

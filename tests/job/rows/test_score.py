@@ -23,7 +23,7 @@ from batchinfer.job.rows.tasks import TASKS
 from batchinfer.job.run.run_job import run_job
 from batchinfer.job.spec.load import load_job
 from batchinfer.job.spec.spec import JobSpec
-from batchinfer.job.spec.tasks import SCORE as SCORE_SPEC
+from batchinfer.job.spec.task_keys import SCORE as SCORE_SPEC
 from batchinfer.report.from_output import find_examples
 from batchinfer.report.pictures import Pictures
 from batchinfer.requests.requests import PromptRow

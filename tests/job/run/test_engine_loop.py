@@ -10,7 +10,7 @@ from batchinfer.job.rows.finished_row import RowFinisher
 from batchinfer.job.rows.generate import Generation
 from batchinfer.job.run.engine_loop import EngineLoop, TurnResult
 from batchinfer.job.run.threads import BackgroundConsumer, Prefetcher
-from batchinfer.job.tokens.pace import ResumePace
+from batchinfer.job.tokens.resume_pace import ResumePace
 from batchinfer.requests.requests import PromptRow, RequestMaker
 from tests.job.fakes import FakeBuild, grammars
 

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchinfer.errors import DeviceError, ExitCode
-from batchinfer.job.claims.crashes import crash_history_from
+from batchinfer.job.claims.crashed_rows import crash_history_from
 from batchinfer.job.run import pipeline
 from batchinfer.job.run.run_job import run_job
 from batchinfer.job.spec.spec import JobSpec

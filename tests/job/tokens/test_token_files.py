@@ -22,7 +22,7 @@ from batchinfer.job.manifest import Manifest
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.output.parquet_bytes import parquet_bytes
 from batchinfer.job.tokens.in_flight import TokenUpdate
-from batchinfer.job.tokens.pace import RunPace, StepTimes
+from batchinfer.job.tokens.resume_pace import RunPace, StepTimes
 from batchinfer.job.tokens.token_files import TokenFiles
 from batchinfer.protocols import StopMatch
 from tests.job.fakes import begin

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from batchinfer.text.grammar import GrammarCompiler
 from batchinfer.text.reasoning.formats import find_reasoning_format
 from batchinfer.text.reasoning.grammar import ReasoningGrammar
+from batchinfer.text.structured.compiled_grammar import GrammarCompiler
 from batchinfer.text.tokenizer import Tokenizer
 from tests.text.reasoning.test_split import GPT_OSS, OLMO, QWEN
 from tests.text.reasoning.tokenizers import EOS, byte_tokenizer, encode

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from batchinfer.text.grammar import GrammarCompiler, check_structured_outputs
+from batchinfer.text.structured.compiled_grammar import GrammarCompiler, check_structured_outputs
 from batchinfer.text.tokenizer import Tokenizer
 from batchinfer.text.tools.formats import FORMATS
 from batchinfer.text.tools.row_tools import RowTools, checked_tools

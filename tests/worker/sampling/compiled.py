@@ -15,8 +15,8 @@ from batchinfer.builders.engine import build_engine
 from batchinfer.config import SamplingParams
 from batchinfer.engine.request import Request
 from batchinfer.engine.step import SamplingBatch, Step
+from batchinfer.worker.sampling.kernel_variants import SamplingVariants
 from batchinfer.worker.sampling.on_device import draw_on_device
-from batchinfer.worker.sampling.variants import SamplingVariants
 from tests.engine.fake import make_engine, run_all
 
 VOCAB = 1024

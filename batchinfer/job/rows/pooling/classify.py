@@ -17,13 +17,12 @@ from batchinfer.job.rows.column_checks import check_text_column
 from batchinfer.job.rows.pooling.pooled import Pooled, plain_prompts
 from batchinfer.job.rows.task import LoadedTask, Task
 from batchinfer.job.spec.spec import JobSpec
-from batchinfer.job.spec.tasks import CLASSIFY
+from batchinfer.job.spec.task_keys import CLASSIFY
 from batchinfer.pooling.classifier import (
     Classifier,
     asks_questions,
     read_classifier,
 )
-from batchinfer.text.grammar import GrammarCompiler
 from batchinfer.text.pairs import (
     PairBuilder,
     QuestionBuilder,
@@ -31,6 +30,7 @@ from batchinfer.text.pairs import (
     with_question,
 )
 from batchinfer.text.processes.worker import BuilderFactory
+from batchinfer.text.structured.compiled_grammar import GrammarCompiler
 
 if TYPE_CHECKING:
     from batchinfer.builders.context import EngineContext

@@ -15,10 +15,10 @@ from batchinfer.errors import UsageError
 from batchinfer.job.rows.pooling.pooled import Pooled, plain_prompts
 from batchinfer.job.rows.task import LoadedTask, Task
 from batchinfer.job.spec.spec import JobSpec
-from batchinfer.job.spec.tasks import EMBED
+from batchinfer.job.spec.task_keys import EMBED
 from batchinfer.pooling.embedding import Embedder, EmbeddingModules, read_embedding_modules
-from batchinfer.text.grammar import GrammarCompiler
 from batchinfer.text.processes.worker import BuilderFactory
+from batchinfer.text.structured.compiled_grammar import GrammarCompiler
 
 if TYPE_CHECKING:
     from batchinfer.builders.context import EngineContext

@@ -11,7 +11,7 @@ import pytest
 
 from batchinfer.config import SamplingParams
 from batchinfer.engine.stats import StepStats
-from batchinfer.job.tokens.pace import ResumePace, StepTimes
+from batchinfer.job.tokens.resume_pace import ResumePace, StepTimes
 from batchinfer.requests.requests import PromptRow, RowSampling
 
 STEP = StepStats(0, 0.0, step_ms=0.0, num_running=0, num_waiting=0)
