@@ -9,7 +9,9 @@ import pytest
 
 from batchinfer import BeamSearchParams, SamplingParams
 from batchinfer.worker.linear import batch_invariance
+from tests.fake_cuda.compiled import uncompiled
 from tests.fake_cuda.device import FakeCuda
+from tests.fake_cuda.launches import Signature
 from tests.fake_cuda.models import QWEN3_06B, load_model
 
 pytestmark = pytest.mark.long
@@ -52,7 +54,9 @@ def test_latents_are_cached(fake_cuda: FakeCuda, tmp_path: Path) -> None:
     assert fake_cuda.num_replays == 4
 
 
-def test_sampling_beams_and_scores_do_not_wait(fake_cuda: FakeCuda, tmp_path: Path) -> None:
+def test_sampling_beams_and_scores_do_not_wait(
+    compiled: dict[int, frozenset[Signature]], fake_cuda: FakeCuda, tmp_path: Path
+) -> None:
     llm = load_model(fake_cuda, tmp_path, "qwen3", QWEN3_06B, max_num_seqs=4)
     params = [
         SamplingParams(n=2, top_p=0.9, min_p=0.1, presence_penalty=0.5, max_tokens=2),
@@ -63,6 +67,7 @@ def test_sampling_beams_and_scores_do_not_wait(fake_cuda: FakeCuda, tmp_path: Pa
     assert [len(output.outputs) for output in outputs] == [2, 1, 1]
     beams = llm.beam_search(PROMPTS[:1], BeamSearchParams(beam_width=2, max_tokens=2))
     assert len(beams[0].outputs) == 2
+    assert uncompiled(fake_cuda.launches, compiled[90]) == []
     launches = fake_cuda.take_launches()
     assert {"_penalties_kernel", "_sample_rest_kernel", "_row_stats_kernel"} <= launches.keys()
     assert launches["_block_copy_kernel"] > 0
