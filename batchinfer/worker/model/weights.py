@@ -36,6 +36,7 @@ _MAX_NAMES_SHOWN = 3
 _SEED = 0
 _BUFFER = re.compile(r"\b(attn|attention)\.(masked_)?bias$|\b(inv_freq|position_ids)$")
 _LAYER = re.compile(r"layers\.(\d+)\.")
+_SEPARATE_EXPERT = re.compile(r"\bexperts\.\d+\.")
 
 
 class LaterWeights(Protocol):
@@ -264,6 +265,13 @@ def check_loaded(
     missing = report["missing_keys"] - {name for name, *_ in mismatched} - _unused_head(model)
     if missing:
         problem = f"{len(missing)} tensors are missing from the weight files: {_some(missing)}"
+        has_separate = any(map(_SEPARATE_EXPERT.search, report["unexpected_keys"]))
+        if has_separate and all(".experts." in name for name in missing):
+            remedy = (
+                "the files have separate tensors for each expert, which transformers "
+                f"cannot join for models of the family {model.config.model_type!r}; use a "
+                "checkpoint with one tensor for all experts of a layer"
+            )
     elif mismatched:
         name, saved, wanted = mismatched[0]
         problem = (

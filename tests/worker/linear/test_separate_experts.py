@@ -29,6 +29,7 @@ from tests.models import make_text_model
 from tests.worker.model.quantized.checkpoints import write_quantized
 from tests.worker.model.quantized.test_load import CPU, logits_of
 from tests.worker.model.quantized.writers import CASES, compressed
+from tests.wrappers import make_wrapper
 
 needs_compiler = pytest.mark.skipif(
     codes_kernel("int4", torch.float32) is None, reason="no C compiler here"
@@ -144,6 +145,19 @@ def test_a_damaged_later_expert_is_refused(
     save_file(tensors, path, {"format": "pt"})
     with pytest.raises(ModelError, match=message):
         load(folder, "int4")
+
+
+def test_separate_experts_of_a_family_that_joins_them_are_named(tmp_path: Path) -> None:
+    make_wrapper("qwen3_vl_moe", tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    for name in [name for name in tensors if name.endswith(".down_proj")]:
+        module, joined = name.removesuffix(".down_proj"), tensors.pop(name)
+        for expert, weight in enumerate(joined):
+            tensors[f"{module}.{expert}.down_proj.weight"] = weight.contiguous()
+    save_file(tensors, path, {"format": "pt"})
+    with pytest.raises(ModelError, match=r"separate tensors for each expert, .* 'qwen3_vl_moe"):
+        load_model(ModelConfig(str(tmp_path), dtype="float32"), device=CPU)
 
 
 # The size of Qwen3.6-35B-A3B
