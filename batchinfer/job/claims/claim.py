@@ -18,6 +18,7 @@ from batchinfer.job.claims.writers import refuse_writers
 from batchinfer.job.manifest import Manifest
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.output.manifest_file import is_begun, stored_manifest
+from batchinfer.job.output.open import output_at
 from batchinfer.job.output.resume import (
     ResumePlan,
     clear_output,
@@ -87,6 +88,7 @@ class Claim:
             takes_over: tuple[OutputDir, ...] = ()
             if self.present is not None:
                 refuse_half_an_update(home)
+                _refuse_workers_of_updates(home)
                 stored = stored_manifest(home)
                 refuse_unexpected_files(home, stored)
                 # Chat templates may print the time of the plan. A new time would change prompts.
@@ -142,6 +144,16 @@ class Claim:
     def command_for(self, part: Part) -> str:
         """Return a phrase that tells the user which command rewrites a damaged part."""
         return "the same command"
+
+
+def _refuse_workers_of_updates(out: OutputDir) -> None:
+    """Check that no worker of a killed launcher still writes to a generation.
+
+    Raises:
+        LockedError: a worker runs.
+    """
+    for path in out.files.entries(out.next):
+        refuse_writers(output_at(str(path)))  # as workers open it; their locks are inside
 
 
 def _replace(present: OutputDir, generation: OutputDir) -> None:

@@ -157,6 +157,8 @@ class SharedClaim(Claim):
                 self._hold_own_lock(stack)
                 clear_staging(self.out)
                 is_first = not self._siblings_live()
+                if reopen is not None and not is_first:
+                    raise self._refusal("failed rows cannot run again while other workers write to")
                 agreed = self._agree(manifest, if_exists, siblings=not is_first)
                 prepare_directory(self.out, agreed, self.shared)
                 if is_first and not has_rows(self.shared):
@@ -167,8 +169,7 @@ class SharedClaim(Claim):
                     claimed.append(self.role.shard.parts(len(self._parts)))
                 self.claims.begin(run_number(self.out.next_run_id), claimed)
                 stack.callback(self._drop_claims)
-                if is_first:
-                    agreed = reopened(self.shared, agreed, reopen)
+                agreed = reopened(self.shared, agreed, reopen)
             trusts_records = self.role.is_worker and not is_first
             yield self._own_part_of(agreed, trusts_records=trusts_records)
 

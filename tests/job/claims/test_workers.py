@@ -225,6 +225,21 @@ def test_other_writers_are_refused_while_a_worker_runs(spec: JobSpec) -> None:
     assert all("is writing to" in line for line in refused)
 
 
+def test_failed_rows_are_not_retried_while_a_worker_of_another_run_lives(spec: JobSpec) -> None:
+    refused: list[str] = []
+
+    def retry(number: int) -> None:
+        if number == 0:
+            with pytest.raises(LockedError) as error:
+                run_job(spec, retry_errors=True, fleet=lambda *_: True, quiet=True)
+            refused.append(str(error.value))
+
+    build = FakeBuild()
+    build.before_step = retry
+    assert work(spec, build) is ExitCode.OK
+    assert "failed rows cannot run again while" in refused[0]
+
+
 @pytest.mark.long
 def test_workers_in_a_store(
     spec: JobSpec, tmp_path: Path, plain: dict[str, bytes], monkeypatch: pytest.MonkeyPatch

@@ -33,6 +33,7 @@ class Disturbed:
         pid: the process that gets the signal; 0 means the engine's own process.
         kernels: the first engine uses different kernels.
         never: no engine can be built.
+        name: the file that marks that an engine has failed; each name allows one failure.
     """
 
     folder: Path
@@ -41,6 +42,7 @@ class Disturbed:
     pid: int = 0
     kernels: bool = False
     never: bool = False
+    name: str = "disturbed"
 
     def __call__(
         self,
@@ -62,7 +64,7 @@ class Disturbed:
         return built
 
     def _before_step(self, number: int) -> None:
-        if not self.how or number != self.at or not once(self.folder, "disturbed"):
+        if not self.how or number != self.at or not once(self.folder, self.name):
             return
         if self.how == "device":
             raise DeviceError("the device fell off the bus")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -55,14 +56,51 @@ def test_two_workers_give_the_bytes_of_one_process(tmp_path: Path) -> None:
     assert set(steps["worker"].to_pylist()) <= {"w01", "w02"}
 
 
-def test_update_by_workers_runs_only_new_rows(tmp_path: Path) -> None:
-    write_rows(tmp_path, ROWS)
-    assert run(fleet_job(tmp_path)) == ExitCode.OK
-    write_rows(tmp_path, ROWS + 100)
-    assert run(fleet_job(tmp_path), update=True) == ExitCode.OK
-    check_bytes(tmp_path)
-    summary = json.loads((tmp_path / "out" / "summary.json").read_bytes())
+def check_updated(folder: Path) -> None:
+    """Check that the update has reused all rows of the old output, and has replaced it."""
+    check_bytes(folder)
+    summary = json.loads((folder / "out" / "summary.json").read_bytes())
     assert summary["rows"]["reused"] == ROWS
+    state = folder / "out" / "_batchinfer"
+    assert not any((state / name).exists() for name in ("next", "swap.json"))
+
+
+@pytest.fixture
+def grown(tmp_path: Path) -> Path:
+    """Return a folder with a finished output, whose input has grown since."""
+    write_rows(tmp_path, ROWS)
+    alone = fleet_job(tmp_path, scale={"workers": 1, "min_workers": 1})
+    assert run(alone) == ExitCode.OK
+    write_rows(tmp_path, ROWS + 200)
+    return tmp_path
+
+
+def test_update_by_workers_runs_only_new_rows_though_one_is_killed(grown: Path) -> None:
+    build = Disturbed(grown, "SIGKILL", at=3)
+    assert run(fleet_job(grown), build, update=True) == ExitCode.OK
+    assert (grown / build.name).exists(), "no worker was killed"
+    check_updated(grown)
+
+
+@pytest.mark.parametrize(
+    ("words", "failpoint", "is_swapping", "workers"),
+    [(["SIGKILL"], "", False, 2), (["SIGKILL"], "", False, 1), ([], "swap-copied:9", True, 2)],
+)
+def test_update_is_resumed_after_its_launcher_was_killed(
+    grown: Path, words: list[str], failpoint: str, is_swapping: bool, workers: int
+) -> None:
+    before = part_hashes(grown / "out")
+    killed = program(grown, "2", *words, "update", **{VARIABLE: failpoint})
+    assert killed.wait() == -signal.SIGKILL
+    state = grown / "out" / "_batchinfer"
+    (generation,) = (state / "next").iterdir()
+    assert (state / "swap.json").exists() is is_swapping
+    assert is_swapping or part_hashes(grown / "out") == before
+    _, alive = psutil.wait_procs(workers_of(generation), timeout=30)
+    assert not alive
+    again = fleet_job(grown, scale={"workers": workers, "min_workers": 1})
+    assert run(again, update=True) == ExitCode.OK
+    check_updated(grown)
 
 
 @pytest.mark.parametrize("how", ["SIGKILL", "SIGTERM", "bug"])
@@ -112,24 +150,35 @@ def test_all_workers_use_the_first_workers_kernels(tmp_path: Path) -> None:
     assert {json.loads(path.read_bytes())["kernels"]["float32"] for path in runs} == {"fast"}
 
 
-def test_fleet_computes_one_shard(tmp_path: Path) -> None:
+def test_shards_by_two_workers_each_give_the_bytes_of_one_process(tmp_path: Path) -> None:
     write_rows(tmp_path, ROWS)
-    spec = fleet_job(tmp_path)
-    assert run(spec, role=Role(Shard(0, 2))) == ExitCode.OK
-    assert len(part_hashes(tmp_path / "out")) == 5
-    alone = spec.model_copy(update={"scale": spec.scale.model_copy(update={"workers": 1})})
+    shards = [program(tmp_path, "2", f"{index}/2") for index in range(2)]
+    assert [shard.wait() for shard in shards] == [ExitCode.OK, ExitCode.OK]
+    assert all((tmp_path / Shard(index, 2).writer).exists() for index in range(2)), "none killed"
+    check_bytes(tmp_path)
+
+
+def test_shard_is_resumed_after_its_launcher_was_killed(tmp_path: Path) -> None:
+    write_rows(tmp_path, ROWS)
+    killed = program(tmp_path, "2", "0/2", "SIGKILL")
+    assert killed.wait() == -signal.SIGKILL
+    _, alive = psutil.wait_procs(workers_of(tmp_path / "out"), timeout=30)
+    assert not alive
+    assert run(fleet_job(tmp_path), role=Role(Shard(0, 2))) == ExitCode.OK
+    assert len(part_hashes(tmp_path / "out")) == 5, "no part of the other shard"
+    alone = fleet_job(tmp_path, scale={"workers": 1, "min_workers": 1})
     assert run(alone, role=Role(Shard(1, 2))) == ExitCode.OK
     check_bytes(tmp_path)
 
 
-def program(folder: Path, *arguments: str) -> subprocess.Popen[bytes]:
+def program(folder: Path, *arguments: str, **environ: str) -> subprocess.Popen[bytes]:
     words = ["-m", "tests.job.fleet.program", str(folder), *arguments]
-    return subprocess.Popen([sys.executable, *words])
+    return subprocess.Popen([sys.executable, *words], env={**os.environ, **environ})
 
 
-def workers_of(folder: Path) -> list[psutil.Process]:
-    """Return the worker processes that write to the output."""
-    holders = (folder / "out" / "_batchinfer" / "locks").glob("w*.json")
+def workers_of(out: Path) -> list[psutil.Process]:
+    """Return the worker processes that write to an output or to a generation of it."""
+    holders = (out / "_batchinfer" / "locks").glob("*w[0-9]*.json")
     pids = [json.loads(path.read_bytes())["pid"] for path in holders]
     return [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
 
@@ -141,7 +190,7 @@ def test_killed_launcher_loses_no_rows_and_leaves_no_process(
     write_rows(tmp_path, ROWS)
     killed = program(tmp_path, workers, "SIGKILL")
     assert killed.wait() == -signal.SIGKILL
-    _, alive = psutil.wait_procs(workers_of(tmp_path), timeout=30)
+    _, alive = psutil.wait_procs(workers_of(tmp_path / "out"), timeout=30)
     assert not alive
     assert run(fleet_job(tmp_path, scale={"workers": again, "min_workers": 1})) == ExitCode.OK
     check_bytes(tmp_path)
@@ -150,7 +199,7 @@ def test_killed_launcher_loses_no_rows_and_leaves_no_process(
 def test_stopped_fleet_keeps_finished_rows(tmp_path: Path) -> None:
     write_rows(tmp_path, ROWS)
     assert program(tmp_path, "2", "SIGTERM").wait() == ExitCode.INTERRUPTED
-    assert not workers_of(tmp_path)
+    assert not workers_of(tmp_path / "out")
     assert run(fleet_job(tmp_path)) == ExitCode.OK
     check_bytes(tmp_path)
 

@@ -8,8 +8,10 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from batchinfer.errors import DataError, DeviceError, ExitCode
+from batchinfer.errors import DataError, DeviceError, ExitCode, LockedError
+from batchinfer.job.claims.writers import Writer, own_lock
 from batchinfer.job.output.directory import OutputDir
+from batchinfer.job.output.open import output_at
 from batchinfer.job.output.verify import verify
 from batchinfer.job.reuse.reuse import RowReuse
 from batchinfer.job.run import decide, pipeline
@@ -197,6 +199,18 @@ def test_stopped_update_is_resumed(tmp_path: Path, update: bool) -> None:
     assert place.run(update=update) == sorted({*range(14)} - kept)
     place.check_as_fresh()
     assert read_status(place.out, 0.0).update is None
+
+
+def test_update_is_refused_while_a_worker_of_a_killed_launcher_lives(place: Place) -> None:
+    place.write(*ROWS, *(f"{row} more" for row in range(9)))
+    place.stop(8, update=True)
+    (generation,) = place.out.files.entries(place.out.next)
+    worker = own_lock(output_at(str(generation)), Writer(number=1))
+    worker.files.make_directory(worker.locks)
+    with worker.lock.held(), pytest.raises(LockedError, match="worker 1 is writing to"):
+        place.run(update=True)
+    assert place.run(update=True)
+    place.check_as_fresh()
 
 
 @pytest.mark.long
