@@ -88,12 +88,12 @@ REFUSED: Mapping[tuple[str, str], JobError] = {
     ("--retry-errors", "--worker"): UsageError(
         "--retry-errors cannot be combined with --worker, because other workers "
         "may already be running",
-        hint="leave out --worker; --retry-errors runs only the failed rows",
+        hint="use --workers N to run the failed rows on several workers, or leave out --worker",
     ),
     ("--update", "--worker"): UsageError(
         "--update cannot be combined with --worker, because the new output "
         "replaces the old one as a whole",
-        hint="leave out --worker; --update runs only the rows that differ",
+        hint="use --workers N to update with several workers, or leave out --worker",
     ),
     ("--retry-errors", "--shard"): UsageError(
         "--retry-errors cannot be combined with --shard, because another shard "
