@@ -37,6 +37,7 @@ from batchinfer.worker.linear.kernel_choice import (
 )
 from batchinfer.worker.linear.packed_experts import pack_experts
 from batchinfer.worker.linear.packed_linear import pack_linears, pack_prequantized, quantize_packed
+from batchinfer.worker.linear.packed_routers import pack_routers
 from batchinfer.worker.linear.prequantized_loader import (
     KEPT,
     keep_prequantized,
@@ -343,6 +344,7 @@ def _pack(
             with phase("packing weights"):
                 pack_linears(model, chosen.kernel, dtype)
                 pack_experts(model, chosen.kernel, dtype)
+                pack_routers(model, chosen.kernel, dtype)
         # Copy the tensors that were not packed, because a single tensor from a weight file keeps
         # the whole file mapped into memory.
         for tensor in (*model.parameters(), *model.buffers()):

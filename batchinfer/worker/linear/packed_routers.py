@@ -1,0 +1,122 @@
+"""Makes the choice and the weights of a token's experts independent of other tokens, on a CPU.
+
+A router of transformers is a module that multiplies rows by its parameter ``weight`` with
+``torch.nn.functional.linear``, in the model's dtype or in float32. BLAS may add in an order that
+depends on the number of rows, so routers get the C kernel of other linear layers.
+
+``torch.sigmoid`` computes whole vectors with other instructions than the elements that are left at
+the end of a tensor, so the last bit of an element depends on the size of the tensor. The scores of
+some routers and the gates of shared experts are padded to whole vectors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from batchinfer.worker.linear.packed_experts import PackedExperts
+from batchinfer.worker.linear.packed_linear import PackedLinear
+from batchinfer.worker.linear_kernels import LinearKernel, PackedWeight, linear_kernels
+
+_PADDED = 64
+"""Multiple of the number of elements that torch's loops compute as vectors: four of AVX-512."""
+_SIGMOIDS = (torch.sigmoid, torch.Tensor.sigmoid, nn.functional.sigmoid)
+
+
+class Scores(torch.Tensor):
+    """Scores whose sigmoid has bits that do not depend on the number of scores."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            if func not in _SIGMOIDS:
+                return func(*args, **(kwargs or {}))
+            scores = args[0].flatten()
+            padded = nn.functional.pad(scores, (0, -len(scores) % _PADDED)).sigmoid()
+            return padded[: len(scores)].view(args[0].shape)
+
+
+class RouterWeight(torch.Tensor):
+    """A router's weight [experts, hidden], which ``linear`` multiplies with a C kernel.
+
+    For all other functions, it is an ordinary tensor.
+    """
+
+    packed: Mapping[torch.dtype, PackedWeight]
+    """The packed weight, keyed by the dtype of the rows that it multiplies."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is nn.functional.linear and isinstance(args[1], cls):
+            return _linear(*args, **kwargs)
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **kwargs)
+        if func is torch.Tensor.type and isinstance(result, torch.Tensor):
+            return _with_packed(result, args[0].packed)
+        return result
+
+
+def _with_packed(weight: torch.Tensor, packed: Mapping[torch.dtype, PackedWeight]) -> RouterWeight:
+    with torch._C.DisableTorchFunctionSubclass():
+        made: RouterWeight = torch.Tensor._make_subclass(RouterWeight, weight.detach())
+    made.packed = packed
+    return made
+
+
+def _linear(
+    rows: torch.Tensor, weight: RouterWeight, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return ``rows @ weight.T + bias`` for rows [..., hidden] of the dtype of ``weight``."""
+    packed = weight.packed[rows.dtype]
+    out = packed.times(rows.reshape(-1, rows.shape[-1]), bias)
+    return out.view(*rows.shape[:-1], out.shape[-1]).as_subclass(Scores)
+
+
+def pack_routers(model: nn.Module, kernel: LinearKernel, dtype: torch.dtype) -> int:
+    """Pack the routers of layers with packed experts, if ``kernel`` is batch-invariant.
+
+    Args:
+        kernel: kernel for rows of ``dtype``.
+        dtype: the model's dtype.
+
+    Returns:
+        The number of packed routers.
+    """
+    count = 0
+    for router in list(_routers(model)) if kernel.is_batch_invariant else ():
+        weight = router.weight.detach()
+        kernels = {torch.float32: linear_kernels(torch.float32)[0], dtype: kernel}
+        if all(one.is_batch_invariant and one.takes(weight) for one in kernels.values()):
+            packed = {rows: one.pack(weight.to(rows)) for rows, one in kernels.items()}
+            del router.weight  # a parameter, which hides other attributes of this name
+            router.weight = _with_packed(weight, packed)
+            count += 1
+    for parent in _mixtures(model):
+        for child in parent.children():
+            if isinstance(child, PackedLinear):  # some routers, and the gate of shared experts
+                child.register_forward_hook(lambda module, inputs, out: out.as_subclass(Scores))
+    return count
+
+
+def _mixtures(model: nn.Module) -> Iterator[Any]:
+    """Yield the parent of each layer's packed experts."""
+    for parent in model.modules():
+        if any(isinstance(child, PackedExperts) for child in parent.children()):
+            yield parent
+
+
+def _routers(model: nn.Module) -> Iterator[Any]:
+    for parent in _mixtures(model):
+        for child in parent.children():
+            weight = getattr(child, "weight", None)
+            is_linear = type(child) is nn.Linear
+            if type(weight) is nn.Parameter and weight.dim() == 2 and not is_linear:
+                yield child
