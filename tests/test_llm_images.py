@@ -162,9 +162,10 @@ def test_bad_images_are_refused(llm: LLM, bad: Any, message: str) -> None:
 )
 def test_bad_images_of_chats_are_refused(llm: LLM, part: Any, message: str) -> None:
     talk = [{"role": "user", "content": [part, {"type": "text", "text": "Which?"}]}]
-    with pytest.raises((ValueError, TypeError), match=message) as told:
+    with pytest.raises(
+        (ValueError, TypeError), match=f"^(prompt|conversation) 0: .*{message}"
+    ) as told:
         llm.chat(talk, GREEDY, use_tqdm=False)
-    assert str(told.value).startswith("prompt 0: ")
     assert not re.search(r"\brow\b|\binput\.|\bprompt\.", str(told.value))
 
 

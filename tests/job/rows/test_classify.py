@@ -194,7 +194,7 @@ def test_a_model_is_checked(tmp_path: Path, text_model: Path) -> None:
             "tokens: [a, perhaps]",
             "'perhaps' is not a single token of the model\nname single",
         ),
-        ("query_column: q, document_column: d, tokens: [a, b]", "how the model expects a query"),
+        ("query_column: q, document_column: d, tokens: [a, b]", "in which the model expects"),
     ):
         with pytest.raises(JobError, match=message):
             run_job(job(tmp_path, text_model, rows, f"classify: {{{keys}}}\n"), quiet=True)

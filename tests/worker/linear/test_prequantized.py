@@ -290,7 +290,7 @@ def vectors(dtype: str) -> KernelRequirements:
         ("llama", "fp8 whole", {}),
         ("llama", "float8 rows", {}),
         # Each expert has its own tensors.
-        ("deepseek_v3", "fp8 128", {"moe_intermediate_size": 128}),
+        ("deepseek_v3", "fp8 128", {"moe_intermediate_size": 128, "first_k_dense_replace": 0}),
     ],
 )
 def test_float8_weights_take_a_byte_on_a_cpu_and_change_no_logits(
