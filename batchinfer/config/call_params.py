@@ -285,7 +285,7 @@ def _openai_biases(biases: Mapping[Any, float]) -> dict[int, float]:
     for token, value in biases.items():
         try:
             token_id = int(token)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             raise ValueError(
                 f"logit_bias has {format_value(token)}; its keys must be token ids"
             ) from None

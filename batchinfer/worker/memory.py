@@ -56,19 +56,23 @@ def activation_elements(config: Mapping[str, Any]) -> int:
     """Return the number of elements of one token's activations, without its logits."""
     text = text_config(config)
     hidden = int(text.get("hidden_size") or text.get("n_embd") or 0)
-    inner = text.get("intermediate_size") or text.get("n_inner") or 4 * hidden
-    if isinstance(inner, list | tuple):  # one number for each layer (Gemma 3n)
-        inner = max(inner)
+    inner = _largest(text.get("intermediate_size") or text.get("n_inner") or 4 * hidden)
     return _HIDDEN_COPIES * hidden + max(
-        _INNER_COPIES * int(inner), _expert_elements(text, hidden, int(inner))
+        _INNER_COPIES * inner, _expert_elements(text, hidden, inner)
     )
+
+
+def _largest(value: Any) -> int:
+    """Return a number of a config, or the largest one if there is one for each layer (Gemma 3n) or
+    for text and images (Ernie 4.5 VL)."""
+    return int(max(value) if isinstance(value, list | tuple) else value)
 
 
 def _expert_elements(text: Mapping[str, Any], hidden: int, inner: int) -> int:
     """Return the number of elements of one token's activations in a layer's selected experts."""
     selected = next((text[name] for name in _NUM_SELECTED if text.get(name)), 0)
-    width = int(text.get("moe_intermediate_size") or inner)
-    return int(selected) * max(_EXPERT_COPIES * hidden, hidden + _EXPERT_COPIES * width)
+    width = _largest(text.get("moe_intermediate_size") or inner)
+    return _largest(selected) * max(_EXPERT_COPIES * hidden, hidden + _EXPERT_COPIES * width)
 
 
 def scan_bytes(layout: KVLayout) -> int:

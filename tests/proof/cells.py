@@ -178,6 +178,9 @@ def _rows(parts: dict[str, bytes]) -> list[tuple[int, str]]:
     """Return the id and all values of each row, in the order of the output."""
     rows = []
     for name in sorted(parts):
-        table: pa.Table = pq.ParquetFile(BytesIO(parts[name])).read(use_threads=False)
+        try:
+            table: pa.Table = pq.ParquetFile(BytesIO(parts[name])).read(use_threads=False)
+        except (pa.ArrowException, OSError):
+            continue  # the rows of a damaged file count as lost
         rows += [(row["row_id"], json.dumps(row, default=repr)) for row in table.to_pylist()]
     return rows

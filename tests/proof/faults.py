@@ -25,7 +25,7 @@ from batchinfer.process.process import leave_on_signals
 from tests.faults.allocator import Allocator
 from tests.faults.kills import KILLED
 from tests.proof.jobs import NUM_ROWS
-from tests.proof.runs import Runs, StuckError, at_failpoint, expect
+from tests.proof.runs import LIMIT_S, Runs, StuckError, at_failpoint, expect
 
 _FAILS_AT = (60, 100)
 """Numbers of torch's operations that fail, counted over all steps from 0."""
@@ -146,9 +146,12 @@ def _kill_driver(runs: Runs) -> None:
         launcher.kill()
         expect(launcher.wait(), KILLED)
         runs.codes.append(KILLED)
-        code = subprocess.run(command, stdout=log, stderr=log, check=False).returncode
-    runs.codes.append(code)
-    expect(code, ExitCode.OK)
+        try:
+            done = subprocess.run(command, stdout=log, stderr=log, check=False, timeout=LIMIT_S)
+        except subprocess.TimeoutExpired as error:
+            raise StuckError(f"the second launcher did not end within {LIMIT_S:.0f} s") from error
+    runs.codes.append(done.returncode)
+    expect(done.returncode, ExitCode.OK)
 
 
 def _flip(folder: str, failpoint: str) -> Callable[[Runs], None]:

@@ -45,6 +45,11 @@ def test_wrong_rows_are_counted(
     assert found["verdict"] == "differs"
 
 
+def test_rows_of_a_damaged_part_are_lost() -> None:
+    found = compare(parts(ROWS), dict.fromkeys(parts(ROWS), b"PAR1"), "exit status 4")
+    assert (found["verdict"], found["lost"]) == ("stuck", 3)
+
+
 def test_equal_outputs_are_equal_unless_the_job_is_stuck() -> None:
     assert compare(parts(ROWS), parts(ROWS), "")["verdict"] == "equal"
     assert compare(parts(ROWS), parts(ROWS), "exit status 1")["verdict"] == "stuck"

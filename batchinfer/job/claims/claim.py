@@ -88,7 +88,7 @@ class Claim:
             takes_over: tuple[OutputDir, ...] = ()
             if self.present is not None:
                 refuse_half_an_update(home)
-                _refuse_workers_of_updates(home)
+                refuse_workers_of_updates(home)
                 stored = stored_manifest(home)
                 refuse_unexpected_files(home, stored)
                 # Chat templates may print the time of the plan. A new time would change prompts.
@@ -146,14 +146,16 @@ class Claim:
         return "the same command"
 
 
-def _refuse_workers_of_updates(out: OutputDir) -> None:
+def refuse_workers_of_updates(out: OutputDir) -> None:
     """Check that no worker of a killed launcher still writes to a generation.
 
     Raises:
         LockedError: a worker runs.
     """
     for path in out.files.entries(out.next):
-        refuse_writers(output_at(str(path)))  # as workers open it; their locks are inside
+        generation = output_at(str(path))  # as workers open it; their locks are inside
+        with generation.locked():
+            refuse_writers(generation)
 
 
 def _replace(present: OutputDir, generation: OutputDir) -> None:

@@ -23,7 +23,10 @@ from batchinfer.worker.linear_kernels import LinearKernel, PackedWeight, linear_
 
 _PADDED = 64
 """Multiple of the number of elements that torch's loops compute as vectors: four of AVX-512."""
+_ONE_THREAD = 1 << 14
+"""Number of elements that torch computes in one thread. Otherwise, it would split them anywhere."""
 _SIGMOIDS = (torch.sigmoid, torch.Tensor.sigmoid, nn.functional.sigmoid)
+_CASTS = (torch.Tensor.type, torch.Tensor.float, torch.Tensor.to)
 
 
 class Scores(torch.Tensor):
@@ -35,10 +38,12 @@ class Scores(torch.Tensor):
     ) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             if func not in _SIGMOIDS:
-                return func(*args, **(kwargs or {}))
+                result = func(*args, **(kwargs or {}))
+                return result.as_subclass(cls) if func in _CASTS else result
             scores = args[0].flatten()
-            padded = nn.functional.pad(scores, (0, -len(scores) % _PADDED)).sigmoid()
-            return padded[: len(scores)].view(args[0].shape)
+            padded = nn.functional.pad(scores, (0, -len(scores) % _PADDED))
+            done = torch.cat([part.sigmoid() for part in torch.split(padded, _ONE_THREAD)])
+            return done[: len(scores)].view(args[0].shape)
 
 
 class RouterWeight(torch.Tensor):
@@ -55,16 +60,16 @@ class RouterWeight(torch.Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is nn.functional.linear and isinstance(args[1], cls):
+        if func is nn.functional.linear:
             return _linear(*args, **kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
-        if func is torch.Tensor.type and isinstance(result, torch.Tensor):
-            return _with_packed(result, args[0].packed)
-        return result
+        return _with_packed(result, args[0].packed) if func in _CASTS else result
 
 
-def _with_packed(weight: torch.Tensor, packed: Mapping[torch.dtype, PackedWeight]) -> RouterWeight:
+def _with_packed(weight: Any, packed: Mapping[torch.dtype, PackedWeight]) -> Any:
+    if not isinstance(weight, torch.Tensor):  # ``type`` without a dtype returns a name
+        return weight
     with torch._C.DisableTorchFunctionSubclass():
         made: RouterWeight = torch.Tensor._make_subclass(RouterWeight, weight.detach())
     made.packed = packed
@@ -75,7 +80,10 @@ def _linear(
     rows: torch.Tensor, weight: RouterWeight, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Return ``rows @ weight.T + bias`` for rows [..., hidden] of the dtype of ``weight``."""
-    packed = weight.packed[rows.dtype]
+    packed = weight.packed.get(rows.dtype)
+    if packed is None:
+        with torch._C.DisableTorchFunctionSubclass():
+            return nn.functional.linear(rows, weight, bias)
     out = packed.times(rows.reshape(-1, rows.shape[-1]), bias)
     return out.view(*rows.shape[:-1], out.shape[-1]).as_subclass(Scores)
 
@@ -92,7 +100,7 @@ def pack_routers(model: nn.Module, kernel: LinearKernel, dtype: torch.dtype) -> 
     """
     count = 0
     for router in list(_routers(model)) if kernel.is_batch_invariant else ():
-        weight = router.weight.detach()
+        weight = router.weight.detach().clone()  # a view would keep its file mapped into memory
         kernels = {torch.float32: linear_kernels(torch.float32)[0], dtype: kernel}
         if all(one.is_batch_invariant and one.takes(weight) for one in kernels.values()):
             packed = {rows: one.pack(weight.to(rows)) for rows, one in kernels.items()}
@@ -117,6 +125,6 @@ def _routers(model: nn.Module) -> Iterator[Any]:
     for parent in _mixtures(model):
         for child in parent.children():
             weight = getattr(child, "weight", None)
-            is_linear = type(child) is nn.Linear
-            if type(weight) is nn.Parameter and weight.dim() == 2 and not is_linear:
+            is_other = type(child) in (nn.Linear, nn.Embedding)
+            if type(weight) is nn.Parameter and weight.dim() == 2 and not is_other:
                 yield child

@@ -15,6 +15,7 @@ import pytest
 
 from batchinfer.errors import ExitCode, LockedError
 from batchinfer.job.claims import writers
+from batchinfer.job.claims.claim import refuse_workers_of_updates
 from batchinfer.job.claims.shard import Shard
 from batchinfer.job.claims.shared import Role, SharedClaim
 from batchinfer.job.claims.writers import Writer, lives, own_lock
@@ -120,3 +121,14 @@ def test_shard_that_slept_in_the_directory_lock_keeps_the_plan_of_its_sibling(
     with pytest.raises(LockedError, match="another run has taken over"), awakened:
         pass
     assert plan_of(out).planned_at == siblings.planned_at
+
+
+def test_dead_worker_of_an_update_is_no_obstacle(spec: JobSpec) -> None:
+    """A killed launcher leaves the claims of its workers in the generation that they made."""
+    out = output_at(spec.output.path)
+    generation = output_at(str(out.next / "abc"))
+    with generation.locked():
+        generation.write(generation.locks / "w01", b"")  # its lock has lapsed
+        generation.write(generation.claims / "w01.json", b"{}")
+    refuse_workers_of_updates(out)
+    assert generation.files.entries(generation.claims) == []

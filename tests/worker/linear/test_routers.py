@@ -10,7 +10,7 @@ import torch
 from batchinfer.config import ModelConfig, SamplingParams
 from batchinfer.kernels.cpu.compiled_library import load
 from batchinfer.llm import LLM
-from batchinfer.worker.linear.packed_routers import RouterWeight
+from batchinfer.worker.linear.packed_routers import RouterWeight, Scores
 from batchinfer.worker.loader import load_model
 from tests.models import make_checkpoint, make_text_model
 
@@ -36,6 +36,18 @@ def test_routers_equal_those_of_transformers(family: str, dtype: str, tmp_path: 
         packed = router(rows)
         router.weight = router.weight.as_subclass(torch.Tensor)
         torch.testing.assert_close(packed, router(rows), atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_sigmoid_does_not_depend_on_the_number_of_scores(dtype: torch.dtype) -> None:
+    """More scores than one thread computes, and fewer than a vector."""
+    scores = torch.randn(265, 256).to(dtype)
+    together = scores.as_subclass(Scores).float().sigmoid()
+    for row in (0, 127, 264):
+        assert torch.equal(together[row], scores[row].as_subclass(Scores).float().sigmoid())
+    alone = scores[7, :3].as_subclass(Scores).float()
+    assert torch.equal(together[7, :3], torch.sigmoid(alone))
+    torch.testing.assert_close(together, scores.float().sigmoid())
 
 
 @needs_compiler

@@ -21,7 +21,7 @@ _MIXED = "MIXED_PRECISION"
 _NVFP4 = ("NVFP4", "W4A16_NVFP4")
 """The second name stands for checkpoints without scales of activations."""
 _ALGORITHMS = ("FP8", *_NVFP4)
-_SCALE, _GLOBAL = "_scale", "_scale_2"
+_SCALE, _GLOBAL = ".weight_scale", ".weight_scale_2"
 _JOINED = frozenset({"_weight_scale", "_weight_scale_2"})
 """Suffixes of scales of a tensor that is not called ``weight``, but for example
 ``gate_up_proj``."""
@@ -30,7 +30,10 @@ _JOINED = frozenset({"_weight_scale", "_weight_scale_2"})
 class ModelOpt:
     """A checkpoint written by ModelOpt. The names of a weight's tensors tell FP8 from NVFP4."""
 
-    ends: Mapping[str, str] = dict.fromkeys((_SCALE, _GLOBAL, *_JOINED), "")
+    ends: Mapping[str, str] = {
+        **dict.fromkeys((_SCALE, _GLOBAL), ".weight"),
+        **dict.fromkeys(_JOINED, ""),
+    }
 
     def __init__(self, saved: Mapping[str, Any]) -> None:
         algorithm = one_of(saved, "quant_algo", (*_ALGORITHMS, _MIXED))

@@ -270,7 +270,7 @@ def narrowed(parts: dict[str, torch.Tensor]) -> None:
             "a.weight: .* weight is 0.0, but .* positive",
         ),
         ("nvfp4 modelopt", damaged("weight_scale"), "a.weight_scale contains NaN or infinity"),
-        ("nvfp4 modelopt", drop("weight_scale_2"), r"no tensor \*_scale_2;"),
+        ("nvfp4 modelopt", drop("weight_scale_2"), r"no tensor \*.weight_scale_2;"),
         ("nvfp4 modelopt", flat("weight"), "a.weight is 3456 of U8"),
         ("float8 whole", flat("weight"), "a.weight is 6912 of F8_E4M3; .* must be 1 x 6912 of"),
     ],
