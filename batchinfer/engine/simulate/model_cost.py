@@ -10,6 +10,12 @@ from typing import Any
 from batchinfer.engine.kv.layout import KVLayout
 from batchinfer.engine.kv.model_config import Config, text_config
 
+_SHARED_WIDTHS = (
+    *("shared_expert_intermediate_size", "shared_intermediate_size"),
+    "moe_shared_expert_intermediate_size",
+)
+_NUM_SHARED = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
+"""Config keys for the width of all shared experts together, and for their number."""
 _WITHOUT_MLP = frozenset({"falcon_mamba", "mamba", "mamba2"})
 """Values of ``model_type`` of models whose layers have no MLP, only a recurrent part."""
 _UNGATED_MLP = frozenset(
@@ -114,9 +120,7 @@ class ModelCost:
         shared = 0
         if experts:
             inner = _first(text, "moe_intermediate_size") or inner
-            shared = _first(text, "shared_expert_intermediate_size") or inner * _first(
-                text, "n_shared_experts", "num_shared_experts"
-            )
+            shared = _first(text, *_SHARED_WIDTHS) or inner * _first(text, *_NUM_SHARED)
         attending, state = layout.attention_layers, layout.state
         shapes = [layout.shape(layer) for layer in attending]
         width = _mean(shape.key_width + shape.value_width for shape in shapes)
@@ -126,13 +130,14 @@ class ModelCost:
         recurrent_share = len(state.layers) / layout.num_layers if state else 0.0
         attention = _latent_parameters(text, hidden, heads) or hidden * (heads * width + keys)
         recurrent = hidden * state.shape.num_projected if state else 0
+        matrices = 2 if text.get("model_type") in _UNGATED_MLP else 3
         return cls(
             layers=layout.num_layers,
             hidden=hidden,
             heads=heads,
             attention_width=width * attention_share,
             attention_parameters=attention * attention_share + recurrent * recurrent_share,
-            mlp_parameters=(2 if text.get("model_type") in _UNGATED_MLP else 3) * hidden * inner,
+            mlp_parameters=matrices * hidden * inner,
             experts=experts,
             experts_per_token=_first(text, "num_experts_per_tok", "num_experts_per_token"),
             head_parameters=int(text["vocab_size"]) * hidden,
@@ -147,7 +152,7 @@ class ModelCost:
             head_bytes=INT8_BYTES if quantization in OWN_INTEGERS else float(layout.element_bytes),
             kv_bytes=layout.bytes_per_token,
             state_bytes=state.num_bytes if state else 0,
-            shared_parameters=3 * hidden * shared,
+            shared_parameters=matrices * hidden * shared,
         )
 
     @property

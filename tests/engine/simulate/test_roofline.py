@@ -106,7 +106,13 @@ def test_few_tokens_read_few_experts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [("shared_expert_intermediate_size", 1536), ("n_shared_experts", 2)]
+    ("key", "value"),
+    [
+        ("shared_expert_intermediate_size", 1536),
+        ("shared_intermediate_size", 1536),
+        ("n_shared_experts", 2),
+        ("moe_num_shared_experts", 2),
+    ],
 )
 def test_each_token_uses_the_shared_experts(key: str, value: int) -> None:
     model, without = (
