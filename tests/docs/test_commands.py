@@ -36,6 +36,7 @@ COMPARED_ELSEWHERE = {
     "make first-light": "tests/test_first_light.py",
     "make gpu": "tests/test_gpu_benchmark.py",
     "make faults": "tests/faults/__main__.py",
+    "make proof": "tests/proof/__main__.py",
 }
 BASE: dict[str, Any] = {
     "model": MODEL,

@@ -31,7 +31,7 @@ _FAILS_AT = (60, 100)
 """Numbers of torch's operations that fail, counted over all steps from 0."""
 _POISON = 7
 """The row that kills the process."""
-_MOST_DEATHS = 12
+_MOST_DEATHS = 24
 _DISK_BYTES = 1000
 """Larger than any log, smaller than any part."""
 _MOST_WAIT_S = 60.0
