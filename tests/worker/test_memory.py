@@ -340,3 +340,10 @@ def test_experts_need_no_more_memory_than_planned(hidden: int, width: int) -> No
     peak = max(itertools.accumulate(changes)) / num_tokens / 2
     planned = memory.activation_elements(model.config.to_dict())  # type: ignore[union-attr, operator]
     assert 0.5 * planned < peak < planned
+
+
+def test_widths_of_experts_may_be_a_list() -> None:
+    """Ernie 4.5 VL has one width for text and one for images."""
+    config = {"hidden_size": 64, "intermediate_size": 96, "moe_k": 2}
+    one = memory.activation_elements({**config, "moe_intermediate_size": 512})
+    assert memory.activation_elements({**config, "moe_intermediate_size": [512, 128]}) == one

@@ -15,10 +15,12 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from batchinfer.errors import ModelError
 from batchinfer.worker.model.quantized.formats import (
     Format,
+    _place,
     choose_format,
     dequantized_tensors,
     empty_biases,
 )
+from batchinfer.worker.model.quantized.modelopt import ModelOpt
 from tests.worker.model.quantized.writers import CASES, compressed, mxfp4, nvfp4
 
 WEIGHT = torch.randn(72, 96, generator=torch.Generator().manual_seed(0)) * 0.3
@@ -341,3 +343,9 @@ _W4A8 = {"quant_algo": "W4A8_AWQ"}
 def test_unsupported_sections_are_refused_by_key(section: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=f"quantization_config.*{message}"):
         choose_format(section)
+
+
+def test_only_scales_of_weights_belong_to_a_weight() -> None:
+    """Gemma 4's router has a parameter of its own that is called a scale."""
+    assert _place("a.router.per_expert_scale", ModelOpt.ends) == ("a.router.per_expert_scale", "")
+    assert _place("a.weight_scale", ModelOpt.ends) == ("a.weight", ".weight_scale")
