@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
+import shutil
 import subprocess
 import sys
 import warnings
@@ -18,6 +20,7 @@ import batchinfer
 from batchinfer import LLM
 from batchinfer.errors import ExitCode, UsageError
 from batchinfer.vllm import install
+from batchinfer.vllm.functions import get_tokenizer
 from batchinfer.vllm.names import MODULES, VERSION
 
 
@@ -107,6 +110,23 @@ def test_usage(tmp_path: Path, arguments: tuple[str, ...]) -> None:
     assert done.stderr.startswith("usage: python -m batchinfer.vllm ")
 
 
+def test_tokenizer_with_own_code_needs_trust(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "c"))
+    folder = tmp_path / "model"
+    shutil.copytree(model, folder)
+    code = "import transformers\nclass Own(transformers.PreTrainedTokenizerFast): pass\n"
+    (folder / "own.py").write_text(code)
+    path = folder / "tokenizer_config.json"
+    own = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": [None, "own.Own"]}}
+    path.write_text(json.dumps(json.loads(path.read_text()) | own))
+    monkeypatch.setattr("builtins.input", lambda _: pytest.fail("it must not ask"))
+    with pytest.raises(ValueError, match="trust_remote_code=True"):
+        get_tokenizer(folder)
+    assert type(get_tokenizer(folder, trust_remote_code=True)).__name__ == "Own"
+
+
 def test_functions_that_clients_call(llm: LLM, model: Path) -> None:
     install()
     from vllm.distributed.parallel_state import (  # type: ignore[import-not-found]
@@ -114,11 +134,11 @@ def test_functions_that_clients_call(llm: LLM, model: Path) -> None:
         destroy_model_parallel,
     )
     from vllm.renderers.hf import resolve_chat_template  # type: ignore[import-not-found]
-    from vllm.tokenizers import get_tokenizer  # type: ignore[import-not-found]
+    from vllm.tokenizers import get_tokenizer as of_vllm  # type: ignore[import-not-found]
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        tokenizer = get_tokenizer(model, tokenizer_mode="auto", trust_remote_code=False)
+        tokenizer = of_vllm(model, tokenizer_mode="auto", trust_remote_code=False)
     config = llm.llm_engine.model_config
     given = resolve_chat_template(tokenizer, "{{ messages }}", None, model_config=config)
     own = resolve_chat_template(tokenizer, None, tools=None, model_config=config)

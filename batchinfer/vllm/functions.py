@@ -27,25 +27,22 @@ def get_tokenizer(
 
     Args:
         tokenizer_name: hub id or folder.
+        trust_remote_code: True to run the tokenizer's own Python code, if it has any.
         options: options of ``AutoTokenizer.from_pretrained``.
 
     Raises:
         NotYetError, ValueError: ``tokenizer_mode`` is not supported.
         OSError: the tokenizer cannot be read.
     """
-    settle(
-        "get_tokenizer",
-        {
-            "tokenizer_mode": tokenizer_mode,
-            "trust_remote_code": trust_remote_code,
-            "download_dir": download_dir,
-        },
-        (),
-    )
+    settle("get_tokenizer", {"tokenizer_mode": tokenizer_mode, "download_dir": download_dir}, ())
     from transformers import AutoTokenizer
 
     tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-        tokenizer_name, revision=revision, truncation_side=truncation_side, **options
+        tokenizer_name,
+        revision=revision,
+        truncation_side=truncation_side,
+        trust_remote_code=trust_remote_code,
+        **options,
     )
     return tokenizer
 
