@@ -59,6 +59,7 @@ def test_sampling_parameter_of_wrong_type_is_named(fields: dict[str, Any], messa
     [
         ({"temperature": float("nan")}, "temperature is (nan|NaN); it must be from 0 to"),
         ({"logit_bias": {5: float("inf")}}, "logit_bias is .*; it must be"),
+        ({"logit_bias": {5: float("nan")}}, "logit_bias is .*; it must be"),
         (
             {"structured_outputs": {"regex": "a", "choice": ["b"]}},
             "has regex and choice; give exactly one",

@@ -431,8 +431,11 @@ def test_sampling_params_from_optional() -> None:
         n=None, max_tokens=None, temperature=None, stop=None, logit_bias={"5": 900.0, 6: -1.0}
     )
     assert found == SamplingParams(max_tokens=None, logit_bias={5: 100.0, 6: -1.0})
-    with pytest.raises(ValueError, match='logit_bias has "x" for token 5; it must be a number'):
-        SamplingParams.from_optional(logit_bias={5: "x"})
+    for bias, shown in (("x", '"x"'), (float("nan"), "NaN"), (True, "true")):
+        with pytest.raises(ValueError, match=f"has {shown} for token 5; it must be a number"):
+            SamplingParams.from_optional(logit_bias={5: bias})
+    infinite = SamplingParams.from_optional(logit_bias={5: float("-inf"), 6: float("inf")})
+    assert infinite.logit_bias == {5: -100.0, 6: 100.0}
     with pytest.raises(ValueError, match='logit_bias has "a"; its keys must be token ids'):
         SamplingParams.from_optional(logit_bias={"a": 1.0})
     assert SamplingParams(output_kind=RequestOutputKind.FINAL_ONLY).max_tokens == 16

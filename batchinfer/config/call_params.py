@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from enum import Enum
+from numbers import Real
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -289,12 +290,12 @@ def _openai_biases(biases: Mapping[Any, float]) -> dict[int, float]:
             raise ValueError(
                 f"logit_bias has {format_value(token)}; its keys must be token ids"
             ) from None
-        try:
-            clipped[token_id] = min(_MAX_BIAS, max(-_MAX_BIAS, value))
-        except TypeError:
+        is_number = isinstance(value, Real) and not isinstance(value, bool)
+        if not is_number or value != value:  # NaN differs from itself
             raise ValueError(
                 f"logit_bias has {format_value(value)} for token {token_id}; it must be a number"
-            ) from None
+            )
+        clipped[token_id] = min(_MAX_BIAS, max(-_MAX_BIAS, value))
     return clipped
 
 
