@@ -174,7 +174,7 @@ class MemoryPlan:
     max_graph_tokens: int
     """Number of tokens in the largest step with a graph; 0 on a CPU."""
     available_bytes: int
-    """Total memory of the device; on a CPU, the free memory plus the size of the weights."""
+    """Memory that was free before the model was loaded."""
     num_host_blocks: int
     host_bytes: int
     """Size of the host's swap space. If the device is a CPU, the space takes no RAM before its
@@ -277,7 +277,7 @@ def fit_memory(
         logits_bytes=logits,
         graph_bytes=graphs,
         max_graph_tokens=graph_tokens,
-        available_bytes=total,
+        available_bytes=free + weight_bytes + adapter_bytes,
         num_host_blocks=host_blocks,
         host_bytes=host_blocks * layout.bytes_per_block,
     )

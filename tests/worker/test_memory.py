@@ -180,6 +180,12 @@ def test_the_table_names_every_purpose() -> None:
         assert part in text
 
 
+@pytest.mark.parametrize(("device", "free"), [("cpu", 64), ("cuda", 80)])
+def test_the_table_shows_the_memory_that_was_free_before_the_model(device: str, free: int) -> None:
+    (line,) = (line for line in plan(device).lines() if line.startswith("available"))
+    assert line.split()[1:] == [f"{free + 3:.1f}", "MiB"]
+
+
 def test_free_host_bytes_respects_the_control_group(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
