@@ -14,7 +14,7 @@ import argparse
 import json
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from batchinfer.engine.engine import Engine
 from batchinfer.engine.request import Completion, Request
 from batchinfer.engine.step import Step
 from batchinfer.worker.kv_cache import KVCache
+from batchinfer.worker.memory import MemoryPlan
 
 VOCAB_SIZE = 64
 MAX_LEN = 131072 + 64
@@ -132,15 +133,14 @@ def largest_errors(folder: Path, runner: Watched, completion: Completion) -> dic
     return {"kv_error": kv, "logprob_error": float((got - logprobs).abs().max())}
 
 
-def planned_mib(lines: list[str]) -> float:
-    """Return the planned memory in MiB: the sum of the lines about memory that name a use."""
-    planned = [line for line in lines if not line.startswith(("available", "swap space"))]
-    return sum(float(line.split()[-2].replace(",", "")) for line in planned)
+def planned_bytes(plan: MemoryPlan) -> int:
+    """Return the planned memory without the swap space, of which no byte is used here."""
+    parts = (plan.weight_bytes, plan.adapter_bytes, plan.pool_bytes, plan.graph_bytes)
+    return sum(parts) + plan.activation_bytes + plan.logits_bytes
 
 
 def run(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     """Generate, then compare."""
-    table: list[str] = []
     # Run a small layer first, so that the memory of torch's start-up does not count as the
     # engine's.
     torch.nn.Linear(64, 64)(torch.zeros(1024, 64))
@@ -152,21 +152,21 @@ def run(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
         num_kv_blocks=-(-(args.tokens + args.outputs) // args.block_size),
     )
     model = ModelConfig(str(folder), max_model_len=args.tokens + args.outputs)
-    built = build_engine(model, settings, log=table.append)
+    built = build_engine(model, settings, log=lambda _: None)
+    assert built.memory is not None
     runner = Watched(built.engine._runner)
     built.engine._runner = runner
     prompt = np.random.default_rng(0).integers(2, VOCAB_SIZE, args.tokens).astype(np.int32)
     generated = generate(built.engine, prompt, args.outputs)
     peak = peak_rss()
-    memory = [line for line in table if line.endswith(" MiB")]
     return {
         "tokens": args.tokens,
         "outputs": args.outputs,
         "prefill_s": round(generated.prefill_s, 2),
         "decode_s": round(generated.decode_s, 2),
-        "planned_mib": round(planned_mib(memory), 1),
+        "planned_mib": round(planned_bytes(built.memory) / 2**20, 1),
         "taken_mib": round((peak - before) / 2**20, 1),
-        "memory": memory,
+        "memory": asdict(built.memory),
         **largest_errors(folder, runner, generated.completion),
     }
 

@@ -55,6 +55,8 @@ class EngineContext:
     """Tokens per block; 0 without a KV cache."""
     num_blocks: int = 0
     bytes_per_block: int = 0
+    memory: MemoryPlan | None = None
+    """None without a KV cache."""
     shares_prefixes: bool = False
     """True if prompts can share the KV of a common prefix. If False, it is fastest
     to run prompts of the same length together."""
@@ -79,6 +81,7 @@ def pool_fields(model: ModelDescription, layout: KVLayout, memory: MemoryPlan) -
         "block_size": layout.tokens_per_block,
         "num_blocks": memory.num_blocks,
         "bytes_per_block": layout.bytes_per_block,
+        "memory": memory,
         "shares_prefixes": True,
         "slots_per_state": layout.slots_per_state,
     }

@@ -101,5 +101,9 @@ def test_a_long_prompt_has_the_right_logits_and_the_planned_memory() -> None:
     found = json.loads(done.stdout)
     assert found["kv_error"] < 5e-4
     assert found["logprob_error"] < 1e-4
+    memory = found["memory"]
+    used = ("weight", "adapter", "pool", "activation", "logits", "graph")
+    planned = sum(memory[f"{part}_bytes"] for part in used)
+    assert found["planned_mib"] == pytest.approx(planned / 2**20, abs=0.1)
     # Thread stacks, a library and the allocator's cache take memory too.
     assert found["taken_mib"] < found["planned_mib"] + 64
