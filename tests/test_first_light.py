@@ -120,35 +120,33 @@ def run(
     return light
 
 
-@pytest.mark.parametrize(
-    ("end", "error"),
-    [
-        ("raise", "exit code 1: RuntimeError: broken"),
-        ("exit", "exit code 3: task"),
-        ("kill", "exit code -11: task"),
-        ("cell", "3 | 4 differ"),
-    ],
-)
+ERRORS = {
+    "raise": "exit code 1: RuntimeError: broken",
+    "exit": "exit code 3: task",
+    "kill": "exit code -11: task",
+    "cell": "3 | 4 differ",
+}
+
+
+@pytest.mark.parametrize("first", [0, 1])
 def test_a_failed_stage_is_reported_with_its_command_and_the_next_stage_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str, error: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: int
 ) -> None:
-    """Each stage fails once: those with even numbers in the first run, the others in the second."""
-    for first in (0, 1):
-        folder = tmp_path / str(first)
-        folder.mkdir()
-        ends = [end if place % 2 == first else "ok" for place in range(7)]
-        light = run(folder, monkeypatch, ends)
-        text = light.page(0)["first-light.md"]
-        for place, report in enumerate(light.reports):
-            assert report.ok == (ends[place] == "ok")
-            found = f"### {report.name}\n" in text
-            assert found == (not report.ok)
-            if found:
-                section = text.split(f"### {report.name}\n")[1].split("###")[0]
-                assert error in section
-                assert f"first_light.py --device cpu --stages {report.name}`" in section
-                assert f"logs/{report.name}.log" in section
-        assert f"**{ends.count('ok')} of 7 stages are ok**; 7 have ended" in text
+    """Every second stage fails, each in another way, beginning with stage ``first``."""
+    ways = iter([*ERRORS])
+    ends = [next(ways) if place % 2 == first else "ok" for place in range(7)]
+    light = run(tmp_path, monkeypatch, ends)
+    text = light.page(0)["first-light.md"]
+    for report, end in zip(light.reports, ends, strict=True):
+        assert report.ok == (end == "ok")
+        found = f"### {report.name}\n" in text
+        assert found == (not report.ok)
+        if found:
+            section = text.split(f"### {report.name}\n")[1].split("###")[0]
+            assert ERRORS[end] in section
+            assert f"first_light.py --device cpu --stages {report.name}`" in section
+            assert f"logs/{report.name}.log" in section
+    assert f"**{ends.count('ok')} of 7 stages are ok**; 7 have ended" in text
 
 
 def test_a_hanging_stage_is_killed_at_its_limit_and_the_next_stages_run(

@@ -27,7 +27,7 @@ from batchinfer.worker.fusion.fused_modules import FusedGatedMLP  # noqa: E402
 from tests.kernels import cases  # noqa: E402
 
 CPU = torch.device("cpu")
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 
 
 @pytest.fixture(scope="module")

@@ -25,6 +25,7 @@ from gpu_workloads import Job
 from batchinfer.config import EngineConfig
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layer_major", [False, True])
 def test_steps_of_the_smoke_test_have_graphs_and_compiled_kernels(
     layer_major: bool,
