@@ -20,8 +20,9 @@ from batchinfer.engine.sequence import RequestState
 from batchinfer.engine.stats import StepStats
 from batchinfer.engine.step_io.build_step import build_step
 from batchinfer.engine.step_io.failed_step import fail_requests_with
+from batchinfer.engine.step_io.finish_request import complete
 from batchinfer.engine.step_io.in_flight import InFlight
-from batchinfer.engine.step_io.process_result import complete, process_result
+from batchinfer.engine.step_io.process_result import process_result
 from batchinfer.engine.step_io.shared_prefix import PrefixTree
 
 

@@ -8,8 +8,8 @@ from batchinfer.engine.images import LostImageError, PromptImage
 from batchinfer.engine.request import Completion
 from batchinfer.engine.scheduler.scheduler import Scheduler
 from batchinfer.engine.sequence import RequestState, Sequence
+from batchinfer.engine.step_io.finish_request import complete, fail_request
 from batchinfer.engine.step_io.in_flight import InFlight
-from batchinfer.engine.step_io.process_result import complete, fail_request
 
 _CODE = "invalid_image"
 

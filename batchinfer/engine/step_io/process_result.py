@@ -1,4 +1,4 @@
-"""Processes a step's result: appends tokens, finds stops, forks samples, makes completions.
+"""Processes a step's result: appends its tokens, forks samples, and ends samples that stop.
 
 If the next step is already in flight, a stop is seen one step late. The sequence's row and blocks
 can be freed nevertheless, because no submitted step reuses them (see ``Runner``). The token that
@@ -15,13 +15,15 @@ from batchinfer.engine.scheduler.sequence_table import SequenceTable
 from batchinfer.engine.sequence import RequestState, Sequence
 from batchinfer.engine.step import Bool, Int32, StepResult
 from batchinfer.engine.step_io.beam_step import process_beams
+from batchinfer.engine.step_io.finish_request import (
+    Failure,
+    complete,
+    fail_request,
+    finish_sample,
+)
 from batchinfer.engine.step_io.in_flight import InFlight, SampledRows
 from batchinfer.engine.step_io.scored_prompts import process_scores
-from batchinfer.engine.step_io.structured_output import StopResult, add_forced_tokens
-from batchinfer.protocols import StopMatch
-
-Failure = tuple[str, str]
-"""Error code and message of a row."""
+from batchinfer.engine.step_io.stop_conditions import find_stops
 
 _NAN: Failure = ("nan_logits", "the logits contain NaN or infinity")
 _GRAMMAR_ERROR = "invalid_structured_output"
@@ -30,42 +32,6 @@ _NO_TOKEN: Failure = (
     "every next token is excluded by bad_words, no_repeat_ngram_size, allowed_token_ids, "
     "min_tokens or the grammar",
 )
-
-
-def find_stops(
-    table: SequenceTable, samples: SampledRows, sequences: list[Sequence], result: StepResult
-) -> StopResult:
-    """Find which of K samples stop at the drawn token, or at tokens that a grammar then forces.
-
-    Args:
-        samples: [K] the row of each sample.
-        sequences: [K] sequences that include the drawn tokens; forced tokens are appended to them.
-        result: the K samples.
-    """
-    stop_result = StopResult(
-        _stops(samples, sequences, result), samples.at_limit.copy(), samples.lengths.copy()
-    )
-    if samples.has_grammar.any():
-        add_forced_tokens(table, samples, sequences, result, stop_result)
-    return stop_result
-
-
-def _stops(
-    samples: SampledRows, sequences: list[Sequence], result: StepResult
-) -> dict[int, int | StopMatch]:
-    """Return the stop token or stop string of each sample that stops with this token."""
-    tokens, may_stop = result.token_ids, samples.may_stop
-    by_token = (samples.stop_ids == tokens[:, None]).any(axis=1) & may_stop
-    stops: dict[int, int | StopMatch] = {
-        at: int(tokens[at]) for at in np.flatnonzero(by_token).tolist()
-    }
-    for at in np.flatnonzero(samples.checks_stops & ~by_token & ~result.nonfinite).tolist():
-        checker = sequences[at].stop_checker
-        assert checker is not None
-        stop = checker.on_token(int(tokens[at]), may_stop=bool(may_stop[at]))
-        if stop is not None:
-            stops[at] = stop
-    return stops
 
 
 def process_result(
@@ -120,7 +86,7 @@ def process_result(
     _fork(scheduler, sampled, running, sequences, ended | failed)
     for at in np.flatnonzero(ended & ~failed).tolist():
         states[sequences[at].state] = None
-        _finish(scheduler, sequences[at], stop_result.stops.get(at))
+        finish_sample(scheduler, sequences[at], stop_result.stops.get(at))
     for at in np.flatnonzero(failed).tolist():
         errors[sequences[at].state] = _failure(result, at, stop_result.broken.get(at))
     states |= dict.fromkeys(errors)
@@ -247,55 +213,3 @@ def _fork(
         for at in range(row + 1, row + count):
             if not ended[at]:
                 scheduler.fork(sequences[row], sequences[at], forecast)
-
-
-def _finish(scheduler: Scheduler, sequence: Sequence, stop: int | StopMatch | None) -> None:
-    """Free a finished sample's row and blocks and store its output."""
-    state = sequence.state
-    if sequence.row >= 0:
-        scheduler.finish(sequence)
-    state.samples.remove(sequence)
-    reason = "length" if stop is None else "stop"
-    if isinstance(stop, int):
-        stop = state.request.named_stop(stop)
-    state.finished[sequence.index] = sequence.output(reason, stop)
-
-
-def fail_request(scheduler: Scheduler, state: RequestState, *, is_nan: bool) -> None:
-    """Fail a request, or restart it if the blocks of another row may have caused the failure.
-
-    The request's blocks are removed from the index. If it used cached blocks, a NaN in these may
-    have caused its NaN logits: attention spreads a NaN of one token over a whole tile. The request
-    then restarts once, without cached blocks and with the same random numbers.
-    """
-    state.note_peak_blocks()
-    used_cache = state.stats.cached_tokens > 0 or state.request.first_sample > 0
-    restarts = is_nan and used_cache and not state.skip_prefix_cache
-    for sample in state.samples:
-        scheduler.drop(sample)
-    state.samples.clear()
-    if restarts:
-        state.skip_prefix_cache = True
-        leader = state.restart()
-        leader.computed_once = state.request.num_prompt_tokens
-        scheduler.requeue(leader)
-
-
-def complete(state: RequestState, failure: Failure | None, now: float) -> Completion:
-    """Return the completion of a request without unfinished samples."""
-    outputs = [state.finished[index] for index in sorted(state.finished)]
-    stats = state.stats
-    assert state.admitted_at is not None
-    assert state.first_token_at is not None
-    if not state.request.pools:  # the output token of a pooling request is ignored
-        stats.output_tokens = sum(len(output.token_ids) for output in outputs)
-        stats.decode_ms = (now - state.first_token_at) * 1e3
-    stats.queue_ms = (state.admitted_at - state.arrived_at) * 1e3
-    stats.prefill_ms = (state.first_token_at - state.admitted_at) * 1e3
-    stats.latency_ms = (now - state.arrived_at) * 1e3
-    code, message = failure or (None, None)
-    completion = Completion(state.request, outputs, code, message, stats)
-    if state.scores is not None and failure is None:
-        completion.prompt_logprobs = state.scores.logprobs()
-    completion.hidden_state = None if failure else state.hidden_state
-    return completion
