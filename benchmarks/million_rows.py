@@ -61,10 +61,10 @@ from batchinfer.engine.scheduler.sequence_table import SequenceTable
 from batchinfer.engine.step import Step
 from batchinfer.job.claims import queue
 from batchinfer.job.output import part_writer
-from batchinfer.job.output.segments import Segments
+from batchinfer.job.output.finished_row_segments import Segments
 from batchinfer.job.run.run_job import run_job
 from batchinfer.job.spec.spec import JobSpec
-from batchinfer.job.stats.recorder import Recorder
+from batchinfer.job.stats.run_record import Recorder
 from batchinfer.text.tokenizer import Tokenizer
 
 PROMPT = "Row {row:07d} has a question of some sixty letters, and wants it"

@@ -33,7 +33,11 @@ from result_files import write_results
 
 from batchinfer.errors import ExitCode
 from batchinfer.job.job import Job
-from batchinfer.job.output.segments import CONTROL_TEXT_COLUMN, REQUEST_COLUMN, segment_schema
+from batchinfer.job.output.finished_row_segments import (
+    CONTROL_TEXT_COLUMN,
+    REQUEST_COLUMN,
+    segment_schema,
+)
 from batchinfer.job.reuse.reuse import FoundRows, RowReuse
 from batchinfer.job.rows.row_key import KEY_COLUMN, KEY_TYPE, RowKeys
 from batchinfer.job.run import pipeline

@@ -10,7 +10,7 @@ import numpy as np
 
 from batchinfer.engine.request import RequestStats
 from batchinfer.engine.stats import StepStats
-from batchinfer.job.stats.recorder import package_versions
+from batchinfer.job.stats.run_record import package_versions
 from batchinfer.report.histograms import COLUMNS as REQUEST_COLUMNS
 from batchinfer.report.histograms import Lengths
 from batchinfer.report.report_data import ReportData

@@ -26,7 +26,7 @@ from batchinfer.job.row_ids import Part
 from batchinfer.job.rows.task import Task
 from batchinfer.job.rows.tasks import TASKS
 from batchinfer.job.stats.first_errors import id_column, named_row, shown_ids
-from batchinfer.job.stats.recorder import Run, engine_wall_s, package_versions, runs_of, wall_s
+from batchinfer.job.stats.run_record import Run, engine_wall_s, package_versions, runs_of, wall_s
 from batchinfer.job.stats.status import Status, read_status
 from batchinfer.job.stats.summary import phase_seconds
 from batchinfer.report.lanes import lanes_of

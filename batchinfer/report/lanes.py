@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from batchinfer.job.claims.writers import writer_named
 from batchinfer.job.run_ids import writer_of
-from batchinfer.job.stats.recorder import Run
+from batchinfer.job.stats.run_record import Run
 from batchinfer.report.timeline import POINTS, Float, Timeline
 
 _ABSENT, _LOADS, _WAITS, _COMPUTES, _DIES = range(5)

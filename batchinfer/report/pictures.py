@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from batchinfer.config import PromptConfig
 from batchinfer.errors import RowError, UsageError
-from batchinfer.job.images.finder import ImageFinder
+from batchinfer.job.images.find_row_images import ImageFinder
 from batchinfer.job.images.media_files import MediaFiles, StoreImage, media_root
 from batchinfer.job.images.time_limit import within
 from batchinfer.text.images.files import INVALID_IMAGE, ImageFile, ImageFiles

@@ -12,10 +12,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchinfer.job.output.directory import OutputDir
-from batchinfer.job.output.segments import REQUEST_COLUMN
+from batchinfer.job.output.finished_row_segments import REQUEST_COLUMN
 from batchinfer.job.output.stats_tables import STEPS_SCHEMA
 from batchinfer.job.run_ids import writer_of
-from batchinfer.job.stats.recorder import Run
+from batchinfer.job.stats.run_record import Run
 from batchinfer.report.histograms import COLUMNS as REQUEST_COLUMNS
 from batchinfer.report.histograms import Lengths
 from batchinfer.report.timeline import COLUMNS as STEP_COLUMNS

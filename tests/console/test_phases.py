@@ -19,7 +19,7 @@ from batchinfer.console.phases import (
 )
 from batchinfer.errors import ExitCode
 from batchinfer.job.run.run_job import run_job
-from batchinfer.job.stats.recorder import read_run
+from batchinfer.job.stats.run_record import read_run
 from batchinfer.job.storage.filesystem import LocalFiles
 from tests.console.conftest import Clock
 from tests.console.terminal import PseudoTerminal, screen

@@ -16,7 +16,7 @@ from typing import Any
 from batchinfer.engine.stats import StepStats
 from batchinfer.job.claims.crashed_rows import crash_history_from
 from batchinfer.job.spec.spec import JobSpec
-from batchinfer.job.stats.recorder import Recorder
+from batchinfer.job.stats.run_record import Recorder
 from batchinfer.job.tokens.in_flight import TokenUpdate
 from batchinfer.job.tokens.token_files import TokenFiles
 from tests.faults.kills import KILLED, Killer

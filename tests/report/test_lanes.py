@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchinfer.job.stats.recorder import Run
+from batchinfer.job.stats.run_record import Run
 from batchinfer.report.lanes import Lane, key, lanes_of
 from batchinfer.report.timeline import COLUMNS, Timeline
 from tests.report.hostile import HOSTILE

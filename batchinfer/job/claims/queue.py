@@ -12,8 +12,8 @@ import pyarrow as pa
 from batchinfer.job.claims.crashed_rows import CrashHistory, Group, count_deaths
 from batchinfer.job.output.commit import Draft, publish
 from batchinfer.job.output.directory import OutputDir
+from batchinfer.job.output.finished_row_segments import Segments
 from batchinfer.job.output.resume import ResumePlan
-from batchinfer.job.output.segments import Segments
 from batchinfer.job.row_ids import (
     NO_ROWS,
     Part,

@@ -16,8 +16,12 @@ from batchinfer.job.claims.crashed_rows import forget_given_up
 from batchinfer.job.manifest import Manifest
 from batchinfer.job.output.directory import OutputDir, Trust
 from batchinfer.job.output.explode import whole_rows
+from batchinfer.job.output.finished_row_segments import (
+    CONTROL_TEXT_COLUMN,
+    REQUEST_COLUMN,
+    Segments,
+)
 from batchinfer.job.output.records.part_record import PartRecord
-from batchinfer.job.output.segments import CONTROL_TEXT_COLUMN, REQUEST_COLUMN, Segments
 from batchinfer.job.output.stats_tables import REQUEST
 from batchinfer.job.row_ids import Part
 from batchinfer.job.rows.row_key import KEY_COLUMN, KEY_TYPE

@@ -21,7 +21,7 @@ from batchinfer.job.fleet.worker_process import WorkerSetup
 from batchinfer.job.job import BuildEngine, OutputJob
 from batchinfer.job.run_ids import run_id, run_number
 from batchinfer.job.spec.spec import JobSpec
-from batchinfer.job.stats.recorder import package_versions
+from batchinfer.job.stats.run_record import package_versions
 from batchinfer.job.storage.filesystem import storage_errors
 from batchinfer.process.cpus import cpu_limits
 

@@ -28,7 +28,7 @@ from batchinfer.job.job import BuildEngine
 from batchinfer.job.run.run_job import run_job
 from batchinfer.job.run.threads import Repeater
 from batchinfer.job.spec.spec import JobSpec
-from batchinfer.job.stats.recorder import package_versions
+from batchinfer.job.stats.run_record import package_versions
 from batchinfer.process.process import (
     bound_spinning,
     leave_on_signals,

@@ -7,7 +7,7 @@ from hashlib import sha256
 
 from batchinfer.console.phases import phase
 from batchinfer.errors import RowError
-from batchinfer.job.images.finder import ImageFinder
+from batchinfer.job.images.find_row_images import ImageFinder
 from batchinfer.job.images.job_images import may_have_images
 from batchinfer.job.images.media_files import FILE, media_root
 from batchinfer.job.input.dataset import Source

@@ -13,13 +13,13 @@ import pyarrow.compute as pc
 from batchinfer.job.input.dataset import Source
 from batchinfer.job.output.commit import Draft, stage
 from batchinfer.job.output.directory import OutputDir
-from batchinfer.job.output.schema import OutputTable
-from batchinfer.job.output.segments import (
+from batchinfer.job.output.finished_row_segments import (
     CONTROL_TEXT_COLUMN,
     REQUEST_COLUMN,
     Segments,
     segment_table,
 )
+from batchinfer.job.output.schema import OutputTable
 from batchinfer.job.output.stats_tables import WORKER, requests_table, with_worker
 from batchinfer.job.row_ids import Part, RowIds, in_range
 from batchinfer.job.rows.finished_row import FinishedRow

@@ -20,12 +20,12 @@ from batchinfer.job.manifest import Manifest, read_manifest
 from batchinfer.job.output.commit import check_part
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.output.explode import first_of_rows
+from batchinfer.job.output.finished_row_segments import read_segment
 from batchinfer.job.output.partitioned import problems as partition_problems
 from batchinfer.job.output.records.export_record import problems as openai_problems
 from batchinfer.job.output.records.file_record import changed_files, has_record
 from batchinfer.job.output.records.part_record import PartRecord
 from batchinfer.job.output.resume import plan_of, refuse_half_an_update, unexpected_files
-from batchinfer.job.output.segments import read_segment
 from batchinfer.job.row_ids import Part
 from batchinfer.job.storage.filesystem import parse_json, read_file
 

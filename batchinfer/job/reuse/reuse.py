@@ -28,17 +28,17 @@ from batchinfer.job.fingerprint import answer_facts, differences
 from batchinfer.job.manifest import Manifest
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.output.explode import whole_rows
-from batchinfer.job.output.manifest_file import is_begun
-from batchinfer.job.output.open import output_at
-from batchinfer.job.output.records.part_record import PartRecord
-from batchinfer.job.output.resume import plan_of
-from batchinfer.job.output.segments import (
+from batchinfer.job.output.finished_row_segments import (
     CONTROL_TEXT_COLUMN,
     REQUEST_COLUMN,
     read_segment,
     segment_schema,
     with_keys,
 )
+from batchinfer.job.output.manifest_file import is_begun
+from batchinfer.job.output.open import output_at
+from batchinfer.job.output.records.part_record import PartRecord
+from batchinfer.job.output.resume import plan_of
 from batchinfer.job.row_ids import Part
 from batchinfer.job.rows.row_key import KEY_BYTES, KEY_COLUMN, KEY_TYPE, KEYS_SCHEMA
 from batchinfer.job.storage.filesystem import read_file

@@ -25,7 +25,7 @@ from batchinfer.job.run.decide import RunPlan
 from batchinfer.job.run.reporter import RunReporter
 from batchinfer.job.run_ids import writer_of
 from batchinfer.job.stats.lineage import run_event
-from batchinfer.job.stats.recorder import package_versions, runs_of
+from batchinfer.job.stats.run_record import package_versions, runs_of
 from batchinfer.job.stats.summary import write_summary
 
 

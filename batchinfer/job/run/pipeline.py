@@ -47,7 +47,7 @@ from batchinfer.job.rows.window import plan_windows
 from batchinfer.job.run.engine_loop import EngineLoop, RowResult, TurnResult
 from batchinfer.job.run.in_flight_log import InFlightLog
 from batchinfer.job.run.threads import BackgroundConsumer, Prefetcher
-from batchinfer.job.stats.recorder import Recorder, package_versions
+from batchinfer.job.stats.run_record import Recorder, package_versions
 from batchinfer.job.tokens.in_flight import TokensInFlight, TokenUpdate
 from batchinfer.job.tokens.token_files import TokenFiles
 from batchinfer.process.process import gc_frozen

@@ -32,7 +32,7 @@ from batchinfer.job.output.stats_tables import (
 )
 from batchinfer.job.run_ids import writer_of
 from batchinfer.job.stats.first_errors import first_errors
-from batchinfer.job.stats.recorder import (
+from batchinfer.job.stats.run_record import (
     Run,
     engine_wall_s,
     package_versions,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from batchinfer.job.claims.writers import own_lock, writer_named, writers_seen
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.run_ids import writer_of
-from batchinfer.job.stats.recorder import Run
+from batchinfer.job.stats.run_record import Run
 
 SILENT_S = 60.0
 """If this machine cannot check a run's lock, the run counts as dead after this many seconds without

@@ -17,9 +17,9 @@ from batchinfer.job.manifest import Manifest
 from batchinfer.job.output import part_writer as sink
 from batchinfer.job.output.commit import publish
 from batchinfer.job.output.directory import OutputDir
+from batchinfer.job.output.finished_row_segments import Segments
 from batchinfer.job.output.part_writer import PartWriter
 from batchinfer.job.output.schema import output_table
-from batchinfer.job.output.segments import Segments
 from batchinfer.job.row_ids import NO_ROWS, Part
 from batchinfer.job.rows.finished_row import FinishedRow
 from batchinfer.job.storage.filesystem import LocalFiles

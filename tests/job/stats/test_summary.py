@@ -17,7 +17,7 @@ import pytest
 
 from batchinfer.errors import ExitCode
 from batchinfer.job.run.run_job import run_job
-from batchinfer.job.stats import recorder
+from batchinfer.job.stats import run_record
 from tests.job.datasets import write_parquet
 from tests.job.fakes import FakeBuild, job
 
@@ -175,7 +175,7 @@ def test_summary_sums_steps_of_many_small_files(
 ) -> None:
     dataset(tmp_path)
     whole = run(tmp_path)
-    monkeypatch.setattr(recorder, "STEPS_PER_FILE", 3)
+    monkeypatch.setattr(run_record, "STEPS_PER_FILE", 3)
     small = run(tmp_path, output={"path": str(tmp_path / "out"), "if_exists": "overwrite"})
     check_identities(small)
     assert small.summary["tokens"] == whole.summary["tokens"]

@@ -17,7 +17,7 @@ from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.output.open import output_at
 from batchinfer.job.output.stats_tables import STEPS_SCHEMA
 from batchinfer.job.run.run_job import run_job
-from batchinfer.job.stats.recorder import Run, engine_wall_s, wall_s
+from batchinfer.job.stats.run_record import Run, engine_wall_s, wall_s
 from batchinfer.job.stats.status import read_status
 from batchinfer.job.stats.workers import SILENT_S, latest_workers
 from batchinfer.report.stored_stats import read_timeline

@@ -15,8 +15,8 @@ from batchinfer.engine.request import RequestStats
 from batchinfer.errors import DataError
 from batchinfer.job.manifest import Manifest
 from batchinfer.job.output.directory import OutputDir
+from batchinfer.job.output.finished_row_segments import Segments, segment_table
 from batchinfer.job.output.schema import ERROR
-from batchinfer.job.output.segments import Segments, segment_table
 from batchinfer.job.row_ids import Part
 from batchinfer.job.rows.finished_row import FinishedRow
 from tests.job.datasets import flip_bit
