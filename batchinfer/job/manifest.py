@@ -60,8 +60,8 @@ class Manifest:
     table_version: int | None = None
     """Version of the Delta or Iceberg table; None for other inputs."""
     image_files: str | None = None
-    """Hash of the sizes and modification times of the image files that rows name. None if rows name
-    no files, or if the run did not check them."""
+    """Hash of facts about the image files that rows name (``image_file_facts``). None if it is
+    unknown, or if rows name no files."""
 
     def parts(self) -> list[Part]:
         """Return the parts in order; an empty dataset has one part without rows."""
@@ -109,6 +109,23 @@ class Manifest:
                 f"the input has changed since the job was started: {problem}",
                 hint="use --update to recompute only the rows that changed, or restore the input, "
                 "or use --output (run-batch: -o) to write elsewhere, or --overwrite to start over",
+            )
+
+    def check_same_images(self, other: Manifest) -> None:
+        """Check that the image files that rows name have not changed, as far as both runs know.
+
+        Raises:
+            DataError: a file has changed.
+        """
+        if None not in (self.image_files, other.image_files) and (
+            self.image_files != other.image_files
+        ):
+            raise DataError(
+                "image files that rows name have changed since the job was started, or have new "
+                "modification times",
+                hint="use --update to recompute only the rows whose images differ, or restore the "
+                "files, or use --output (run-batch: -o) to write elsewhere, or --overwrite to "
+                "start over",
             )
 
     def _shares_nothing_with(self, other: Manifest) -> bool:

@@ -27,7 +27,7 @@ from batchinfer.job.output.manifest_file import is_stored_whole, stored_manifest
 from batchinfer.job.output.open import output_at
 from batchinfer.job.output.records import export_record
 from batchinfer.job.output.records.file_record import missing_files
-from batchinfer.job.output.resume import ResumePlan, plan_resume
+from batchinfer.job.output.resume import ResumePlan, has_finished_rows, plan_resume
 from batchinfer.job.reuse.reuse import open_outputs
 from batchinfer.job.spec.spec import JobSpec
 
@@ -150,6 +150,7 @@ def decide(
     if nothing is not None:
         yield nothing
         return
+    _refuse_changed_images(job, options)
     claim = _claim(job, options)
     reused = open_outputs(spec.output.reuse, out)
     generated = job.table.generated_schema
@@ -192,11 +193,13 @@ def _compares_images(out: OutputDir, planned: Manifest | None, options: RunOptio
     an earlier plan.
 
     Processes that share a job do neither, because each of them would have to examine all images.
+    Without ``--update``, a finished job does not compare images.
     """
     if options.role is not None:
         return False
-    begins = planned is None or options.overwrites
-    return begins or options.update or options.retry_errors or bool(out.files.entries(out.next))
+    is_finished = planned is not None and out.files.stat(out.success) is not None
+    asks = options.overwrites or options.update or options.retry_errors
+    return not is_finished or asks or bool(out.files.entries(out.next))
 
 
 def _refuse_own_output(source: Source, out: OutputDir) -> None:
@@ -215,6 +218,21 @@ def _next_generation(job: OutputJob, options: RunOptions) -> OutputDir | None:
     return next_generation(
         job.out, job.manifest, update=options.update, retry_errors=options.retry_errors
     )
+
+
+def _refuse_changed_images(job: OutputJob, options: RunOptions) -> None:
+    """Check that a run that resumes an output finds the image files that its rows name unchanged.
+
+    ``--retry-errors`` accepts other files, because somebody may have replaced bad ones.
+
+    Raises:
+        DataError: an image file has changed.
+    """
+    if options.if_exists != "resume" or options.retry_errors or not has_finished_rows(job.out):
+        return
+    stored = stored_manifest(job.out)
+    if stored.is_of_same_job(job.manifest) and _next_generation(job, options) is None:
+        stored.check_same_images(job.manifest)
 
 
 def _nothing_to_do(job: OutputJob, options: RunOptions) -> NothingToDo | None:

@@ -56,8 +56,12 @@ class HubStore:
             entry = _hub().info(_path(path), refresh=True, expand_info=True)
         if entry["type"] != "file":
             raise OSError("it is not a file")
-        large = entry["lfs"]
-        return FileStat(entry["size"], 0, large.sha256 if large else entry["blob_id"])
+        return _stat_of(entry)
+
+    def stats_below(self, folder: str) -> Iterator[tuple[str, FileStat]]:
+        with _errors(folder):
+            entries = _hub().find(_path(folder), detail=True, refresh=True)
+        yield from ((_SCHEME + name, _stat_of(entry)) for name, entry in entries.items())
 
     def open(self, path: str) -> pa.NativeFile:
         # Imported only here, because processes that read images do not need pyarrow.
@@ -74,6 +78,12 @@ def read_from_hub(url: str, most: int) -> bytes:
     if len(data) > most:
         raise OSError(f"it has more than {most} bytes")
     return data
+
+
+def _stat_of(entry: Any) -> FileStat:
+    """Convert the Hub's description of a file."""
+    large = entry["lfs"]
+    return FileStat(entry["size"], 0, large.sha256 if large else entry["blob_id"])
 
 
 def _hub() -> Any:

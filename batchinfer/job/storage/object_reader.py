@@ -54,6 +54,13 @@ class ObjectStore:
         with errors(path, "read"):
             return file_stat(obstore.head(connect(place.bucket), place.key))
 
+    def stats_below(self, folder: str) -> Iterator[tuple[str, FileStat]]:
+        place = StorePath(folder)
+        with errors(folder, "read"):
+            for batch in obstore.list(connect(place.bucket), place.key or None):
+                for entry in batch:
+                    yield str(StorePath(place.bucket, entry["path"])), file_stat(entry)
+
     def open(self, path: str) -> pa.NativeFile:
         return pa.PythonFile(_RemoteFile(path, self.stat(path)), mode="r")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import os
+from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePath, PurePosixPath
 from stat import S_ISREG
@@ -52,6 +53,14 @@ class Store(Protocol):
         ...
 
 
+class RemoteStore(Store, Protocol):
+    """An object store, or the Hugging Face Hub."""
+
+    def stats_below(self, folder: str) -> Iterator[tuple[str, FileStat]]:
+        """Yield the URL and the metadata of each file in a folder and its subfolders."""
+        ...
+
+
 class LocalStore:
     """This machine's file system."""
 
@@ -94,17 +103,24 @@ def store_of(path: str) -> Store:
     Raises:
         UsageError: the package that reads from the store is not installed.
     """
-    if scheme_of(path) == "hf":
+    return remote_store_of(path) if is_url(path) else LocalStore()
+
+
+def remote_store_of(url: str) -> RemoteStore:
+    """Return the store that holds a URL.
+
+    Raises:
+        UsageError: the package that reads from the store is not installed.
+    """
+    if scheme_of(url) == "hf":
         from batchinfer.job.storage.hub_reader import HubStore
 
         return HubStore()
-    if is_url(path):
-        connect(StorePath(path).bucket)
-        # Imported only if needed, because it requires obstore.
-        from batchinfer.job.storage.object_reader import ObjectStore
+    connect(StorePath(url).bucket)
+    # Imported only if needed, because it requires obstore.
+    from batchinfer.job.storage.object_reader import ObjectStore
 
-        return ObjectStore()
-    return LocalStore()
+    return ObjectStore()
 
 
 def expand(entry: str, suffixes: tuple[str, ...]) -> list[str]:

@@ -77,7 +77,7 @@ def test_rows_that_name_no_file_have_no_facts(tmp_path: Path) -> None:
     assert facts(tmp_path, rows_of(held, kind=HUB_IMAGE)) is None
     assert facts(tmp_path, rows_of("a.png"), prompt={"images": None}) is None
     store = {"media_root": "s3://lake/in"}
-    assert facts(tmp_path, rows_of("a.png"), input=store) is None
+    assert facts(tmp_path, rows_of("http://host/a.png"), input=store) is None
 
 
 def test_rows_with_many_embedded_images_are_not_read_to_the_end(

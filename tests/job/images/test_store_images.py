@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,14 +11,25 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchinfer.errors import ExitCode, RowError
+from batchinfer.job.images.file_facts import image_file_facts
 from batchinfer.job.images.media_files import MediaFiles
+from batchinfer.job.job import open_input
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.run.run_job import run_job
 from batchinfer.job.storage import connection
+from batchinfer.job.storage.filesystem import parse_json
 from batchinfer.report.from_output import from_output
 from tests.job.images.pictures import png
 from tests.job.images.test_image_jobs import job, results
-from tests.job.stores import LAKE, complaining_server, point_to, s3_server, upload
+from tests.job.stores import (
+    LAKE,
+    Request,
+    between,
+    complaining_server,
+    point_to,
+    s3_server,
+    upload,
+)
 from tests.vision_folders import make_vision_folder
 
 GOOD = ("a.png", "sub/../a.png", "sub/b c#1%20.png", f"{LAKE}/in/a.png")
@@ -81,6 +93,67 @@ def test_rows_name_images_in_the_store(tmp_path: Path, place: str) -> None:
         assert part in error["message"]
     shown = from_output(OutputDir(tmp_path / "out"), now=0.0).examples
     assert [len(row.pictures) for row in shown] == [row.error is None for row in shown]
+
+
+def test_facts_come_from_a_listing_and_change_with_the_files(
+    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only changes of named files count, even if their sizes stay the same."""
+    asked: list[str] = []
+    with between(address, lambda request: asked.append(request.path)) as proxy:
+        point_to(proxy, monkeypatch)
+        names = ["http://host/x.png", "../secret.png", None, *GOOD, "sub/gone.png"]
+        rows = pa.table({"text": ["a"] * len(names), "image": names})
+        spec = job(tmp_path, Path("model"), rows, input={"media_root": f"{LAKE}/in"})
+        source = open_input(spec)
+
+        def facts_after(*names: str) -> str | None:
+            (tmp_path / "new").mkdir()
+            for name in names:
+                (tmp_path / "new" / name.rpartition("/")[2]).write_bytes(png(1)[::-1])
+            folder = {name.rpartition("/")[0] for name in names} or {""}
+            upload(tmp_path / "new", f"{folder.pop()}/")
+            shutil.rmtree(tmp_path / "new")
+            asked.clear()
+            facts = image_file_facts(spec, source)
+            assert all("list-type=2" in path and "prefix=in%2F" in path for path in asked)
+            assert len(asked) == 1
+            return facts
+
+        first = facts_after()
+        assert first is not None
+        assert facts_after("in/other.png", "in/sub/other.png") == first
+        assert facts_after("secret.png") == first
+        changed = [facts_after("in/a.png"), facts_after("in/sub/b c#1%20.png")]
+        changed.append(facts_after("in/sub/gone.png"))
+        assert len({first, *changed}) == 4
+
+
+def test_files_that_cannot_be_listed_have_no_facts(
+    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse_to_list(request: Request) -> int | None:
+        return 403 if "list-type" in request.path else None
+
+    with between(address, refuse_to_list) as proxy:
+        point_to(proxy, monkeypatch)
+        rows = pa.table({"text": ["a"], "image": ["a.png"]})
+        spec = job(tmp_path, Path("model"), rows, input={"media_root": f"{LAKE}/in"})
+        assert image_file_facts(spec, open_input(spec)) is None
+
+
+@pytest.mark.long
+def test_an_update_runs_the_rows_of_a_changed_image(tmp_path: Path) -> None:
+    model = make_vision_folder("llava", tmp_path / "model")
+    rows = pa.table({"text": [*"abc"], "image": ["a.png", "sub/b c#1%20.png", "a.png"]})
+    spec = job(tmp_path, model, rows, input={"media_root": f"{LAKE}/in"})
+    assert run_job(spec, quiet=True) is ExitCode.OK
+    first = results(tmp_path)
+    (tmp_path / "uploaded" / "in" / "a.png").write_bytes(png(2))
+    upload(tmp_path / "uploaded", "")
+    assert run_job(spec, update=True, quiet=True) is ExitCode.OK
+    assert [a == b for a, b in zip(first, results(tmp_path), strict=True)] == [False, True, False]
+    assert parse_json((tmp_path / "out" / "summary.json").read_bytes())["rows"]["reused"] == 1
 
 
 def test_a_store_that_refuses_is_an_error_of_the_row(monkeypatch: pytest.MonkeyPatch) -> None:

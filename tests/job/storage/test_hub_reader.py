@@ -17,6 +17,7 @@ from batchinfer.job.input.dataset import open_source
 from batchinfer.job.input.discover import find_files
 from batchinfer.job.run.run_job import run_job
 from batchinfer.job.spec.load import load_job
+from batchinfer.job.storage.reader import remote_store_of
 from batchinfer.job.storage.whole_files import read_whole
 from tests.job.datasets import write_parquet
 from tests.job.fakes import FakeBuild, job
@@ -109,6 +110,19 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Hub]]:
     server.shutdown()
     thread.join()
     server.server_close()
+
+
+def test_hub_lists_the_facts_of_files(hub: type[Hub]) -> None:
+    store = remote_store_of(f"{URL}/")
+    found = dict(store.stats_below(f"{URL}/"))
+    assert set(found) == {
+        f"{URL}/{name}" for name in ("README.md", "a.parquet", "b.parquet", "sub/c.parquet")
+    }
+    assert found == {url: store.stat(url) for url in found}
+    assert dict(store.stats_below(f"{URL}/sub/")) == {
+        f"{URL}/sub/c.parquet": found[f"{URL}/sub/c.parquet"]
+    }
+    assert dict(store.stats_below(f"{URL}/gone/")) == {}
 
 
 def test_hub_dataset_is_read_in_path_order(hub: type[Hub]) -> None:

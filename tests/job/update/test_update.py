@@ -173,6 +173,48 @@ def test_stopped_update_of_image_files_is_resumed(
     assert place.run(update=True) == []
 
 
+def test_images_that_changed_before_a_resume_need_an_update(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    facts: list[str | None] = ["one"]
+    monkeypatch.setattr(decide, "image_file_facts", lambda spec, source: facts[0])
+    place = Place(tmp_path)
+    place.write(*ROWS)
+    place.stop(8)
+    kept = finished_rows(place.out)
+    assert kept
+    facts[0] = "two"
+    with pytest.raises(DataError, match=r"(?s)image files that rows name .*--update"):
+        place.run()
+    assert finished_rows(place.out) == kept
+    assert place.run(update=True) == sorted({*range(14)} - kept)
+    place.check_as_fresh()
+    facts[0] = "three"
+    assert place.run() == [], "a finished job does not compare images"
+
+
+@pytest.mark.parametrize(
+    ("facts", "options"),
+    [
+        pytest.param("one", {}, id="same"),
+        pytest.param(None, {}, id="unknown"),
+        pytest.param("two", {"retry_errors": True}, id="retry-errors"),
+    ],
+)
+def test_resumes_that_accept_the_image_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, facts: str | None, options: dict[str, bool]
+) -> None:
+    found: list[str | None] = ["one"]
+    monkeypatch.setattr(decide, "image_file_facts", lambda spec, source: found[0])
+    place = Place(tmp_path)
+    place.write(*ROWS)
+    place.stop(8)
+    kept = finished_rows(place.out)
+    assert kept
+    found[0] = facts
+    assert place.run(**options) == sorted({*range(14)} - kept)
+
+
 def finished_rows(out: OutputDir) -> set[int]:
     tables = [*out.files.entries(out.segments), *out.files.entries(out.data)]
     return {row for path in tables for row in pq.read_table(path)["row_id"].to_pylist()}
