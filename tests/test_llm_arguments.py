@@ -223,9 +223,15 @@ def test_truncate_prompt_tokens_keeps_the_end_of_prompts(llm: LLM) -> None:
     output = run(llm, too_long, replace(GREEDY, truncate_prompt_tokens=-1))
     assert len(output.prompt_token_ids) == llm.max_model_len - 1
     with pytest.raises(
-        ValueError, match="truncate_prompt_tokens is 600; it must be at most max_model_len"
+        ValueError,
+        match="prompt 0: truncate_prompt_tokens is 600; it must be at most max_model_len",
     ):
         run(llm, "a", replace(GREEDY, truncate_prompt_tokens=600))
+    params = [replace(GREEDY, truncate_prompt_tokens=kept) for kept in (5, 600)]
+    fine, bad = llm.generate(["a", "a"], params, errors="return", **QUIET)
+    assert fine.error is None
+    assert bad.error is not None
+    assert bad.error.code == "bad_sampling_params"
     talk = [{"role": "user", "content": "x" * 600}]
     (chat,) = llm.chat(talk, replace(GREEDY, truncate_prompt_tokens=9), **QUIET)
     assert len(chat.prompt_token_ids) == 9

@@ -209,14 +209,19 @@ class CallRunner:
 
 
 def _truncated(prompt: Prompt, kept: int | None, max_model_len: int) -> Prompt:
-    """Return the prompt with only its last ``kept`` tokens (``truncate_prompt_tokens``)."""
+    """Return the prompt with only its last ``kept`` tokens (``truncate_prompt_tokens``).
+
+    Raises:
+        RowError: ``kept`` is more than ``max_model_len``, or the prompt is too long and has images.
+    """
     if kept is None:
         return prompt
     if kept > max_model_len:
-        raise ValueError(
+        problem = (
             f"truncate_prompt_tokens is {kept}; it must be at most max_model_len, "
             f"which is {max_model_len}"
         )
+        raise RowError("bad_sampling_params", problem)
     most = max_model_len - 1 if kept == -1 else kept
     if len(prompt.token_ids) <= most:
         return prompt
