@@ -43,7 +43,7 @@ def image_file_facts(spec: JobSpec, source: Source) -> str | None:
         spec.prompt, source.schema, files, holds_requests=source.format.holds_requests
     )
     facts, num_files, embedded = _StoreFacts() if is_url(root) else _LocalFacts(), 0, 0
-    with phase("looking at images", source.num_rows, "rows") as looking:
+    with phase("reading sizes and times of image files", source.num_rows, "rows") as progress:
         for _, rows in source.rows(finder.columns, [source.rows_there]):
             for row in rows:
                 for file in () if isinstance(row, RowError) else finder.of(row):
@@ -51,7 +51,7 @@ def image_file_facts(spec: JobSpec, source: Source) -> str | None:
                         facts.add(file.path)
                         num_files += 1
                     embedded += len(file.data or b"")
-            looking.advance(len(rows))
+            progress.advance(len(rows))
             if not num_files and embedded > _MOST_EMBEDDED:
                 return None
     return facts.digest() if num_files else None

@@ -30,7 +30,7 @@ from batchinfer.job.row_ids import Part
 from batchinfer.job.storage.filesystem import parse_json, read_file
 
 MOST_SHOWN = 10
-_UPDATING = "an update has started; its rows are not checked until they are in place"
+_UPDATING = "an update has started; its rows are not checked until the update is complete"
 _OLDER = (
     "an older version finished this job and stored no hashes of its statistics, records and logs; "
     "bit errors in these files are not noticed"

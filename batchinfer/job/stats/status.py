@@ -46,9 +46,8 @@ class Update:
     def line(self) -> SummaryLine:
         """Line of the status table."""
         if self.is_being_placed:
-            return SummaryLine(
-                "update", "made", ", but not yet in place; run the job again to finish it"
-            )
+            note = ", but the output still has some of the old files; run the job again to finish"
+            return SummaryLine("update", "computed", note)
         done = f"{self.rows_done:,} of {self.rows_total:,} rows"
         return SummaryLine("update", done, " of the update; the output still has the old rows")
 

@@ -19,6 +19,7 @@ from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.output.verify import verify
 from batchinfer.job.run.run_job import run_job
 from batchinfer.job.spec.spec import JobSpec
+from batchinfer.job.stats.status import read_status
 from tests.job.datasets import write_parquet
 from tests.job.fakes import FakeBuild, job
 
@@ -116,6 +117,9 @@ def test_interrupted_swap_is_completed(
         run(spec_of(folder), update=True)
     if step != "done":
         assert "is being updated" in " ".join(verify(OutputDir(folder / "out")).problems)
+    if step == "copied":
+        lines = "\n".join(read_status(OutputDir(folder / "out"), 0.0).lines())
+        assert "some of the old files; run the job again to finish" in lines
     monkeypatch.undo()
     assert run(spec_of(folder), update=update) is ExitCode.OK
     check_new(folder, fresh)
