@@ -15,6 +15,7 @@ from torch import Tensor
 from batchinfer.engine.step import Bool, Int32, Int64, ProcessedRow, SamplingBatch
 from batchinfer.kernels.cpu import paged_attention as cpu_attention
 from batchinfer.kernels.cpu import row_ops
+from batchinfer.worker.sampling.token_ids import check_token_ids
 from batchinfer.worker.transfer import to_device
 
 _Samples = Callable[[SamplingBatch], Int32]
@@ -93,10 +94,7 @@ def _keep_allowed(logits: Tensor, batch: SamplingBatch, rows: Int64) -> None:
 
 
 def _entries(logits: Tensor, rows: Int64, token_ids: Int32) -> tuple[Tensor, Tensor]:
-    # On a GPU, an index out of range crashes the whole process.
-    assert 0 <= token_ids.min() <= token_ids.max() < logits.shape[1], (
-        "a token id is not in the model's vocabulary"
-    )
+    check_token_ids(token_ids, logits.shape[1])
     at = to_device({"rows": rows, "ids": token_ids.astype(np.int64)}, logits.device)
     return at["rows"], at["ids"]
 

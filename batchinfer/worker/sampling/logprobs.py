@@ -14,6 +14,7 @@ from torch import Tensor
 
 from batchinfer.engine.step import Int32
 from batchinfer.kernels.cpu import paged_attention as cpu_attention
+from batchinfer.worker.sampling.token_ids import check_token_ids
 from batchinfer.worker.sampling.top_k_top_p import most_likely
 from batchinfer.worker.transfer import to_device
 
@@ -120,10 +121,7 @@ def _token_ranks(logits: Tensor, rows: Int32, values: Tensor, wanted: Int32, chu
 
 
 def _named_logits(logits: Tensor, rows: Tensor, token_ids: Int32) -> Tensor:
-    # On a GPU, an index out of range crashes the whole process.
-    assert token_ids.max(initial=-1) < logits.shape[1], (
-        "a token id is not in the model's vocabulary"
-    )
+    check_token_ids(token_ids, logits.shape[1], least=-1)
     ids = to_device({"ids": token_ids.astype(np.int64)}, logits.device)["ids"]
     values = logits[rows[:, None], ids.clamp(min=0)].float()
     return values.masked_fill_(ids < 0, -torch.inf)

@@ -19,6 +19,7 @@ from batchinfer.worker.sampling.groups import SampleGroup, group_samples, is_fil
 from batchinfer.worker.sampling.logits_processors import edited_samples
 from batchinfer.worker.sampling.logprobs import empty_stats
 from batchinfer.worker.sampling.output import Draws
+from batchinfer.worker.sampling.token_ids import check_token_ids
 from batchinfer.worker.transfer import to_device
 
 _Arrays = dict[str, npt.NDArray[np.generic]]
@@ -153,10 +154,7 @@ def _edit_arrays(batch: SamplingBatch, heads: Int64, vocab: int) -> _Arrays:
     for name, (owners, token_ids) in lists.items():
         kept = owners >= 0
         ids, owners = token_ids[kept], owners[kept]
-        # On a GPU, an index out of range crashes the whole process.
-        assert len(ids) == 0 or 0 <= ids.min() <= ids.max() < vocab, (
-            "a token id is not in the model's vocabulary"
-        )
+        check_token_ids(ids, vocab)
         arrays[f"{name}_ids"] = ids[np.argsort(owners, kind="stable")]
         ends = np.bincount(owners, minlength=len(heads)).cumsum()
         arrays[f"{name}_starts"] = np.append(0, ends).astype(np.int32)

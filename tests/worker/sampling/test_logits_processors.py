@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from batchinfer.worker.sampling.logits_processors import edit_logits
+from batchinfer.worker.sampling.on_device import _edit_arrays
 from tests.worker.sampling.sampling_batches import Sample, make_batch
 
 VOCAB = 23
@@ -91,5 +92,8 @@ def test_edits_of_other_groups_are_ignored() -> None:
 
 @pytest.mark.parametrize("token_id", [-1, VOCAB])
 def test_a_token_the_model_does_not_have_is_a_bug(token_id: int) -> None:
-    with pytest.raises(AssertionError, match="not in the model"):
+    with pytest.raises(IndexError, match="not in the model"):
         edited(torch.zeros(1, VOCAB), [Sample(bias={token_id: 1.0})])
+    batch = make_batch([Sample(bias={token_id: 1.0})])
+    with pytest.raises(IndexError, match="not in the model"):
+        _edit_arrays(batch, np.array([0]), VOCAB)

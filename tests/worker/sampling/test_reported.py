@@ -43,6 +43,12 @@ def report(
     return Sampler()(logits.clone(), batch).result()
 
 
+@pytest.mark.parametrize("token_id", [-2, VOCAB])
+def test_a_named_token_the_model_does_not_have_is_a_bug(token_id: int) -> None:
+    with pytest.raises(IndexError, match="not in the model"):
+        report(normal(1), [Sample(logprobs=0)], [[token_id]])
+
+
 def test_named_ids_are_reported_next_to_the_most_likely() -> None:
     logits = normal(2)
     samples = [Sample(row=0, logprobs=2), Sample(row=1, logprobs=0), Sample(row=1)]
