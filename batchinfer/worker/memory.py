@@ -19,6 +19,7 @@ from batchinfer.errors import DeviceError
 from batchinfer.worker.cuda_graphs.graph_sizes import MAX_GRAPH_TOKENS, all_sizes
 from batchinfer.worker.linear.packed_experts import PackedExperts
 from batchinfer.worker.linear.packed_linear import PackedLinear
+from batchinfer.worker.linear.packed_routers import RouterWeight
 from batchinfer.worker.model.quantization import plain_tensors
 from batchinfer.worker.prompt_logprobs import SCORED_ROWS
 from batchinfer.worker.sampling.sampler import workspace_bytes
@@ -335,7 +336,9 @@ def model_bytes(model: torch.nn.Module) -> int:
     tensors = {t.data_ptr(): t.nbytes for member in members for t in plain_tensors(member)}
     kinds = PackedLinear | PackedExperts
     packed = (module.nbytes for module in model.modules() if isinstance(module, kinds))
-    return sum(tensors.values()) + sum(packed)
+    weights = (getattr(module, "weight", None) for module in model.modules())
+    routers = (weight.all_bytes for weight in weights if isinstance(weight, RouterWeight))
+    return sum(tensors.values()) + sum(packed) + sum(routers)
 
 
 def device_memory(device: torch.device, loaded_bytes: int) -> DeviceMemory:

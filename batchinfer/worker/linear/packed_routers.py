@@ -55,6 +55,11 @@ class RouterWeight(torch.Tensor):
     packed: Mapping[torch.dtype, PackedWeight]
     """The packed weight, keyed by the dtype of the rows that it multiplies."""
 
+    @property
+    def all_bytes(self) -> int:
+        """Bytes of the weight and of its packed copies."""
+        return int(self.nbytes) + sum(weight.nbytes for weight in self.packed.values())
+
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None

@@ -12,6 +12,7 @@ from batchinfer.kernels.cpu.compiled_library import load
 from batchinfer.llm import LLM
 from batchinfer.worker.linear.packed_routers import RouterWeight, Scores
 from batchinfer.worker.loader import load_model
+from batchinfer.worker.memory import model_bytes
 from tests.models import make_checkpoint, make_text_model
 
 CPU = torch.device("cpu")
@@ -31,11 +32,13 @@ def test_routers_equal_those_of_transformers(family: str, dtype: str, tmp_path: 
     model = load_model(ModelConfig(str(folder), dtype=dtype), device=CPU).model
     routers = [one for one in model.modules() if type(getattr(one, "weight", None)) is RouterWeight]
     assert routers
+    total, sizes = model_bytes(model), sum(int(router.weight.nbytes) for router in routers)
     for router in routers:
         rows = torch.randn(40, router.weight.shape[1], dtype=getattr(torch, dtype))
         packed = router(rows)
         router.weight = router.weight.as_subclass(torch.Tensor)
         torch.testing.assert_close(packed, router(rows), atol=2e-2, rtol=2e-2)
+    assert total - model_bytes(model) >= 2 * sizes, "the weights and their packed copies count"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
