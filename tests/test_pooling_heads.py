@@ -16,7 +16,7 @@ from batchinfer.config import ClassifyConfig
 from batchinfer.errors import JobError
 from batchinfer.pooling.classifier import read_classifier
 from batchinfer.pooling.layers import gelu, relu, sigmoid, silu, softmax
-from batchinfer.pooling.model_folder import find_tensor
+from batchinfer.pooling.read_safetensors import find_tensor
 
 TOKENS = {"no": 1, "yes": 2}
 CONFIG = {

@@ -36,8 +36,8 @@ from batchinfer.worker.linear.packed_linear import pack_linears
 from batchinfer.worker.loader import LoadedModel, check_adapter, load_model
 from batchinfer.worker.lora.lora_layers import AdapterLoader
 from batchinfer.worker.memory import MemoryPlan, device_memory, fit_memory, model_bytes
-from batchinfer.worker.model.checkpoint import CONFIG_FILES, resolve_folder
 from batchinfer.worker.model.config import load_config
+from batchinfer.worker.model.model_folder import CONFIG_FILES, resolve_folder
 from batchinfer.worker.model_runner import ModelRunner
 from batchinfer.worker.sampling.kernel_variants import SamplingVariants
 from batchinfer.worker.sampling.logprobs import row_stats

@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 from batchinfer.config import SamplingParams
 from batchinfer.config.options import BENCH_ENGINE_KEYS, BenchOptions, given
 from batchinfer.errors import DataError, JobError, RowError, StorageError, UsageError
-from batchinfer.worker.model.checkpoint import CONFIG_FILES, read_config, resolve_folder
+from batchinfer.worker.model.model_folder import CONFIG_FILES, read_config, resolve_folder
 
 _INPUT_LEN = 1024
 """Default number of tokens of a synthetic prompt, as in ``vllm bench throughput``."""

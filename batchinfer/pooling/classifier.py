@@ -30,15 +30,8 @@ from batchinfer.pooling.layers import (
     sigmoid,
     softmax,
 )
-from batchinfer.pooling.model_folder import (
-    Float32,
-    StoredTensor,
-    find_folder,
-    find_tensor,
-    read_config,
-    read_json,
-    tensors_of,
-)
+from batchinfer.pooling.model_folder import find_folder, read_config, read_json
+from batchinfer.pooling.read_safetensors import Float32, StoredTensor, find_tensor, tensors_of
 
 _CONFIG_PATTERNS = ("*.json", "[0-9]*_*/config.json")
 _RERANKERS = ("qwen3", "qwen3_moe")

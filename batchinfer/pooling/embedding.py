@@ -21,13 +21,8 @@ import numpy.typing as npt
 from batchinfer.config import EmbedConfig, attends_both_ways, longest_text
 from batchinfer.errors import ModelError
 from batchinfer.pooling.layers import Dense, Layer, gelu, identity, relu, sigmoid, silu
-from batchinfer.pooling.model_folder import (
-    Float32,
-    find_folder,
-    find_tensor,
-    read_config,
-    read_json,
-)
+from batchinfer.pooling.model_folder import find_folder, read_config, read_json
+from batchinfer.pooling.read_safetensors import Float32, find_tensor
 
 _PATTERNS = ("*.json", "*_Dense/*.safetensors")
 _ORDER = ("Transformer", "Pooling", "Dense", "Normalize")

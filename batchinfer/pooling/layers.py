@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from batchinfer.pooling.model_folder import Float32
+from batchinfer.pooling.read_safetensors import Float32
 
 Layer = Callable[[Float32], Float32]
 """Function from float32 [H] to float32 [D]."""

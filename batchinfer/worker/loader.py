@@ -48,13 +48,7 @@ from batchinfer.worker.linear_kernels import ON_CPU
 from batchinfer.worker.lora.adapter_checkpoint import Adapter, read_adapters
 from batchinfer.worker.lora.lora_layers import add_adapters
 from batchinfer.worker.memory import free_host_bytes, model_bytes, return_freed_memory
-from batchinfer.worker.model.checkpoint import (
-    ALL_FILES,
-    CONFIG_FILES,
-    check_weights,
-    file_bytes,
-    resolve_folder,
-)
+from batchinfer.worker.model.check_weight_files import check_weights, file_bytes
 from batchinfer.worker.model.config import load_config
 from batchinfer.worker.model.meta_model import (
     blame,
@@ -62,6 +56,7 @@ from batchinfer.worker.model.meta_model import (
     check_buildable,
     runs_on_meta,
 )
+from batchinfer.worker.model.model_folder import ALL_FILES, CONFIG_FILES, resolve_folder
 from batchinfer.worker.model.quantization import check_quantization, quantization_of
 from batchinfer.worker.model.tokenizer import check_vocabulary, eos_token_ids
 from batchinfer.worker.model.weights import choose_dtype, load_weights, uses_longrope

@@ -14,15 +14,15 @@ from batchinfer.config import ModelConfig, attends_both_ways, longest_text, posi
 from batchinfer.engine.kv.model_config import text_config
 from batchinfer.engine.kv.recurrent_families import is_recurrent
 from batchinfer.errors import ModelError, one_line
-from batchinfer.worker.model.checkpoint import (
+from batchinfer.worker.model.check_weight_files import check_weights
+from batchinfer.worker.model.config import check_family, config_of
+from batchinfer.worker.model.model_folder import (
     ALL_FILES,
     CONFIG_FILES,
-    check_weights,
     read_config,
     read_json,
     resolve_folder,
 )
-from batchinfer.worker.model.config import check_family, config_of
 from batchinfer.worker.model.tokenizer import check_vocabulary
 from batchinfer.worker.model.weights import choose_dtype
 

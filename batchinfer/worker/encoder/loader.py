@@ -32,7 +32,7 @@ from batchinfer.worker.linear.kernel_choice import (
 )
 from batchinfer.worker.linear.packed_linear import pack_linears
 from batchinfer.worker.memory import model_bytes, return_freed_memory
-from batchinfer.worker.model.checkpoint import file_bytes
+from batchinfer.worker.model.check_weight_files import file_bytes
 from batchinfer.worker.model.meta_model import described
 from batchinfer.worker.model.quiet_transformers import quiet_transformers
 from batchinfer.worker.model.weights import check_loaded, load_options, loading_errors

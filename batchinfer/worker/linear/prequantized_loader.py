@@ -45,7 +45,7 @@ from batchinfer.worker.linear.separate_experts import (
     in_layers,
     joined_weight,
 )
-from batchinfer.worker.model.checkpoint import weight_files
+from batchinfer.worker.model.check_weight_files import weight_files
 from batchinfer.worker.model.quantization import saved_section
 from batchinfer.worker.model.quantized.formats import (
     Dequantized,

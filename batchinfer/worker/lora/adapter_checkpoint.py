@@ -21,8 +21,9 @@ from transformers import PreTrainedConfig
 from transformers.pytorch_utils import Conv1D
 
 from batchinfer.errors import ModelError
-from batchinfer.worker.model.checkpoint import check_file, read_json, resolve_folder
+from batchinfer.worker.model.check_weight_files import check_file
 from batchinfer.worker.model.language_model import whole_on_meta
+from batchinfer.worker.model.model_folder import read_json, resolve_folder
 
 _FILES = ("adapter_config.json", "adapter_model.safetensors")
 _PREFIX = "base_model.model."

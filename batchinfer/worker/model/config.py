@@ -18,7 +18,6 @@ from batchinfer.engine.kv.layout import KVLayout
 from batchinfer.engine.kv.model_config import max_positions, text_config
 from batchinfer.engine.kv.unsupported_models import refuse_unsupported
 from batchinfer.errors import ModelError
-from batchinfer.worker.model.checkpoint import read_config, read_json
 from batchinfer.worker.model.config_values import (
     BadValueError,
     check_derived,
@@ -32,6 +31,7 @@ from batchinfer.worker.model.language_model import (
     saved_class,
 )
 from batchinfer.worker.model.meta_model import blame
+from batchinfer.worker.model.model_folder import read_config, read_json
 from batchinfer.worker.model.quantization import saved_section
 from batchinfer.worker.model.quantized.formats import choose_format
 from batchinfer.worker.model.quiet_transformers import quiet_transformers

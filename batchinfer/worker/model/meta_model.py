@@ -18,9 +18,9 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from batchinfer.errors import ModelError
-from batchinfer.worker.model.checkpoint import read_config
 from batchinfer.worker.model.config_values import readable
 from batchinfer.worker.model.language_model import language_model_config
+from batchinfer.worker.model.model_folder import read_config
 from batchinfer.worker.model.quiet_transformers import quiet_transformers
 
 _PARAMETERS_PER_BYTE = 4

@@ -24,7 +24,7 @@ from typing import Any
 from tokenizers import Tokenizer, normalizers
 
 from batchinfer.errors import ModelError, one_line
-from batchinfer.worker.model.checkpoint import CONFIG_FILES, read_json, resolve_folder
+from batchinfer.worker.model.model_folder import CONFIG_FILES, read_json, resolve_folder
 
 _MARKUP = re.compile(r"<.*>|\[.*\]", re.DOTALL)
 

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from batchinfer.errors import DeviceError, ModelError, one_line
 from batchinfer.worker.attention.attention import ATTENTION_NAME, register
-from batchinfer.worker.model.checkpoint import weight_files
+from batchinfer.worker.model.check_weight_files import weight_files
 from batchinfer.worker.model.language_model import (
     headless_names,
     language_model_config,
