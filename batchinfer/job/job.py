@@ -21,7 +21,7 @@ from batchinfer.job.images.job_images import (
     may_have_images,
     media_root_fact,
 )
-from batchinfer.job.input.arrow_text import is_conversation
+from batchinfer.job.input.arrow_types import is_conversation
 from batchinfer.job.input.dataset import Source, open_source
 from batchinfer.job.input.format import SAMPLING_COLUMN
 from batchinfer.job.input.formats.options import TextOptions

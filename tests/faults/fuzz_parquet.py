@@ -19,8 +19,8 @@ import pyarrow.parquet as pq
 
 from batchinfer.cli.program import MAX_MESSAGE_LINES
 from batchinfer.errors import DataError
-from batchinfer.job.input.arrow_text import python_rows, python_values, with_valid_text
 from batchinfer.job.input.dataset import open_source
+from batchinfer.job.input.invalid_utf8 import python_rows, python_values, with_valid_text
 from tests.faults.failures import JOB
 from tests.faults.violation import ViolationError
 

@@ -13,7 +13,7 @@ from typing import Any
 import pyarrow as pa
 
 from batchinfer.errors import RowError
-from batchinfer.job.input.arrow_text import is_conversation
+from batchinfer.job.input.arrow_types import is_conversation
 from batchinfer.job.rows.reader import Prompts
 from batchinfer.text.images.files import ImageFile
 from batchinfer.text.prompts import Prompt

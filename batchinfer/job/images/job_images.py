@@ -16,7 +16,7 @@ from batchinfer.errors import ModelError, RowError
 from batchinfer.job.images.download import Downloads
 from batchinfer.job.images.media_files import MediaFiles, media_root
 from batchinfer.job.images.web_images import WebPrompts
-from batchinfer.job.input.arrow_text import is_conversation, is_text
+from batchinfer.job.input.arrow_types import is_conversation, is_text
 from batchinfer.job.input.dataset import Source
 from batchinfer.job.input.json_columns import is_json_text
 from batchinfer.job.rows.reader import Prompts

@@ -12,8 +12,9 @@ import pyarrow as pa
 
 from batchinfer.console.format import did_you_mean, listed, printable
 from batchinfer.errors import DataError, UsageError
-from batchinfer.job.input.arrow_text import BYTES_TYPE, is_conversation, is_text, python_rows
+from batchinfer.job.input.arrow_types import BYTES_TYPE, is_conversation, is_text
 from batchinfer.job.input.dataset import Source
+from batchinfer.job.input.invalid_utf8 import python_rows
 from batchinfer.job.input.unique_ids import check_unique_ids
 
 _LOOKED_AT = 1_000

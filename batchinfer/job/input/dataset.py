@@ -14,14 +14,7 @@ import pyarrow as pa
 
 from batchinfer.console.format import format_value, listed, near_name, printable
 from batchinfer.errors import DataError, UsageError
-from batchinfer.job.input.discover import (
-    Values,
-    add_folder_columns,
-    constants,
-    find_files,
-    folder_values,
-    named_format,
-)
+from batchinfer.job.input.discover import find_files, named_format
 from batchinfer.job.input.filter import Condition, select_rows
 from batchinfer.job.input.format import (
     BATCH_ROWS,
@@ -38,6 +31,12 @@ from batchinfer.job.input.formats.csv import CsvFormat
 from batchinfer.job.input.formats.json import JsonFormat
 from batchinfer.job.input.formats.options import DEFAULT_OPTIONS, TextOptions
 from batchinfer.job.input.formats.table import open_table, table_format
+from batchinfer.job.input.hive_partitions import (
+    Values,
+    add_folder_columns,
+    constants,
+    folder_values,
+)
 from batchinfer.job.input.jsonl import JsonlFormat
 from batchinfer.job.input.openai_batch import OpenAIFormat
 from batchinfer.job.input.parquet import ParquetFormat

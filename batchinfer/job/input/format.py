@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from batchinfer.console.format import first_line, format_value
 from batchinfer.errors import DataError, RowError
-from batchinfer.job.input.arrow_text import python_rows
+from batchinfer.job.input.invalid_utf8 import python_rows
 from batchinfer.job.input.union import Difference, SchemaMode, same, shown_type, united, widened
 from batchinfer.job.storage.filesystem import FileStat
 from batchinfer.job.storage.reader import store_of

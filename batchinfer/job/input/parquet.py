@@ -26,7 +26,7 @@ import pyarrow.parquet as pq
 
 from batchinfer.console.format import first_line
 from batchinfer.errors import DataError
-from batchinfer.job.input.arrow_text import check_indices
+from batchinfer.job.input.arrow_types import check_indices
 from batchinfer.job.input.format import (
     BATCH_ROWS,
     READ_ERRORS,

@@ -12,8 +12,8 @@ import pyarrow as pa
 
 from batchinfer.console.format import format_value
 from batchinfer.errors import DataError, RowError
-from batchinfer.job.input.arrow_text import python_values
 from batchinfer.job.input.format import Rows
+from batchinfer.job.input.invalid_utf8 import python_values
 from batchinfer.job.row_ids import RowIds, in_range
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ import pyarrow as pa
 
 from batchinfer.console.format import format_value, listed, printable
 from batchinfer.errors import DataError, LockedError, UsageError
-from batchinfer.job.input.arrow_text import with_valid_text
 from batchinfer.job.input.dataset import Source
+from batchinfer.job.input.invalid_utf8 import with_valid_text
 from batchinfer.job.manifest import Manifest
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.output.parquet_bytes import parquet_bytes

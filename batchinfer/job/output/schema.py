@@ -10,8 +10,8 @@ import pyarrow.parquet as pq
 
 from batchinfer.console.format import format_value, listed, near_name, printable
 from batchinfer.errors import DataError, UsageError
-from batchinfer.job.input.arrow_text import with_valid_text
 from batchinfer.job.input.dataset import Source
+from batchinfer.job.input.invalid_utf8 import with_valid_text
 from batchinfer.job.output.explode import exploded
 from batchinfer.job.rows.tasks import TASKS
 from batchinfer.job.spec.spec import JobSpec

@@ -17,7 +17,7 @@ from batchinfer.config import (
 )
 from batchinfer.console.format import did_you_mean, printable
 from batchinfer.errors import DataError, UsageError
-from batchinfer.job.input.arrow_text import is_conversation, is_text
+from batchinfer.job.input.arrow_types import is_conversation, is_text
 from batchinfer.job.input.dataset import Source
 from batchinfer.job.input.format import SAMPLING_COLUMN
 from batchinfer.text.prompt_sources import checked_template, make_source, require_column

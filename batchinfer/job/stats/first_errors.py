@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 
 from batchinfer.console.format import counted, printable
 from batchinfer.console.table import SummaryLine
-from batchinfer.job.input.arrow_text import python_values
+from batchinfer.job.input.invalid_utf8 import python_values
 from batchinfer.job.manifest import Manifest
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.output.records.part_record import PartRecord

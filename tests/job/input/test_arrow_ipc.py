@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchinfer.errors import DataError
-from batchinfer.job.input.arrow_text import with_valid_text
 from batchinfer.job.input.dataset import Source, open_source
 from batchinfer.job.input.formats.arrow_ipc import check_buffers
+from batchinfer.job.input.invalid_utf8 import with_valid_text
 from batchinfer.job.output.schema import output_table
 from tests.job.datasets import strings
 from tests.job.fakes import job

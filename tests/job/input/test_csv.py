@@ -13,11 +13,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from batchinfer.errors import DataError, RowError
-from batchinfer.job.input.arrow_text import with_valid_text
 from batchinfer.job.input.dataset import Source, open_source
 from batchinfer.job.input.formats import csv as csv_format
 from batchinfer.job.input.formats import text_file
 from batchinfer.job.input.formats.options import TextOptions
+from batchinfer.job.input.invalid_utf8 import with_valid_text
 from batchinfer.job.input.unique_ids import find_bad_ids
 
 

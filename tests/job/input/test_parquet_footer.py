@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchinfer.errors import DataError
-from batchinfer.job.input.arrow_text import check_indices
+from batchinfer.job.input.arrow_types import check_indices
 from batchinfer.job.input.dataset import open_source
 from batchinfer.job.input.parquet import check_footer, compressed_bytes
 from tests.job.datasets import write_parquet

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from batchinfer.errors import DataError, ExitCode, LockedError, UsageError
 from batchinfer.job.input.dataset import open_source
-from batchinfer.job.input.discover import folder_values
+from batchinfer.job.input.hive_partitions import folder_values
 from batchinfer.job.output import partitioned
 from batchinfer.job.output.open import output_at
 from batchinfer.job.output.verify import verify

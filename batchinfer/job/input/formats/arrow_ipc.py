@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from batchinfer.console.format import first_line
 from batchinfer.errors import DataError
-from batchinfer.job.input.arrow_text import BYTES_TYPE, with_leaves
+from batchinfer.job.input.arrow_types import BYTES_TYPE, with_leaves
 from batchinfer.job.input.format import (
     BATCH_ROWS,
     READ_ERRORS,

@@ -7,8 +7,8 @@ import pyarrow as pa
 import pytest
 
 from batchinfer.errors import RowError
-from batchinfer.job.input import arrow_text
-from batchinfer.job.input.arrow_text import python_rows, with_valid_text
+from batchinfer.job.input import invalid_utf8
+from batchinfer.job.input.invalid_utf8 import python_rows, with_valid_text
 from batchinfer.text.row_values import decoded
 from tests.job.datasets import strings
 
@@ -94,7 +94,7 @@ def test_replacing_invalid_text_keeps_nanoseconds() -> None:
 
 
 def test_a_text_that_is_too_large_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arrow_text, "_MOST_BYTES", 8)
+    monkeypatch.setattr(invalid_utf8, "_MOST_BYTES", 8)
     texts = ["x" * 9, "x" * 8, None, "", "x" * 1000]
     for kind in (pa.string(), pa.large_binary(), pa.dictionary(pa.int8(), pa.string())):
         batch = pa.record_batch({"a": pa.array(texts, kind), "b": [[text] for text in texts]})
@@ -105,7 +105,7 @@ def test_a_text_that_is_too_large_is_an_error(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_the_limit_of_a_text_is_the_same_for_python_and_arrow() -> None:
-    large = b"x" * (arrow_text._MOST_BYTES + 4)
+    large = b"x" * (invalid_utf8._MOST_BYTES + 4)
 
     (row,) = python_rows(pa.record_batch({"a": pa.array([large])}))
 

@@ -1,4 +1,4 @@
-"""Reads Arrow columns whose text may be invalid UTF-8, and replaces invalid text in output."""
+"""Reads Arrow text, which may be invalid UTF-8, as bytes; replaces invalid UTF-8 in output."""
 
 from __future__ import annotations
 
@@ -9,12 +9,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from batchinfer.errors import RowError
+from batchinfer.job.input.arrow_types import BYTES_TYPE, with_leaves
 
-BYTES_TYPE = {
-    pa.string(): pa.binary(),
-    pa.large_string(): pa.large_binary(),
-    pa.string_view(): pa.binary_view(),
-}
 _HAVE_LENGTHS = (pa.binary(), pa.large_binary())
 _MOST_CHARS = 16 << 20
 _MOST_BYTES = 4 * _MOST_CHARS
@@ -41,36 +37,6 @@ def python_values(column: pa.Array) -> list[Any]:
     return _cast(column, _as_bytes_and_numbers).to_pylist()  # type: ignore[no-any-return]
 
 
-def is_text(kind: pa.DataType) -> bool:
-    """Return True for string and binary types; binary values may hold UTF-8 text."""
-    return kind in BYTES_TYPE or kind in BYTES_TYPE.values()
-
-
-def is_conversation(kind: pa.DataType) -> bool:
-    """Return True for lists of structs that have the fields ``role`` and ``content``."""
-    if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)):
-        return False
-    message = kind.value_type
-    return pa.types.is_struct(message) and {"role", "content"} <= {field.name for field in message}
-
-
-def check_indices(column: pa.Array) -> None:
-    """Check that all dictionary indices are in range; in a damaged file, they may not be.
-
-    Raises:
-        OSError: an index is out of range.
-    """
-    if pa.types.is_dictionary(column.type):
-        first, last = pc.min_max(column.indices).as_py().values()
-        if first is not None and not 0 <= first <= last < len(column.dictionary):
-            raise OSError("a value is not in the column's dictionary")
-    elif pa.types.is_struct(column.type):
-        for at in range(column.type.num_fields):
-            check_indices(column.field(at))
-    elif pa.types.is_map(column.type) or hasattr(column.type, "value_field"):  # any kind of list
-        check_indices(column.values)
-
-
 def with_valid_text(column: pa.Array) -> pa.Array:
     """Replace invalid UTF-8 in ``column`` with U+FFFD; return the same array if all is valid."""
     try:
@@ -78,21 +44,6 @@ def with_valid_text(column: pa.Array) -> pa.Array:
     except pa.ArrowInvalid:
         return _replace_invalid(column)
     return column
-
-
-def with_leaves(kind: pa.DataType, leaf: Callable[[pa.DataType], pa.DataType]) -> pa.DataType:
-    """Rebuild a nested type with ``leaf`` applied to its innermost types."""
-    if pa.types.is_struct(kind):
-        return pa.struct([field.with_type(with_leaves(field.type, leaf)) for field in kind])
-    if pa.types.is_map(kind):
-        return pa.map_(with_leaves(kind.key_type, leaf), with_leaves(kind.item_type, leaf))
-    if pa.types.is_fixed_size_list(kind):
-        return pa.list_(with_leaves(kind.value_type, leaf), kind.list_size)
-    if pa.types.is_large_list(kind):
-        return pa.large_list(with_leaves(kind.value_type, leaf))
-    if pa.types.is_list(kind):
-        return pa.list_(with_leaves(kind.value_type, leaf))
-    return leaf(kind)
 
 
 def _cast(column: pa.Array, leaf: Callable[[pa.DataType], pa.DataType]) -> pa.Array:

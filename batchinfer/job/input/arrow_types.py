@@ -1,0 +1,59 @@
+"""Recognizes Arrow types of text and conversations, and rebuilds nested Arrow types."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+BYTES_TYPE = {
+    pa.string(): pa.binary(),
+    pa.large_string(): pa.large_binary(),
+    pa.string_view(): pa.binary_view(),
+}
+
+
+def is_text(kind: pa.DataType) -> bool:
+    """Return True for string and binary types; binary values may hold UTF-8 text."""
+    return kind in BYTES_TYPE or kind in BYTES_TYPE.values()
+
+
+def is_conversation(kind: pa.DataType) -> bool:
+    """Return True for lists of structs that have the fields ``role`` and ``content``."""
+    if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)):
+        return False
+    message = kind.value_type
+    return pa.types.is_struct(message) and {"role", "content"} <= {field.name for field in message}
+
+
+def check_indices(column: pa.Array) -> None:
+    """Check that all dictionary indices are in range; in a damaged file, they may not be.
+
+    Raises:
+        OSError: an index is out of range.
+    """
+    if pa.types.is_dictionary(column.type):
+        first, last = pc.min_max(column.indices).as_py().values()
+        if first is not None and not 0 <= first <= last < len(column.dictionary):
+            raise OSError("a value is not in the column's dictionary")
+    elif pa.types.is_struct(column.type):
+        for at in range(column.type.num_fields):
+            check_indices(column.field(at))
+    elif pa.types.is_map(column.type) or hasattr(column.type, "value_field"):  # any kind of list
+        check_indices(column.values)
+
+
+def with_leaves(kind: pa.DataType, leaf: Callable[[pa.DataType], pa.DataType]) -> pa.DataType:
+    """Rebuild a nested type with ``leaf`` applied to its innermost types."""
+    if pa.types.is_struct(kind):
+        return pa.struct([field.with_type(with_leaves(field.type, leaf)) for field in kind])
+    if pa.types.is_map(kind):
+        return pa.map_(with_leaves(kind.key_type, leaf), with_leaves(kind.item_type, leaf))
+    if pa.types.is_fixed_size_list(kind):
+        return pa.list_(with_leaves(kind.value_type, leaf), kind.list_size)
+    if pa.types.is_large_list(kind):
+        return pa.large_list(with_leaves(kind.value_type, leaf))
+    if pa.types.is_list(kind):
+        return pa.list_(with_leaves(kind.value_type, leaf))
+    return leaf(kind)
