@@ -14,18 +14,18 @@ from batchinfer.config import PromptConfig, SamplingParams, field_names
 from batchinfer.console.phases import Phases, active_phases, phase
 from batchinfer.errors import RowError
 from batchinfer.job.fingerprint import digest, fingerprint_facts
-from batchinfer.job.images.cells import with_marked_images
 from batchinfer.job.images.job_images import (
     JobImages,
     image_settings,
     may_have_images,
     media_root_fact,
 )
+from batchinfer.job.images.mark_images import with_marked_images
 from batchinfer.job.input.arrow_types import is_conversation
+from batchinfer.job.input.changed_files import with_content_hashes
 from batchinfer.job.input.dataset import Source, open_source
 from batchinfer.job.input.format import SAMPLING_COLUMN
 from batchinfer.job.input.formats.options import TextOptions
-from batchinfer.job.input.identity import with_content_hashes
 from batchinfer.job.manifest import Manifest
 from batchinfer.job.model_files.facts import model_facts
 from batchinfer.job.output.directory import OutputDir

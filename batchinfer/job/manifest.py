@@ -13,13 +13,13 @@ from typing import Any
 from batchinfer.console.format import format_value, listed, printable
 from batchinfer.errors import DataError, LockedError
 from batchinfer.job.fingerprint import comparable, differences, model_commit
-from batchinfer.job.input.format import InputFile
-from batchinfer.job.input.identity import (
+from batchinfer.job.input.changed_files import (
     contents,
     file_differences,
     have_common_files,
     same_files,
 )
+from batchinfer.job.input.format import InputFile
 from batchinfer.job.row_ids import Part
 from batchinfer.job.storage.filesystem import Files, LocalFiles, parse_json, read_file
 

@@ -10,7 +10,7 @@ from pydantic_core import from_json
 
 from batchinfer.config import PromptConfig
 from batchinfer.errors import RowError
-from batchinfer.job.images.cells import mark_of_rows
+from batchinfer.job.images.mark_images import mark_of_rows
 from batchinfer.text.chat import Message
 from batchinfer.text.images.files import ImageFile, ImageFiles
 from batchinfer.text.images.row_files import RowFiles

@@ -13,7 +13,14 @@ import pyarrow as pa
 from batchinfer.console.format import first_line, format_value
 from batchinfer.errors import DataError, RowError
 from batchinfer.job.input.invalid_utf8 import python_rows
-from batchinfer.job.input.union import Difference, SchemaMode, same, shown_type, united, widened
+from batchinfer.job.input.unify_schemas import (
+    Difference,
+    SchemaMode,
+    same,
+    shown_type,
+    united,
+    widened,
+)
 from batchinfer.job.storage.filesystem import FileStat
 from batchinfer.job.storage.reader import store_of
 

@@ -20,7 +20,7 @@ from batchinfer.job.input.format import REWRITE, SAMPLING_COLUMN, InputFile, Rea
 from batchinfer.job.input.formats.encoding import MARK, BadCell, is_utf8
 from batchinfer.job.input.formats.text_file import TextFormat, batched
 from batchinfer.job.input.json_columns import ColumnTypes, column, json_text
-from batchinfer.job.input.union import Difference, SchemaMode
+from batchinfer.job.input.unify_schemas import Difference, SchemaMode
 
 Line = tuple[int, bytes]
 """A line's number in the file, from 1, and its bytes without the newline."""

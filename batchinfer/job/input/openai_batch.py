@@ -27,7 +27,7 @@ from batchinfer.job.input.formats.encoding import KEEP_BYTES
 from batchinfer.job.input.formats.text_file import opened
 from batchinfer.job.input.json_columns import json_text
 from batchinfer.job.input.jsonl import JsonlFormat, Line, split_lines
-from batchinfer.job.input.union import Difference, SchemaMode
+from batchinfer.job.input.unify_schemas import Difference, SchemaMode
 from batchinfer.job.storage.urls import is_url
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"

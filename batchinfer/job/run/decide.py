@@ -16,9 +16,9 @@ from batchinfer.job.claims.kernels import noted_kernels
 from batchinfer.job.claims.retry_errors import has_errors, reopen
 from batchinfer.job.claims.shared import Role, SharedClaim
 from batchinfer.job.claims.swap_generation import end_swap
-from batchinfer.job.images.file_facts import image_file_facts
+from batchinfer.job.images.changed_images import image_file_facts
+from batchinfer.job.input.changed_files import have_common_files
 from batchinfer.job.input.dataset import Source
-from batchinfer.job.input.identity import have_common_files
 from batchinfer.job.job import OutputJob, identified, open_input, open_job
 from batchinfer.job.manifest import Manifest
 from batchinfer.job.output import partitioned

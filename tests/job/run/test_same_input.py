@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchinfer.errors import ExitCode, LockedError
-from batchinfer.job.input import identity
+from batchinfer.job.input import changed_files
 from batchinfer.job.run.run_job import run_job
 from tests.job.datasets import write_parquet
 from tests.job.fakes import FakeBuild, TellingBuild, job
@@ -137,7 +137,7 @@ def test_changed_input_is_named(
     root = move_all(tmp_path / "job") if is_moved else tmp_path / "job"
     change(root / "in")
     build = FakeBuild()
-    with pytest.raises(identity.DataError, match=says):
+    with pytest.raises(changed_files.DataError, match=says):
         run_job(job(root), build=build, quiet=True)
     assert build.count == 0
 
@@ -183,7 +183,7 @@ def test_plan_of_an_older_version_compares_file_times(tmp_path: Path) -> None:
     stopped_at(tmp_path)
     as_before(tmp_path / "out")
     touch(tmp_path)
-    with pytest.raises(identity.DataError, match=r"in/a\.parquet has different content"):
+    with pytest.raises(changed_files.DataError, match=r"in/a\.parquet has different content"):
         ran(tmp_path)
 
 
@@ -192,14 +192,14 @@ def test_unchanged_file_is_not_hashed_again(
 ) -> None:
     stopped_at(tmp_path)
     hashed: list[str] = []
-    real = identity.content_hash
+    real = changed_files.content_hash
 
     def count(path: Path, on_read: Any) -> str:
         hashed.append(path.name)
         return real(path, on_read)
 
-    monkeypatch.setattr(identity, "content_hash", count)
-    monkeypatch.setattr(identity, "is_settled", lambda *_: True)
+    monkeypatch.setattr(changed_files, "content_hash", count)
+    monkeypatch.setattr(changed_files, "is_settled", lambda *_: True)
     os.utime(tmp_path / "in" / "b.parquet")
     ran(tmp_path)
     assert hashed == ["b.parquet"]
@@ -210,6 +210,6 @@ def test_file_written_just_now_is_hashed_again(
 ) -> None:
     """A file's time would not show a second change within the same clock tick."""
     stopped_at(tmp_path)
-    monkeypatch.setattr(identity, "content_hash", lambda path, _: f"of {path.name}")
-    with pytest.raises(identity.DataError, match="has different content"):
+    monkeypatch.setattr(changed_files, "content_hash", lambda path, _: f"of {path.name}")
+    with pytest.raises(changed_files.DataError, match="has different content"):
         ran(tmp_path)

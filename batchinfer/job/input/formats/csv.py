@@ -22,7 +22,7 @@ from batchinfer.job.input.format import REWRITE, SAMPLING_COLUMN, InputFile, Rea
 from batchinfer.job.input.formats.encoding import MARK, BadCell, is_utf8, lines_before_error
 from batchinfer.job.input.formats.options import DEFAULT_OPTIONS, TextOptions
 from batchinfer.job.input.formats.text_file import TextFormat, batched
-from batchinfer.job.input.union import Difference, SchemaMode, united
+from batchinfer.job.input.unify_schemas import Difference, SchemaMode, united
 
 MAX_CELL_BYTES = 64 << 20
 """Maximum size of a cell. A row with a larger cell is an error, because the parser needs four bytes

@@ -1,6 +1,7 @@
-"""Compares the present input files with the planned ones, by their content and order.
+"""Finds changed input files by comparing the present files with the planned ones.
 
-Locations, names and times of files do not matter, except for folder names that become columns.
+Only the content and order of files count, and folder names that become columns. Locations, other
+names and times do not matter.
 """
 
 from __future__ import annotations

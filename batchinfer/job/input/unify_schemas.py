@@ -1,4 +1,4 @@
-"""Merges the schemas of files whose columns differ (``input.schema``).
+"""Unifies the schemas of files whose columns differ (``input.schema``).
 
 Two types are merged only if one type holds all their values unchanged, so that templates show each
 value as it is in its file. A column that cannot be merged is an error only if the job uses it.

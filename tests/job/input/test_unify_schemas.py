@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from batchinfer.config import PromptConfig
 from batchinfer.errors import DataError
 from batchinfer.job.input.dataset import Source, open_source
-from batchinfer.job.input.union import united, widened
+from batchinfer.job.input.unify_schemas import united, widened
 from batchinfer.job.output.schema import output_table
 from batchinfer.job.rows.column_checks import check_prompt_columns
 from tests.job.datasets import strings, write_parquet

@@ -10,8 +10,8 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from batchinfer.job.images import file_facts
-from batchinfer.job.images.file_facts import image_file_facts
+from batchinfer.job.images import changed_images
+from batchinfer.job.images.changed_images import image_file_facts
 from batchinfer.job.job import open_input
 from tests.job.images.pictures import HUB_IMAGE
 from tests.job.images.test_image_jobs import job, talks_with_hub_images
@@ -83,7 +83,7 @@ def test_rows_that_name_no_file_have_no_facts(tmp_path: Path) -> None:
 def test_rows_with_many_embedded_images_are_not_read_to_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(file_facts, "_MOST_EMBEDDED", 1000)
+    monkeypatch.setattr(changed_images, "_MOST_EMBEDDED", 1000)
     held, named = {"bytes": bytes(600), "path": None}, {"bytes": None, "path": "a.png"}
     rows = [held, held, *[None] * 1024, named]
     assert facts(tmp_path, rows_of(*rows, kind=HUB_IMAGE)) is None
