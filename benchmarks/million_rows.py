@@ -59,7 +59,7 @@ from batchinfer.engine.scheduler.preemption import PreemptionPolicy
 from batchinfer.engine.scheduler.scheduler import Scheduler
 from batchinfer.engine.scheduler.sequence_table import SequenceTable
 from batchinfer.engine.step import Step
-from batchinfer.job.claims import queue
+from batchinfer.job.claims import part_queue
 from batchinfer.job.output import part_writer
 from batchinfer.job.output.finished_row_segments import Segments
 from batchinfer.job.run.run_job import run_job
@@ -220,7 +220,7 @@ def run_here(spec: JobSpec, folder: Path) -> None:
     """Run the job in this process, and write measurements to ``folder/run.json``."""
     runner = SwappingStub(host_blocks(spec.engine))
     commits = Stopwatch()
-    parts = ((part_writer, "stage"), (queue, "publish"))
+    parts = ((part_writer, "stage"), (part_queue, "publish"))
     for owner, name in (*parts, (Segments, "add"), (Recorder, "checkpoint")):
         commits.time(owner, name)
     began = time.perf_counter()

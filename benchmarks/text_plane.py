@@ -24,7 +24,7 @@ import pyarrow.parquet as pq
 
 from batchinfer.builders.tokenizer import make_tokenizer
 from batchinfer.job.job import LoadedJob, load, open_input, open_job
-from batchinfer.job.rows.reader import read_prompts
+from batchinfer.job.rows.read_prompts import read_prompts
 from batchinfer.job.spec.spec import JobSpec
 
 QUICKSTART = Path(__file__).parent.parent / "jobs" / "quickstart"

@@ -13,8 +13,8 @@ import pytest
 
 from batchinfer.errors import ExitCode
 from batchinfer.job.output import part_writer
-from batchinfer.job.plan.estimate import plan_facts
 from batchinfer.job.plan.plan import plan_job
+from batchinfer.job.plan.plan_summary import plan_facts
 from batchinfer.job.run import pipeline
 from batchinfer.job.run.run_job import run_job
 from batchinfer.job.spec.spec import JobSpec

@@ -199,7 +199,7 @@ def run(
     if quiet:
         logging.getLogger("batchinfer").setLevel(logging.ERROR)
     with crash_directory(Path(spec.output.path) / "_batchinfer"):
-        from batchinfer.job.claims.shared import Role
+        from batchinfer.job.claims.shared_claim import Role
         from batchinfer.job.run.run_job import run_job
         from batchinfer.report.write import report_at_end
 
@@ -281,8 +281,8 @@ def plan(
     """Estimate time, memory and cost from data, tokenizer and model config; needs no GPU."""
     spec = _read_job(job, overrides, variables, output=output, limit=limit, reuse=reuse or ())
     from batchinfer.console.table import render_table
-    from batchinfer.job.plan.estimate import plan_facts
     from batchinfer.job.plan.plan import plan_job
+    from batchinfer.job.plan.plan_summary import plan_facts
 
     planned = plan_job(
         spec,

@@ -32,12 +32,12 @@ from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.output.partitioned import check_partition_columns
 from batchinfer.job.output.schema import OutputTable, output_table
 from batchinfer.job.rows.column_checks import check_prompt_columns
-from batchinfer.job.rows.reader import ColumnReader, Prompts, RowAdapters, RowReader
+from batchinfer.job.rows.read_prompts import ColumnReader, Prompts, RowAdapters, RowReader
 from batchinfer.job.rows.row_key import RowKeys
 from batchinfer.job.rows.sampling_params import RowParams, check_token_ids
 from batchinfer.job.rows.task import LoadedTask
 from batchinfer.job.rows.tasks import TASKS
-from batchinfer.job.spec.files import chat_template_file
+from batchinfer.job.spec.referenced_files import chat_template_file
 from batchinfer.job.spec.spec import JobSpec, ModelSpec
 from batchinfer.requests.tool_choice import ToolChoices
 from batchinfer.text.processes.limits import BOUNDS_MEMORY

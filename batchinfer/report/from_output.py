@@ -30,7 +30,6 @@ from batchinfer.job.stats.run_record import Run, engine_wall_s, package_versions
 from batchinfer.job.stats.status import Status, read_status
 from batchinfer.job.stats.summary import phase_seconds
 from batchinfer.report.lanes import lanes_of
-from batchinfer.report.pictures import Pictures
 from batchinfer.report.report_data import Example, Failure, ReportData, RunFacts
 from batchinfer.report.sanitize import without_secrets
 from batchinfer.report.stored_stats import (
@@ -40,6 +39,7 @@ from batchinfer.report.stored_stats import (
     read_lengths,
     read_timeline,
 )
+from batchinfer.report.thumbnails import Pictures
 from batchinfer.report.units import moment
 
 _MOST_FILES = 12

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from batchinfer.console.table import plain
-from batchinfer.job.plan.estimate import plan_facts
 from batchinfer.job.plan.plan import plan_job
+from batchinfer.job.plan.plan_summary import plan_facts
 from batchinfer.job.spec.load import load_job
 from tests.docs.pages import ROOT
 
@@ -44,6 +44,6 @@ def test_plan_example_has_the_lines_of_plan() -> None:
 
 @pytest.mark.long
 def test_plan_example_matches_its_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("batchinfer.builders.dry.free_host_bytes", lambda: 64 << 30)
+    monkeypatch.setattr("batchinfer.builders.simulated_engine.free_host_bytes", lambda: 64 << 30)
     plan = plan_job(load_job(ROOT / "jobs" / "quickstart.yaml"), device="cpu")
     assert list(plain(plan_facts(plan))) == lines_of_the_page()

@@ -22,7 +22,7 @@ from batchinfer.engine.request import (
     TokenLogprobs,
 )
 from batchinfer.engine.stats import StepStats
-from batchinfer.job.tokens.record import KeptOutput
+from batchinfer.job.tokens.token_tables import KeptOutput
 from batchinfer.protocols import StopMatch
 from tests.engine.fake import SPOILED, hashed, make_engine, make_request
 from tests.engine.invariants import check_scheduler

@@ -14,7 +14,7 @@ from random import Random
 from typing import Any
 
 from batchinfer.job.claims.shard import Shard
-from batchinfer.job.claims.shared import Role
+from batchinfer.job.claims.shared_claim import Role
 from batchinfer.job.run.run_job import run_job
 from batchinfer.job.spec.spec import JobSpec
 from tests.faults.kills import STAGES, Killer, Pace

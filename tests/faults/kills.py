@@ -30,7 +30,7 @@ import pyarrow.parquet as pq
 
 from batchinfer.errors import ExitCode, JobError
 from batchinfer.job.claims import swap_generation
-from batchinfer.job.claims.shared import Role
+from batchinfer.job.claims.shared_claim import Role
 from batchinfer.job.output import part_writer
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.output.verify import verify

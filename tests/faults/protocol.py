@@ -12,7 +12,7 @@ import pyarrow as pa
 from batchinfer.engine.request import RequestStats
 from batchinfer.errors import DataError
 from batchinfer.job.claims import swap_generation
-from batchinfer.job.claims.queue import all_parts
+from batchinfer.job.claims.part_queue import all_parts
 from batchinfer.job.claims.retry_errors import reopen
 from batchinfer.job.input.dataset import Source
 from batchinfer.job.input.parquet import ParquetFormat

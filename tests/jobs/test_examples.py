@@ -9,8 +9,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchinfer.errors import ExitCode
-from batchinfer.job.plan.estimate import plan_facts
 from batchinfer.job.plan.plan import plan_job
+from batchinfer.job.plan.plan_summary import plan_facts
 from batchinfer.job.run.run_job import run_job
 from batchinfer.job.spec.load import load_job
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from batchinfer.job.claims.shared import Role
+from batchinfer.job.claims.shared_claim import Role
 from batchinfer.job.spec.spec import JobSpec
 from batchinfer.job.storage import filesystem
 from tests.faults.kills import Child, InBucket, InFolder, Pace, hold_at, start

@@ -12,7 +12,7 @@ from batchinfer.console.format import printable
 from batchinfer.console.terminal import print_line
 from batchinfer.job.claims.generation import other_generations
 from batchinfer.job.claims.kernels import forget_kernels
-from batchinfer.job.claims.queue import PartQueue, all_parts
+from batchinfer.job.claims.part_queue import PartQueue, all_parts
 from batchinfer.job.claims.swap_generation import put_in_place
 from batchinfer.job.claims.writers import refuse_writers
 from batchinfer.job.manifest import Manifest

@@ -9,7 +9,12 @@ from dataclasses import replace
 import pyarrow as pa
 
 from batchinfer.job.claims.crashed_rows import CrashHistory, count_deaths
-from batchinfer.job.claims.queue import PartQueue, PartsToMake, parts_of_writer, unfinished_rows
+from batchinfer.job.claims.part_queue import (
+    PartQueue,
+    PartsToMake,
+    parts_of_writer,
+    unfinished_rows,
+)
 from batchinfer.job.claims.writers import Claims, Writer, dead_logs, living_writers, wait_for
 from batchinfer.job.output.commit import Draft
 from batchinfer.job.output.directory import OutputDir

@@ -14,7 +14,7 @@ from typing import Any
 from batchinfer.console.phases import phase
 from batchinfer.console.progress import Progress
 from batchinfer.errors import DeviceError, UsageError, install_command
-from batchinfer.job.claims.shared import Role
+from batchinfer.job.claims.shared_claim import Role
 from batchinfer.job.fleet.launcher import Launcher
 from batchinfer.job.fleet.local_workers import LocalWorker, WorkerHandle
 from batchinfer.job.fleet.worker_process import WorkerSetup

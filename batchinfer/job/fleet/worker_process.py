@@ -23,7 +23,7 @@ from batchinfer.console.display import Display
 from batchinfer.console.meter import Meter
 from batchinfer.console.progress import MeteredProgress, Progress
 from batchinfer.errors import ExitCode, JobError, ModelError
-from batchinfer.job.claims.shared import Role
+from batchinfer.job.claims.shared_claim import Role
 from batchinfer.job.job import BuildEngine
 from batchinfer.job.run.run_job import run_job
 from batchinfer.job.run.threads import Repeater

@@ -19,7 +19,7 @@ from batchinfer.job.images.web_images import WebPrompts
 from batchinfer.job.input.arrow_types import is_conversation, is_text
 from batchinfer.job.input.dataset import Source
 from batchinfer.job.input.json_columns import is_json_text
-from batchinfer.job.rows.reader import Prompts
+from batchinfer.job.rows.read_prompts import Prompts
 from batchinfer.job.spec.spec import JobSpec
 from batchinfer.job.storage.urls import StorePath, is_url
 from batchinfer.requests.images import ImageLoader, ImageNumbers

@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from batchinfer.errors import RowError
 from batchinfer.job.input.arrow_types import is_conversation
-from batchinfer.job.rows.reader import Prompts
+from batchinfer.job.rows.read_prompts import Prompts
 from batchinfer.text.images.files import ImageFile
 from batchinfer.text.prompts import Prompt
 from batchinfer.text.row_values import IMAGE_KEYS

@@ -9,7 +9,7 @@ from batchinfer.config import PromptConfig
 from batchinfer.errors import RowError
 from batchinfer.job.images.download import Downloaded, Downloads
 from batchinfer.job.images.media_files import WEB
-from batchinfer.job.rows.reader import Prompts
+from batchinfer.job.rows.read_prompts import Prompts
 from batchinfer.text.images.files import has_scheme
 from batchinfer.text.prompt_sources import prompt_column
 from batchinfer.text.prompts import Prompt

@@ -25,7 +25,7 @@ from batchinfer.job.openai.request import (
     is_served,
 )
 from batchinfer.job.output.schema import OutputTable
-from batchinfer.job.rows.reader import Prompts, row_or_error
+from batchinfer.job.rows.read_prompts import Prompts, row_or_error
 from batchinfer.job.rows.sampling_params import RowParams
 from batchinfer.job.spec.spec import JobSpec
 from batchinfer.job.spec.task_keys import CLASSIFY, EMBED

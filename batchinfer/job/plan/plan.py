@@ -28,19 +28,19 @@ from batchinfer.job.input.unique_ids import HASHES_AT_ONCE, find_bad_ids
 from batchinfer.job.job import Job, LoadedJob, load, open_input, open_job, row_keys
 from batchinfer.job.model_files.facts import model_facts
 from batchinfer.job.output.resume import plan_of
-from batchinfer.job.plan.census import MAX_PROMPT_TOKENS, MAX_ROWS, Census, sampled_parts
-from batchinfer.job.plan.estimate import Outcome
+from batchinfer.job.plan.plan_summary import Outcome
+from batchinfer.job.plan.row_counts import MAX_PROMPT_TOKENS, MAX_ROWS, Census, sampled_parts
 from batchinfer.job.plan.simulation import ExpectedLengths, Simulation
 from batchinfer.job.reuse.reuse import RowReuse, open_outputs
-from batchinfer.job.rows.reader import read_prompts
+from batchinfer.job.rows.read_prompts import read_prompts
+from batchinfer.job.rows.row_order import plan_windows
 from batchinfer.job.rows.task import LoadedTask
 from batchinfer.job.rows.tasks import TASKS
-from batchinfer.job.rows.window import plan_windows
 from batchinfer.job.spec.spec import JobSpec
 from batchinfer.requests.requests import PromptRow
 
 if TYPE_CHECKING:
-    from batchinfer.builders.dry import SimulatedEngine
+    from batchinfer.builders.simulated_engine import SimulatedEngine
 
 
 _PARTS_EACH = 6
@@ -91,7 +91,7 @@ def plan_job(
             job = replace(job, manifest=replace(job.manifest, planned_at=planned_at))
     reuse = RowReuse(outputs, job.table.generated_schema, _ignore) if outputs else None
     # Import late, because this imports torch, which is slow.
-    from batchinfer.builders.dry import build_dry_engine, device_of
+    from batchinfer.builders.simulated_engine import build_dry_engine, device_of
 
     context = build_dry_engine(
         spec.model.config(TASKS[spec.task].runner(spec)),

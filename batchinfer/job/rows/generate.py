@@ -12,7 +12,7 @@ import pyarrow as pa
 from batchinfer.engine.request import Completion, Request
 from batchinfer.job.rows.finished_row import LOGPROB, FinishedRow, RowFinisher
 from batchinfer.job.rows.task import LoadedTask, Task
-from batchinfer.job.spec.files import chat_template_file
+from batchinfer.job.spec.referenced_files import chat_template_file
 from batchinfer.job.spec.spec import JobSpec
 from batchinfer.job.spec.task_keys import GENERATE
 from batchinfer.requests.requests import PromptRow, RequestMaker

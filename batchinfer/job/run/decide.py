@@ -14,7 +14,7 @@ from batchinfer.job.claims.claim import Claim
 from batchinfer.job.claims.generation import drop_generations, next_generation
 from batchinfer.job.claims.kernels import noted_kernels
 from batchinfer.job.claims.retry_errors import has_errors, reopen
-from batchinfer.job.claims.shared import Role, SharedClaim
+from batchinfer.job.claims.shared_claim import Role, SharedClaim
 from batchinfer.job.claims.swap_generation import end_swap
 from batchinfer.job.images.changed_images import image_file_facts
 from batchinfer.job.input.changed_files import have_common_files

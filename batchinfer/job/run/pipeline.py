@@ -34,16 +34,16 @@ from batchinfer.console.meter import Counts
 from batchinfer.console.phases import phase
 from batchinfer.console.progress import Progress
 from batchinfer.errors import JobError, RowError
-from batchinfer.job.claims.queue import PartQueue, PartsToMake
+from batchinfer.job.claims.part_queue import PartQueue, PartsToMake
 from batchinfer.job.job import Job, LoadedJob, OutputJob, row_keys
 from batchinfer.job.output.explode import METADATA as EXPLODED
 from batchinfer.job.output.part_writer import PartWriter
 from batchinfer.job.reuse.reuse import FoundRows, RowReuse
 from batchinfer.job.rows.finished_row import FinishedRow, failed_row
-from batchinfer.job.rows.reader import read_prompts
+from batchinfer.job.rows.read_prompts import read_prompts
+from batchinfer.job.rows.row_order import plan_windows
 from batchinfer.job.rows.task import LoadedTask
 from batchinfer.job.rows.tasks import TASKS
-from batchinfer.job.rows.window import plan_windows
 from batchinfer.job.run.engine_loop import EngineLoop, RowResult, TurnResult
 from batchinfer.job.run.in_flight_log import InFlightLog
 from batchinfer.job.run.threads import BackgroundConsumer, Prefetcher

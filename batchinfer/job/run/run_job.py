@@ -29,7 +29,7 @@ from batchinfer.console.phases import Phases, phase
 from batchinfer.console.progress import Progress
 from batchinfer.errors import ExitCode
 from batchinfer.job.claims.kernels import note_kernels
-from batchinfer.job.claims.shared import Role
+from batchinfer.job.claims.shared_claim import Role
 from batchinfer.job.input.unique_ids import BadIds, find_bad_ids
 from batchinfer.job.job import BuildEngine, LoadedJob, OutputJob, load
 from batchinfer.job.output.directory import OutputDir

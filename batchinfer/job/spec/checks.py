@@ -13,7 +13,7 @@ from batchinfer.config import PromptConfig
 from batchinfer.console.format import did_you_mean, format_value, listed, printable
 from batchinfer.errors import UsageError
 from batchinfer.job.spec.document import JobDocument
-from batchinfer.job.spec.files import text_of
+from batchinfer.job.spec.referenced_files import text_of
 from batchinfer.job.spec.spec import JobSpec
 from batchinfer.job.spec.yaml import KeyPath, dotted
 from batchinfer.job.storage.urls import StorePath, fixed_part, is_url

@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from batchinfer.config import SAMPLING_ALIASES, SamplingParams
-from batchinfer.job.spec.files import shipped_presets
+from batchinfer.job.spec.referenced_files import shipped_presets
 from batchinfer.job.spec.spec import JobSpec
 from batchinfer.job.spec.task_keys import TASK_SPECS, TaskSpec
 

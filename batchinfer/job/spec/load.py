@@ -21,7 +21,7 @@ from batchinfer.errors import UsageError
 from batchinfer.job.spec.checks import check_conflicts
 from batchinfer.job.spec.document import JobDocument
 from batchinfer.job.spec.errors import usage_error
-from batchinfer.job.spec.files import read_preset, tools_file
+from batchinfer.job.spec.referenced_files import read_preset, tools_file
 from batchinfer.job.spec.spec import JobSpec
 from batchinfer.job.spec.task_keys import TASK_SPECS
 from batchinfer.job.spec.yaml import KeyPath, read_yaml, valid_text

@@ -21,7 +21,7 @@ from batchinfer.console.meter import Meter
 from batchinfer.console.phases import Phases
 from batchinfer.errors import JobError
 from batchinfer.job.output.directory import OutputDir
-from batchinfer.job.stats.workers import SILENT_S, writer_lives
+from batchinfer.job.stats.latest_runs import SILENT_S, writer_lives
 from batchinfer.job.storage.filesystem import STRICT, read_file
 
 _ALONE = "run"

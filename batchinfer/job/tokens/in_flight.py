@@ -17,8 +17,8 @@ from batchinfer.engine.output_tracker import OutputIncrement, OutputTracker
 from batchinfer.engine.request import Completion, PartialOutput, Request
 from batchinfer.engine.sequence import RequestState
 from batchinfer.errors import JobError
-from batchinfer.job.tokens.record import KeptOutput, RequestId
 from batchinfer.job.tokens.resume_pace import ResumePace, RunPace
+from batchinfer.job.tokens.token_tables import KeptOutput, RequestId
 
 _FLUSH_SHARE = 0.8
 """Share of ``most_lost_s`` after which tokens are flushed. The rest is for the running step and for

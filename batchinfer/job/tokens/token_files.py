@@ -26,8 +26,8 @@ from batchinfer.job.row_ids import sorted_row_ids, within
 from batchinfer.job.run_ids import writer_of
 from batchinfer.job.storage.filesystem import read_file, storage_errors
 from batchinfer.job.tokens.in_flight import TokenUpdate
-from batchinfer.job.tokens.record import SCHEMA, KeptOutput, RequestId, from_table, to_table
 from batchinfer.job.tokens.resume_pace import RunPace
+from batchinfer.job.tokens.token_tables import SCHEMA, KeptOutput, RequestId, from_table, to_table
 
 _NAME = re.compile(r"(?P<run>run-\d+(?:-[a-z]\w*)?)-\d{6,}-(?P<digest>[0-9a-f]+)\.parquet")
 _PLAN = b"batchinfer.plan"

@@ -20,7 +20,7 @@ from typing import Any
 
 from batchinfer.errors import JobError
 from batchinfer.job.claims.shard import parse_shard
-from batchinfer.job.claims.shared import Role
+from batchinfer.job.claims.shared_claim import Role
 from batchinfer.job.claims.worker_queue import ClaimedParts
 from batchinfer.job.output import part_writer
 from batchinfer.job.run.run_job import run_job

@@ -17,7 +17,7 @@ from batchinfer.errors import ExitCode, LockedError
 from batchinfer.job.claims import writers
 from batchinfer.job.claims.claim import refuse_workers_of_updates
 from batchinfer.job.claims.shard import Shard
-from batchinfer.job.claims.shared import Role, SharedClaim
+from batchinfer.job.claims.shared_claim import Role, SharedClaim
 from batchinfer.job.claims.writers import Writer, lives, own_lock
 from batchinfer.job.input.dataset import open_source
 from batchinfer.job.job import identified, open_job

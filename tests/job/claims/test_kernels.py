@@ -12,7 +12,7 @@ import pytest
 
 from batchinfer.errors import ExitCode
 from batchinfer.job.claims.shard import Shard
-from batchinfer.job.claims.shared import Role
+from batchinfer.job.claims.shared_claim import Role
 from batchinfer.job.run.run_job import run_job
 from batchinfer.job.spec.spec import JobSpec
 from tests.job.fakes import FakeBuild, FakeBuilt

@@ -18,7 +18,7 @@ import pytest
 from batchinfer.errors import DataError, ExitCode, LockedError, UsageError
 from batchinfer.job.claims import writers
 from batchinfer.job.claims.shard import Shard
-from batchinfer.job.claims.shared import Role, SharedClaim
+from batchinfer.job.claims.shared_claim import Role, SharedClaim
 from batchinfer.job.input.dataset import open_source
 from batchinfer.job.job import identified, open_job
 from batchinfer.job.output import part_writer
@@ -202,7 +202,7 @@ def test_shard_waits_for_a_sibling_that_holds_the_directory_lock(
         asked.set()
         return held(*arguments, **options)
 
-    monkeypatch.setattr("batchinfer.job.claims.shared.wait_for", tell)
+    monkeypatch.setattr("batchinfer.job.claims.shared_claim.wait_for", tell)
     waiting = output_at(spec.output.path).under_lock("lock", "shard 3/4")
     codes: list[ExitCode] = []
     thread = threading.Thread(target=lambda: codes.append(run_shard(spec, 0)))

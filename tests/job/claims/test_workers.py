@@ -19,7 +19,7 @@ from batchinfer.console.meter import Meter
 from batchinfer.console.progress import Progress
 from batchinfer.errors import ExitCode, LockedError, StorageError
 from batchinfer.job.claims.shard import Shard
-from batchinfer.job.claims.shared import Role, SharedClaim
+from batchinfer.job.claims.shared_claim import Role, SharedClaim
 from batchinfer.job.claims.worker_queue import claim_size
 from batchinfer.job.output.commit import Draft
 from batchinfer.job.output.open import output_at

@@ -17,7 +17,7 @@ from typing import Any
 
 from batchinfer.cli.program import run_program
 from batchinfer.job.claims.shard import parse_shard
-from batchinfer.job.claims.shared import Role
+from batchinfer.job.claims.shared_claim import Role
 from tests.job.fleet.engines import Disturbed, Paced
 from tests.job.fleet.jobs import fleet_job, run
 

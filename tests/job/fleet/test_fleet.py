@@ -18,7 +18,7 @@ import pytest
 
 from batchinfer.errors import DeviceError, ExitCode, UsageError
 from batchinfer.job.claims.shard import Shard
-from batchinfer.job.claims.shared import Role
+from batchinfer.job.claims.shared_claim import Role
 from batchinfer.job.fleet.run_fleet import is_reachable
 from batchinfer.job.output.open import output_at
 from batchinfer.job.output.verify import verify

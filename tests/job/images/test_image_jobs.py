@@ -18,15 +18,15 @@ from transformers import AutoModelForImageTextToText
 from batchinfer.engine.simulate.roofline import DEVICES
 from batchinfer.errors import ExitCode, ModelError, UsageError
 from batchinfer.job.output.directory import OutputDir
-from batchinfer.job.plan.estimate import plan_facts
 from batchinfer.job.plan.plan import plan_job
+from batchinfer.job.plan.plan_summary import plan_facts
 from batchinfer.job.run.run_job import run_job
 from batchinfer.job.spec.load import load_job
 from batchinfer.job.spec.spec import JobSpec
 from batchinfer.report.captions import time_slices
 from batchinfer.report.from_output import from_output
 from batchinfer.report.page import page
-from batchinfer.report.pictures import MOST_PICTURES
+from batchinfer.report.thumbnails import MOST_PICTURES
 from batchinfer.text.images.loading import load_image_processor
 from batchinfer.worker.model.config import load_config
 from batchinfer.worker.vision.tower import vision_tower_bytes

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchinfer.errors import ExitCode, RowError
-from batchinfer.job.images.file_facts import image_file_facts
+from batchinfer.job.images.changed_images import image_file_facts
 from batchinfer.job.images.media_files import MediaFiles
 from batchinfer.job.job import open_input
 from batchinfer.job.output.directory import OutputDir

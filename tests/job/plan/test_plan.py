@@ -17,9 +17,9 @@ from typer.testing import CliRunner
 from batchinfer.cli.commands import app
 from batchinfer.console.table import plain
 from batchinfer.errors import DeviceError, ExitCode
-from batchinfer.job.plan.census import sampled_parts
-from batchinfer.job.plan.estimate import plan_facts
 from batchinfer.job.plan.plan import plan_job
+from batchinfer.job.plan.plan_summary import plan_facts
+from batchinfer.job.plan.row_counts import sampled_parts
 from batchinfer.job.row_ids import Part
 from batchinfer.job.run.run_job import run_job
 from batchinfer.job.spec.spec import JobSpec

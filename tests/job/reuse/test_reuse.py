@@ -26,7 +26,7 @@ from batchinfer.errors import DataError, ExitCode, UsageError
 from batchinfer.job.output.open import output_at
 from batchinfer.job.output.verify import verify
 from batchinfer.job.reuse.reuse import FinishedFile, FoundRows, RowReuse
-from batchinfer.job.rows.reader import stream_of_id
+from batchinfer.job.rows.read_prompts import stream_of_id
 from batchinfer.job.run import run_job as run_module
 from batchinfer.job.run.run_job import run_job
 from batchinfer.job.spec.spec import JobSpec

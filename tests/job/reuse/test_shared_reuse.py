@@ -9,7 +9,7 @@ import pytest
 
 from batchinfer.errors import ExitCode
 from batchinfer.job.claims.shard import Shard
-from batchinfer.job.claims.shared import Role
+from batchinfer.job.claims.shared_claim import Role
 from batchinfer.job.run.run_job import run_job
 from tests.job.fakes import TellingBuild
 from tests.job.fleet.jobs import expected, fleet_job, part_hashes, run, write_rows

@@ -17,7 +17,7 @@ from batchinfer.job.rows.tasks import TASKS
 from batchinfer.job.run.run_job import run_job
 from batchinfer.job.spec.load import load_job
 from batchinfer.report.from_output import find_examples
-from batchinfer.report.pictures import Pictures
+from batchinfer.report.thumbnails import Pictures
 from tests.classifiers import logits, make_classifier, make_reranker, probability
 from tests.job.datasets import write_parquet
 from tests.job.job_files import write_job

@@ -28,7 +28,7 @@ from batchinfer.job.spec.load import load_job
 from batchinfer.job.spec.spec import JobSpec
 from batchinfer.pooling.embedding import Embedder, EmbeddingModules, read_embedding_modules
 from batchinfer.report.from_output import find_examples
-from batchinfer.report.pictures import Pictures
+from batchinfer.report.thumbnails import Pictures
 from tests.job.datasets import write_parquet
 from tests.job.job_files import write_job
 from tests.job.rows.jobs import rows_of, summary_of

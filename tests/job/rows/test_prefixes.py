@@ -5,7 +5,7 @@ from itertools import accumulate, pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchinfer.job.rows.window import most_in_common
+from batchinfer.job.rows.row_order import most_in_common
 
 Rows = list[list[int]]
 

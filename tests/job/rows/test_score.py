@@ -25,7 +25,7 @@ from batchinfer.job.spec.load import load_job
 from batchinfer.job.spec.spec import JobSpec
 from batchinfer.job.spec.task_keys import SCORE as SCORE_SPEC
 from batchinfer.report.from_output import find_examples
-from batchinfer.report.pictures import Pictures
+from batchinfer.report.thumbnails import Pictures
 from batchinfer.requests.requests import PromptRow
 from batchinfer.text.scoring_prompts import ScoredPrompt
 from tests.job.datasets import write_parquet

@@ -9,7 +9,7 @@ import pytest
 
 from batchinfer.errors import UsageError
 from batchinfer.job.claims.shard import Shard
-from batchinfer.job.claims.shared import Role
+from batchinfer.job.claims.shared_claim import Role
 from batchinfer.job.run.decide import REFUSED
 from batchinfer.job.run.run_job import run_job
 from tests.job.fakes import job

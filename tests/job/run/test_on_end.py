@@ -15,7 +15,7 @@ import pytest
 
 from batchinfer.errors import ExitCode, JobError, UsageError
 from batchinfer.job.claims.shard import Shard
-from batchinfer.job.claims.shared import Role
+from batchinfer.job.claims.shared_claim import Role
 from batchinfer.job.fingerprint import fingerprint_facts
 from batchinfer.job.run import on_end
 from batchinfer.job.run.run_job import run_job

@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchinfer.errors import ExitCode
-from batchinfer.job.rows.window import plan_windows
+from batchinfer.job.rows.row_order import plan_windows
 from batchinfer.job.run import pipeline
 from batchinfer.job.run.run_job import run_job
 from batchinfer.job.spec.spec import JobSpec

@@ -16,7 +16,7 @@ import pytest
 
 from batchinfer.errors import ExitCode
 from batchinfer.job.output.directory import OutputDir
-from batchinfer.job.rows.reader import read_prompts
+from batchinfer.job.rows.read_prompts import read_prompts
 from batchinfer.job.run import pipeline
 from batchinfer.job.run.run_job import run_job
 from batchinfer.job.run.threads import Prefetcher

@@ -9,8 +9,8 @@ import pytest
 
 from batchinfer.config import EngineConfig
 from batchinfer.errors import UsageError
-from batchinfer.job.spec.files import read_preset, shipped_presets
 from batchinfer.job.spec.load import load_job
+from batchinfer.job.spec.referenced_files import read_preset, shipped_presets
 from batchinfer.job.spec.spec import JobSpec
 from tests.job.job_files import write_job
 

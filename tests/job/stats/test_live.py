@@ -18,9 +18,9 @@ from batchinfer.errors import ExitCode
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.run import run_job as run_module
 from batchinfer.job.run.run_job import run_job
+from batchinfer.job.stats.latest_runs import SILENT_S
 from batchinfer.job.stats.live import LiveFile, WatchedRun, live_runs
 from batchinfer.job.stats.status import Status, read_status
-from batchinfer.job.stats.workers import SILENT_S
 from tests.console.terminal import screen
 from tests.job.datasets import write_parquet
 from tests.job.fakes import job

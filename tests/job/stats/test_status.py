@@ -20,9 +20,9 @@ from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.run import pipeline
 from batchinfer.job.run.run_job import run_job
 from batchinfer.job.stats.first_errors import error_lines
+from batchinfer.job.stats.latest_runs import SILENT_S
 from batchinfer.job.stats.live import LiveFile
 from batchinfer.job.stats.status import Status, read_status
-from batchinfer.job.stats.workers import SILENT_S
 from batchinfer.job.storage.local_lock import HOLDER
 from tests.job.datasets import write_parquet
 from tests.job.fakes import AtOnce, job

@@ -14,7 +14,7 @@ import pytest
 from batchinfer.errors import DataError, ExitCode, LockedError
 from batchinfer.job.claims import swap_generation
 from batchinfer.job.claims.shard import Shard
-from batchinfer.job.claims.shared import Role
+from batchinfer.job.claims.shared_claim import Role
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.output.verify import verify
 from batchinfer.job.run.run_job import run_job

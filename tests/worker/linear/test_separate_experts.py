@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.models.qwen3_5_moe.configuration_qwen3_5_moe import Qwen3_5MoeTextConfig
 
-from batchinfer.builders import dry
+from batchinfer.builders import simulated_engine
 from batchinfer.config import EngineConfig, ModelConfig
 from batchinfer.engine.simulate.roofline import DEVICES
 from batchinfer.errors import DeviceError, ModelError
@@ -199,12 +199,12 @@ def test_qwen3_6_35b_a3b_in_nvfp4_fits_in_32_gb(
     values = SIZES.to_dict() | {"quantization_config": section, "dtype": "bfloat16"}
     values["architectures"] = ["Qwen3_5MoeForCausalLM"]
     (folder / "config.json").write_text(json.dumps(values))
-    monkeypatch.setattr(dry, "free_host_bytes", lambda: int(FREE_BYTES))
+    monkeypatch.setattr(simulated_engine, "free_host_bytes", lambda: int(FREE_BYTES))
     engine = EngineConfig(device="cpu", max_num_seqs=64)
 
-    def planned(quantization: str | None) -> dry.SimulatedEngine:
+    def planned(quantization: str | None) -> simulated_engine.SimulatedEngine:
         model = ModelConfig(str(folder), quantization=quantization, max_model_len=8192)
-        return dry.build_dry_engine(model, engine, DEVICES["cpu"])
+        return simulated_engine.build_dry_engine(model, engine, DEVICES["cpu"])
 
     with pytest.raises(DeviceError, match="weights of 65,"):
         planned(None)

@@ -1,4 +1,4 @@
-"""Reads files that a job file names: engine presets, chat templates, tools."""
+"""Reads files that a job file refers to: engine presets, chat templates, tools."""
 
 from __future__ import annotations
 

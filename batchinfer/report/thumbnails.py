@@ -1,4 +1,4 @@
-"""Makes small copies of rows' images for the page of a report."""
+"""Makes thumbnails: small copies of rows' images for the page of a report."""
 
 from __future__ import annotations
 

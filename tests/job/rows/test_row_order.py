@@ -12,8 +12,8 @@ import pytest
 
 from batchinfer.errors import DataError, RowError
 from batchinfer.job.row_ids import Part
-from batchinfer.job.rows import window
-from batchinfer.job.rows.window import plan_windows
+from batchinfer.job.rows import row_order
+from batchinfer.job.rows.row_order import plan_windows
 from batchinfer.requests.requests import PromptRow
 from batchinfer.text.prompts import Prompt
 
@@ -156,7 +156,7 @@ def test_an_idle_engine_gets_a_head_start(by_prefix: bool) -> None:
 def test_a_window_ends_early_with_long_prompts(
     monkeypatch: pytest.MonkeyPatch, by_length: bool
 ) -> None:
-    monkeypatch.setattr(window, "MOST_TOKENS", 10)
+    monkeypatch.setattr(row_order, "MOST_TOKENS", 10)
     rows = [row(at, *[99 - at] * length) for at, length in enumerate([3, 3, 2, 2, 1, 9, 40, 1])]
     lots = plan_windows(
         batches(rows, 2), [Part(0, range(8))], 8, by_prefix=True, by_length=by_length

@@ -11,8 +11,8 @@ import pyarrow as pa
 import pytest
 
 from batchinfer.job.images.media_files import StoreImage
-from batchinfer.report import pictures
-from batchinfer.report.pictures import Pictures
+from batchinfer.report import thumbnails
+from batchinfer.report.thumbnails import Pictures
 from tests.job.images.pictures import HUB_IMAGE, png
 
 URL = "data:image/png;base64," + base64.b64encode(png(1)).decode()
@@ -71,7 +71,7 @@ def test_a_store_that_hangs_delays_the_page_once(
         return b""
 
     monkeypatch.setattr(StoreImage, "read", read)
-    monkeypatch.setattr(pictures, "STORE_S", 0.05)
+    monkeypatch.setattr(thumbnails, "STORE_S", 0.05)
     monkeypatch.setenv("AWS_REGION", "us-east-1")
     job = {"prompt": {"images": "image"}, "input": {"media_root": "s3://lake/in"}}
     try:

@@ -1,4 +1,4 @@
-"""Chooses the rows that a plan reads, counts them, and estimates the size of their output.
+"""Counts the rows of a plan: chooses the rows to read, and estimates the size of their output.
 
 The estimate is accurate to about a factor of two. It assumes that kept columns are as large as in
 the input, and that answers have as many bytes per token as the prompts and compress to half their

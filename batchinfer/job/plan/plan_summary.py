@@ -1,4 +1,4 @@
-"""Formats a plan's numbers as JSON data and as a few lines of text."""
+"""Summarizes a plan: formats its numbers as JSON data and as a few lines of text."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from batchinfer.console.table import SummaryLine
 from batchinfer.engine.metrics import prefix_sharing
 from batchinfer.engine.simulate.roofline import PERFECT, WELL_BUILT, Efficiency
 from batchinfer.job.job import Job
-from batchinfer.job.plan.census import Census, output_bytes
+from batchinfer.job.plan.row_counts import Census, output_bytes
 from batchinfer.job.plan.simulation import Simulation
 from batchinfer.job.reuse.reuse import RowReuse
 
 if TYPE_CHECKING:
-    from batchinfer.builders.dry import SimulatedEngine
+    from batchinfer.builders.simulated_engine import SimulatedEngine
 
 
 @dataclass(frozen=True)

@@ -11,15 +11,15 @@ import pytest
 
 from batchinfer.errors import ExitCode
 from batchinfer.job.claims.shard import Shard
-from batchinfer.job.claims.shared import Role
+from batchinfer.job.claims.shared_claim import Role
 from batchinfer.job.claims.writers import Writer, own_lock
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.output.open import output_at
 from batchinfer.job.output.stats_tables import STEPS_SCHEMA
 from batchinfer.job.run.run_job import run_job
+from batchinfer.job.stats.latest_runs import SILENT_S, latest_workers
 from batchinfer.job.stats.run_record import Run, engine_wall_s, wall_s
 from batchinfer.job.stats.status import read_status
-from batchinfer.job.stats.workers import SILENT_S, latest_workers
 from batchinfer.report.stored_stats import read_timeline
 from tests.job.datasets import write_parquet
 from tests.job.fakes import FakeBuild, job

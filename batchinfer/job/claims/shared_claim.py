@@ -21,7 +21,7 @@ from batchinfer.errors import JobError, LockedError
 from batchinfer.job.claims.claim import Claim, Ending, Reopen, reopened
 from batchinfer.job.claims.crashed_rows import CrashHistory
 from batchinfer.job.claims.kernels import forget_kernels
-from batchinfer.job.claims.queue import PartQueue, parts_of_writer
+from batchinfer.job.claims.part_queue import PartQueue, parts_of_writer
 from batchinfer.job.claims.shard import Shard
 from batchinfer.job.claims.worker_queue import ClaimedParts, crash_history
 from batchinfer.job.claims.writers import (
