@@ -129,7 +129,9 @@ ROOMS = [
     ),
     described("worker.cuda_graphs", ("kernels", "engine.runner", "engine.step", "worker")),
     Room("worker.forward", "one forward pass", ("engine.step", "worker")),
-    Room("worker.verify", "a model tried on a few tokens", ("engine.kv", "engine.step", "worker")),
+    Room(
+        "worker.self_test", "a model tried on a few tokens", ("engine.kv", "engine.step", "worker")
+    ),
     described(
         "worker.sampling", ("config", "kernels", "engine.step", "worker.oom", "worker.transfer")
     ),

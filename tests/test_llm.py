@@ -18,7 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import batchinfer
-import batchinfer.llm.run
+import batchinfer.llm.run_prompts
 from batchinfer import LLM, BeamSearchParams, RequestOutput, SamplingParams
 from batchinfer.worker.model.tokenizer import load_tokenizer
 from tests.engine.invariants import check_scheduler
@@ -233,7 +233,7 @@ def test_interrupted_call_is_dropped_before_its_error_is_handled(
         raise KeyboardInterrupt
 
     expected = llm.generate(["abc"], GREEDY, use_tqdm=False)[0].outputs
-    monkeypatch.setattr("batchinfer.llm.run.finished", interrupt)
+    monkeypatch.setattr("batchinfer.llm.run_prompts.finished", interrupt)
     try:
         short = SamplingParams(max_tokens=1)
         llm.generate(["ends first", "is still running"], [short, GREEDY], use_tqdm=False)
@@ -284,14 +284,14 @@ def test_stats_never_wait_for_a_call(llm: LLM, monkeypatch: pytest.MonkeyPatch) 
 
 def test_reset_stats_during_a_call(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     first = iter([True])
-    finish = batchinfer.llm.run.finished
+    finish = batchinfer.llm.run_prompts.finished
 
     def reset(*arguments: Any) -> RequestOutput:
         if next(first, False):
             llm.reset_stats()
         return finish(*arguments)
 
-    monkeypatch.setattr("batchinfer.llm.run.finished", reset)
+    monkeypatch.setattr("batchinfer.llm.run_prompts.finished", reset)
     long = SamplingParams(max_tokens=5, ignore_eos=True)
     llm.generate(["a", "b"], [SamplingParams(max_tokens=1), long], use_tqdm=False)
     assert llm.stats()["tokens"]["output"] == 5

@@ -19,8 +19,8 @@ from batchinfer.builders.tokenizer import make_tokenizer
 from batchinfer.config import ModelConfig, PromptConfig
 from batchinfer.errors import NotYetError
 from batchinfer.text.images.files import ImageFile, ImageFiles
+from batchinfer.text.images.image_placeholders import ImageSettings
 from batchinfer.text.images.loading import load_image_processor
-from batchinfer.text.images.row_images import ImageSettings
 from batchinfer.text.images.token_prompts import TokenPrompts
 from batchinfer.text.prompts import PromptBuilder
 from batchinfer.worker.vision.support import image_support

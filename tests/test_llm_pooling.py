@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassificati
 from batchinfer import LLM, PoolingParams
 from batchinfer.errors import ModelError, NotYetError
 from batchinfer.llm import ClassificationRequestOutput, EmbeddingRequestOutput, ScoringRequestOutput
-from batchinfer.llm.pooling.choose import choose_runner
+from batchinfer.llm.pooling.choose_runner import choose_runner
 from tests.classifiers import logits, make_classifier, make_reranker, probability
 from tests.encoders import encoder_config, make_encoder, reference_states, save_tokenizer
 from tests.models import make_text_model

@@ -24,7 +24,7 @@ from batchinfer.errors import ModelError, NotYetError
 from batchinfer.text.tokenizer import Tokenizer
 from batchinfer.worker.attention.attention import ATTENTION, AttentionKernel
 from batchinfer.worker.cuda_graphs.step_graphs import StepGraphs
-from batchinfer.worker.encoder.description import is_run_as_encoder
+from batchinfer.worker.encoder.encoder_config import is_run_as_encoder
 from batchinfer.worker.encoder.loader import check_encoder_invariance, load_encoder
 from batchinfer.worker.encoder.runner import ModelEncoder
 from batchinfer.worker.fusion.activations import replace_activations

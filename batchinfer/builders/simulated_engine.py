@@ -20,7 +20,7 @@ from batchinfer.engine.simulate.dry_run import (
 from batchinfer.engine.simulate.model_cost import ModelCost, encoder_cost
 from batchinfer.engine.simulate.roofline import DEVICES, Device, TowerCost
 from batchinfer.errors import DeviceError, UsageError
-from batchinfer.worker.encoder.description import describe_encoder, is_run_as_encoder
+from batchinfer.worker.encoder.encoder_config import describe_encoder, is_run_as_encoder
 from batchinfer.worker.loader import describe_model
 from batchinfer.worker.memory import DeviceMemory, fit_memory, free_host_bytes
 from batchinfer.worker.model.quantization import quantization_of

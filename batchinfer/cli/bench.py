@@ -119,7 +119,7 @@ def _measure(
         engine_keys: keys of the engine to set in addition to ``options``.
     """
     from batchinfer.llm import LLM  # imports torch, which takes seconds
-    from batchinfer.llm.pooling.choose import choose_runner, refused_calls
+    from batchinfer.llm.pooling.choose_runner import choose_runner, refused_calls
 
     keys = given(options, BENCH_ENGINE_KEYS) | engine_keys
     writes_text = not refused_calls(choose_runner("auto", options.task, options.model, None))

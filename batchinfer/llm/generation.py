@@ -13,7 +13,6 @@ from batchinfer.config import ModelConfig, PromptConfig, sampling
 from batchinfer.config.call_params import BeamSearchParams, SamplingParams
 from batchinfer.errors import RowError
 from batchinfer.llm.arguments import CallDefaults, SchemaDefaults
-from batchinfer.llm.calls import Calls, OnError, ProgressBar
 from batchinfer.llm.compatibility import settle
 from batchinfer.llm.images import CallImages, TextWithImages, TokensWithImages
 from batchinfer.llm.lora import AdapterNames, Adapters, LoRARequests, requests_of_each
@@ -34,7 +33,8 @@ from batchinfer.llm.prompts import (
     read_conversations,
     read_prompts,
 )
-from batchinfer.llm.run import CallRunner
+from batchinfer.llm.run_prompts import CallRunner
+from batchinfer.llm.run_requests import Calls, OnError, ProgressBar
 from batchinfer.text.processes.pool import TextProcesses, WorkerPrompts
 from batchinfer.text.prompts import ANY_LENGTH, Prompt, PromptBuilder, RawTexts
 

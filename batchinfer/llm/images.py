@@ -15,7 +15,7 @@ from batchinfer.config import PromptConfig
 from batchinfer.errors import RowError
 from batchinfer.requests.images import ROWS_AHEAD, FinishLoading, ImageLoader, ImageNumbers
 from batchinfer.text.images.files import ImageFile, ImageFiles
-from batchinfer.text.images.row_images import ImageSettings
+from batchinfer.text.images.image_placeholders import ImageSettings
 from batchinfer.text.images.token_prompts import TokenPrompts
 from batchinfer.text.processes.pool import TextProcesses
 from batchinfer.text.prompts import ANY_LENGTH, Prompt, PromptBuilder

@@ -24,7 +24,6 @@ from batchinfer.llm.arguments import (
     template_text,
     wants_random_weights,
 )
-from batchinfer.llm.calls import Calls
 from batchinfer.llm.compatibility import METHODS
 from batchinfer.llm.generation import GenerationCalls
 from batchinfer.llm.images import CallImages
@@ -32,9 +31,10 @@ from batchinfer.llm.lora import Adapters
 from batchinfer.llm.outputs import Stats
 from batchinfer.llm.params import read_logprobs_mode
 from batchinfer.llm.pooling.calls import PoolingCalls
-from batchinfer.llm.pooling.choose import choose_runner, classifier_tokens, refused_calls
+from batchinfer.llm.pooling.choose_runner import choose_runner, classifier_tokens, refused_calls
 from batchinfer.llm.pooling.runner import PoolingRunner
-from batchinfer.llm.run import CallRunner
+from batchinfer.llm.run_prompts import CallRunner
+from batchinfer.llm.run_requests import Calls
 from batchinfer.llm.vllm_views import EngineView, Metric, ModelView, read_metrics
 from batchinfer.report.sanitize import without_secrets
 from batchinfer.text.processes.pool import TextProcesses

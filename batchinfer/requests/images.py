@@ -23,8 +23,8 @@ from batchinfer.engine.images import Image, LostImageError, PromptImage
 from batchinfer.errors import RowError
 from batchinfer.requests.requests import PromptRow
 from batchinfer.text.images.files import INVALID_IMAGE
+from batchinfer.text.images.image_placeholders import ImageSettings, RowImage
 from batchinfer.text.images.pixels import PixelBuilder
-from batchinfer.text.images.row_images import ImageSettings, RowImage
 from batchinfer.text.images.shared_arrays import SharedArrays
 from batchinfer.text.processes.pool import TextProcesses
 from batchinfer.text.prompts import Prompt

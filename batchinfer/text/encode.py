@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from batchinfer.errors import RowError
 from batchinfer.text.control_tokens import Marks
-from batchinfer.text.images.row_images import ImagesInText
+from batchinfer.text.images.image_placeholders import ImagesInText
 from batchinfer.text.tokenizer import TokenIds, Tokenizer
 
 _Text = TypeVar("_Text")

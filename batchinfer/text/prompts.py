@@ -11,7 +11,7 @@ import numpy as np
 from batchinfer.config import PromptConfig
 from batchinfer.errors import RowError
 from batchinfer.text.encode import RenderedText, TextEncoder, each_apart_if_needed
-from batchinfer.text.images.row_images import ImageSettings, RowImage
+from batchinfer.text.images.image_placeholders import ImageSettings, RowImage
 from batchinfer.text.render import RowRenderer
 from batchinfer.text.tokenizer import TokenIds, Tokenizer
 

@@ -12,8 +12,8 @@ from batchinfer.text.chat import ChatTemplate, FinalMessage, Message
 from batchinfer.text.control_tokens import Marks
 from batchinfer.text.encode import RenderedText
 from batchinfer.text.images.files import ImageFile, without_images
-from batchinfer.text.images.row_files import image_parts
-from batchinfer.text.images.row_images import ImageSettings, RowImages
+from batchinfer.text.images.find_images import image_parts
+from batchinfer.text.images.image_placeholders import ImageSettings, RowImages
 from batchinfer.text.prompt_sources import (
     checked_template,
     conflicts,

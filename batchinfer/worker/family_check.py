@@ -29,8 +29,8 @@ from batchinfer.worker.attention.temperature import temper_queries
 from batchinfer.worker.model.meta_model import described
 from batchinfer.worker.model.quiet_transformers import quiet_transformers
 from batchinfer.worker.model.shallow_copy import ShallowCopy, shallow_copy
-from batchinfer.worker.recurrent.page_state import page_recurrent_state
-from batchinfer.worker.verify import (
+from batchinfer.worker.recurrent.patch_layers import page_recurrent_state
+from batchinfer.worker.self_test import (
     AttentionRecorder,
     Probe,
     differing_rows,

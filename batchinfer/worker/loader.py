@@ -60,8 +60,8 @@ from batchinfer.worker.model.model_folder import ALL_FILES, CONFIG_FILES, resolv
 from batchinfer.worker.model.quantization import check_quantization, quantization_of
 from batchinfer.worker.model.tokenizer import check_vocabulary, eos_token_ids
 from batchinfer.worker.model.weights import choose_dtype, load_weights, uses_longrope
-from batchinfer.worker.recurrent.page_state import page_recurrent_state
-from batchinfer.worker.verify import probe_block_size
+from batchinfer.worker.recurrent.patch_layers import page_recurrent_state
+from batchinfer.worker.self_test import probe_block_size
 
 _ANY_KERNELS = KernelRequirements()
 _EXPERT_STRIDES = (

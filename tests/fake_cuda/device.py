@@ -16,7 +16,7 @@ from transformers import AutoModel
 from triton.runtime.interpreter import InterpretedFunction
 
 from batchinfer.kernels import launch as launch_settings
-from batchinfer.worker import family_check, verify
+from batchinfer.worker import family_check, self_test
 from batchinfer.worker.cuda_graphs import capture, step_graphs
 from batchinfer.worker.cuda_graphs.capture import CudaCapture, Run
 from batchinfer.worker.encoder import loader as encoder_loader
@@ -158,7 +158,7 @@ class _NoDifference:
 
 def _believe_checks(patch: pytest.MonkeyPatch) -> None:
     """Let comparisons find no difference, and take fake weights for plain ones."""
-    for module in (verify, family_check):
+    for module in (self_test, family_check):
         patch.setattr(module, "differing_rows", lambda *_: _NoDifference())
     fusion = (fuse, fused_modules, gated_delta_net)
     for module in (*fusion, kernel_choice, packed_linear, shallow_copy):

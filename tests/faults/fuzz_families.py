@@ -20,7 +20,7 @@ from batchinfer.worker.attention.attention import make_backend
 from batchinfer.worker.forward import forward
 from batchinfer.worker.kv_cache import KVCache
 from batchinfer.worker.loader import LoadedModel, load_model
-from batchinfer.worker.verify import probe_step
+from batchinfer.worker.self_test import probe_step
 from tests.families import FAMILIES, draw_config
 from tests.faults.violation import ViolationError
 

@@ -38,8 +38,8 @@ from batchinfer.worker.lora.lora_layers import add_adapters
 from batchinfer.worker.model_runner import ModelRunner
 from batchinfer.worker.sampling.output import SampleHandle
 from batchinfer.worker.sampling.sampler import Sampler
+from batchinfer.worker.self_test import Probe
 from batchinfer.worker.transfer import HostCopy
-from batchinfer.worker.verify import Probe
 from tests.kernels.interpreted_dot import sum_rows_alike
 from tests.lora import make_adapter
 from tests.models import tiny_model

@@ -13,7 +13,7 @@ from batchinfer.errors import RowError
 from batchinfer.job.images.mark_images import mark_of_rows
 from batchinfer.text.chat import Message
 from batchinfer.text.images.files import ImageFile, ImageFiles
-from batchinfer.text.images.row_files import RowFiles
+from batchinfer.text.images.find_images import RowFiles
 from batchinfer.text.prompt_sources import prompt_column
 from batchinfer.text.row_values import as_messages, decoded
 

@@ -24,7 +24,7 @@ from batchinfer.job.spec.spec import JobSpec
 from batchinfer.job.storage.urls import StorePath, is_url
 from batchinfer.requests.images import ImageLoader, ImageNumbers
 from batchinfer.requests.requests import PromptRow
-from batchinfer.text.images.row_images import ImageSettings
+from batchinfer.text.images.image_placeholders import ImageSettings
 from batchinfer.text.processes.pool import TextProcesses
 from batchinfer.text.prompts import Prompt
 

@@ -12,7 +12,6 @@ import numpy as np
 from batchinfer.builders.context import EngineContext
 from batchinfer.config import PromptConfig
 from batchinfer.errors import NotYetError, RowError
-from batchinfer.llm.calls import Calls, OnError, ProgressBar
 from batchinfer.llm.compatibility import settle
 from batchinfer.llm.generation import check_errors
 from batchinfer.llm.lora import AdapterNames, Adapters, LoRARequests
@@ -29,9 +28,10 @@ from batchinfer.llm.pooling.params import (
 )
 from batchinfer.llm.pooling.runner import Float32, Head, Output, PoolingRequest, PoolingRunner
 from batchinfer.llm.prompts import PromptLike, checked_text, kind_of, listed, one_for_each
-from batchinfer.text.pairs import PairBuilder
+from batchinfer.llm.run_requests import Calls, OnError, ProgressBar
 from batchinfer.text.processes.pool import TextProcesses
 from batchinfer.text.prompts import ANY_LENGTH, Prompt
+from batchinfer.text.reranker_prompts import PairBuilder
 
 ParamsOfEach = PoolingParams | Sequence[PoolingParams] | None
 

@@ -14,9 +14,9 @@ import numpy.typing as npt
 from batchinfer.builders.context import EngineContext
 from batchinfer.config import ClassifyConfig, EmbedConfig, ModelConfig
 from batchinfer.errors import NotYetError, RowError
-from batchinfer.llm.calls import Calls, OnError, ProgressBar
-from batchinfer.llm.pooling.choose import class_name
+from batchinfer.llm.pooling.choose_runner import class_name
 from batchinfer.llm.pooling.params import PoolingParams, PoolingRequestOutput
+from batchinfer.llm.run_requests import Calls, OnError, ProgressBar
 from batchinfer.pooling.classifier import Classifier, read_classifier
 from batchinfer.pooling.embedding import Embedder, EmbeddingModules, read_embedding_modules
 from batchinfer.pooling.framed_prompts import cut_in_frame, frame_of

@@ -7,7 +7,7 @@ from typing import Any
 
 from batchinfer.errors import RowError
 from batchinfer.text.images.files import INVALID_IMAGE
-from batchinfer.text.images.row_images import ImageSettings, RowImage
+from batchinfer.text.images.image_placeholders import ImageSettings, RowImage
 from batchinfer.text.images.shared_arrays import SharedArrays
 from batchinfer.text.tokenizer import Tokenizer
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from batchinfer.errors import RowError
-from batchinfer.text.images.row_images import ImageSettings, ImagesInText, opened_image
+from batchinfer.text.images.image_placeholders import ImageSettings, ImagesInText, opened_image
 from batchinfer.text.prompts import Prompt, or_error
 from batchinfer.text.tokenizer import TokenIds, Tokenizer
 

@@ -13,7 +13,7 @@ from functools import partial
 
 from batchinfer.errors import RowError
 from batchinfer.process.cpus import available_cpus
-from batchinfer.text.images.row_images import ImageSettings
+from batchinfer.text.images.image_placeholders import ImageSettings
 from batchinfer.text.processes.limits import Limits
 from batchinfer.text.processes.server_process import ServerProcess, StoppedError, not_started
 from batchinfer.text.processes.worker import BuilderFactory, Result

@@ -22,7 +22,7 @@ from batchinfer.worker.encoder.attention import (
     packed_sequences,
     register,
 )
-from batchinfer.worker.encoder.description import EncoderDescription, describe_encoder
+from batchinfer.worker.encoder.encoder_config import EncoderDescription, describe_encoder
 from batchinfer.worker.encoder.native_layers import TOLERANCE, join_encoder_layers
 from batchinfer.worker.linear.kernel_choice import (
     KernelChoice,
@@ -36,7 +36,7 @@ from batchinfer.worker.model.check_weight_files import file_bytes
 from batchinfer.worker.model.meta_model import described
 from batchinfer.worker.model.quiet_transformers import quiet_transformers
 from batchinfer.worker.model.weights import check_loaded, load_options, loading_errors
-from batchinfer.worker.verify import verify
+from batchinfer.worker.self_test import verify
 
 _ANY_KERNELS = KernelRequirements()
 _POOLER = "pooler."

@@ -25,7 +25,7 @@ from batchinfer.kernels.cpu.encoder_layers import (
 from batchinfer.worker.encoder.attention import current_runs
 from batchinfer.worker.linear.packed_linear import PackedLinear, merged, packs
 from batchinfer.worker.linear_kernels import LinearKernel
-from batchinfer.worker.verify import Swap, swap_verified
+from batchinfer.worker.self_test import Swap, swap_verified
 
 TOLERANCE = 0.05
 """Tolerance for hidden states: far above rounding errors, but far below the difference that

@@ -32,7 +32,7 @@ from batchinfer.worker.fusion.fused_modules import (
 )
 from batchinfer.worker.fusion.gated_delta_net import FusedGatedDeltaNet
 from batchinfer.worker.model.quantization import is_plain
-from batchinfer.worker.verify import AttentionRecorder, ModuleCall, Probe, record_calls, verify
+from batchinfer.worker.self_test import AttentionRecorder, ModuleCall, Probe, record_calls, verify
 
 _TOKENS = (3, 7, 5, 3)
 _NORM_OFFSETS = (0.0, 1.0)  # Gemma's norms multiply by 1 + weight

@@ -23,7 +23,7 @@ from batchinfer.worker.attention.variant import AttentionVariant
 from batchinfer.worker.linear.packed_linear import merged
 from batchinfer.worker.model.quantization import is_plain
 from batchinfer.worker.ops import HeadNorms, rms_norm, sigmoid_mul, silu_mul
-from batchinfer.worker.verify import Probe, find_swaps, swap_verified
+from batchinfer.worker.self_test import Probe, find_swaps, swap_verified
 
 LOGITS_TOLERANCE = {torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
 """Tolerance for logits, keyed by the model's dtype. Fused modules round to 16 bits less often, so

@@ -23,7 +23,7 @@ from batchinfer.worker.fusion.native_layers import (
     parts_fit,
 )
 from batchinfer.worker.recurrent.paged_states import paged_states
-from batchinfer.worker.verify import Probe, find_swaps, swap_verified
+from batchinfer.worker.self_test import Probe, find_swaps, swap_verified
 
 
 class NativeDeltaLayer(NativeLayers):

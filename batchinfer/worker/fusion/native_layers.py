@@ -31,7 +31,7 @@ from batchinfer.worker.fusion.fused_modules import (
 from batchinfer.worker.linear.packed_linear import PackedLinear
 from batchinfer.worker.model.body import body_of
 from batchinfer.worker.ops import head_norm_options
-from batchinfer.worker.verify import ModuleCall, Probe, find_swaps, record_calls, swap_verified
+from batchinfer.worker.self_test import ModuleCall, Probe, find_swaps, record_calls, swap_verified
 
 Rotary = tuple[torch.Tensor, torch.Tensor]
 """Cosines and sines, [1, T, rotary width]."""

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from batchinfer.engine.kv.layout import KVLayout
 from batchinfer.errors import DeviceError, ModelError
 from batchinfer.worker.linear_kernels import LinearKernel
-from batchinfer.worker.verify import Probe, logits_in_chunks
+from batchinfer.worker.self_test import Probe, logits_in_chunks
 
 _STEPS = (((3,), (1, 2, 3, 8, 33)), ((3, 7, 5, 3, 11), (1, 2, 5, 13)))
 """Pairs of (tokens of a sequence, numbers of equal sequences to run in one step)."""

@@ -25,7 +25,7 @@ from batchinfer.worker.fusion.native_layers import layers_of
 from batchinfer.worker.linear.packed_linear import PackedLinear, packs
 from batchinfer.worker.linear_kernels import LinearKernel
 from batchinfer.worker.lora.adapter_checkpoint import Adapter, read_adapters
-from batchinfer.worker.verify import Probe
+from batchinfer.worker.self_test import Probe
 
 _TOKENS = (3, 7)
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from batchinfer.requests.images import ImageNumbers
 from batchinfer.text.images.files import ImageFile
-from batchinfer.text.images.row_images import RowImage
+from batchinfer.text.images.image_placeholders import RowImage
 from batchinfer.text.prompts import Prompt
 
 

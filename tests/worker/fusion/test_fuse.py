@@ -24,7 +24,7 @@ from batchinfer.worker.fusion import fused_modules
 from batchinfer.worker.fusion.fuse import fuse, fused_line
 from batchinfer.worker.fusion.fused_modules import FusedAttention, FusedGatedMLP, FusedRMSNorm
 from batchinfer.worker.kv_cache import KVCache
-from batchinfer.worker.verify import probe_step
+from batchinfer.worker.self_test import probe_step
 from tests.models import FAMILIES, VOCAB_SIZE, tiny_model
 from tests.worker.step_maker import StepMaker
 

@@ -19,7 +19,7 @@ from batchinfer.worker.cuda_graphs.step_graphs import StepGraphs
 from batchinfer.worker.forward import forward
 from batchinfer.worker.fusion.fuse import fuse
 from batchinfer.worker.kv_cache import KVCache
-from batchinfer.worker.recurrent.page_state import page_recurrent_state
+from batchinfer.worker.recurrent.patch_layers import page_recurrent_state
 from tests.devices import CPU_AND_CUDA
 from tests.models import VOCAB_SIZE, tiny_model
 from tests.worker.on_triton import pretend_cuda

@@ -14,7 +14,7 @@ from batchinfer.worker.fusion.gated_delta_net import FusedGatedDeltaNet
 from batchinfer.worker.fusion.native_layers import layers_of
 from batchinfer.worker.loader import LoadedModel, load_model
 from batchinfer.worker.recurrent.gated_delta_net import FAMILIES
-from batchinfer.worker.verify import Probe
+from batchinfer.worker.self_test import Probe
 from tests.lora import make_adapter
 from tests.models import RECURRENT_FAMILIES, make_checkpoint, tiny_model
 from tests.parity import CPU, Setup, assert_greedy, prompts, run, tokens_of

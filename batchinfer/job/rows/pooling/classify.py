@@ -23,13 +23,13 @@ from batchinfer.pooling.classifier import (
     asks_questions,
     read_classifier,
 )
-from batchinfer.text.pairs import (
+from batchinfer.text.processes.worker import BuilderFactory
+from batchinfer.text.reranker_prompts import (
     PairBuilder,
     QuestionBuilder,
     with_both_columns,
     with_question,
 )
-from batchinfer.text.processes.worker import BuilderFactory
 from batchinfer.text.structured.compiled_grammar import GrammarCompiler
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Reads an encoder's config, maximum text length and dtype from its folder, not its weights."""
+"""Reads an encoder's config, maximum text length and dtype from its folder, without weights."""
 
 from __future__ import annotations
 

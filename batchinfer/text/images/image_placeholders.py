@@ -1,4 +1,4 @@
-"""Opens the images of a row, and writes their tokens into its prompt."""
+"""Opens the images of a row, and replaces their placeholders in its prompt with image tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy as np
 from batchinfer.config import PromptConfig
 from batchinfer.errors import ModelError, RowError
 from batchinfer.text.images.files import ImageFile, ImageFiles
-from batchinfer.text.images.row_files import RowFiles
+from batchinfer.text.images.find_images import RowFiles
 from batchinfer.text.prompt_sources import require_column
 from batchinfer.text.tokenizer import TokenIds
 

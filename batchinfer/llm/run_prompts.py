@@ -1,4 +1,4 @@
-"""Turns the prompts of a call into requests, runs them, and returns their outputs."""
+"""Runs the prompts of a call: turns them into requests, and completions into outputs."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from batchinfer.config.call_params import SamplingParams
 from batchinfer.engine.request import Completion, Request
 from batchinfer.engine.step import LogprobsMode
 from batchinfer.errors import RowError
-from batchinfer.llm.calls import Calls, OnError, ProgressBar
 from batchinfer.llm.images import CallImages
 from batchinfer.llm.outputs import PromptRequest, RequestOutput, finished, refused
 from batchinfer.llm.params import as_called, rows_to_score_problem
+from batchinfer.llm.run_requests import Calls, OnError, ProgressBar
 from batchinfer.requests.requests import PromptRow, RequestMaker, RowSampling
 from batchinfer.requests.resampling import Resampling
 from batchinfer.requests.tool_choice import ToolChoices

@@ -1,4 +1,4 @@
-"""Runs a loaded model on a few tokens, and compares the results before a job uses the model.
+"""Tests a loaded model on a few tokens, and compares the results before a job uses the model.
 
 Callers compare paged attention with transformers' attention, fused modules with the modules that
 they replace, and equal sequences of one batch with each other.

@@ -1,4 +1,4 @@
-"""Makes a model's recurrent layers keep their state in the KV pool.
+"""Patches a model's recurrent layers to keep their state in the KV pool.
 
 transformers' own forward pass of a recurrent layer ignores where sequences begin in a packed row,
 so the layer's ``forward`` method is replaced. The layer keeps its projections, which other modules

@@ -1,4 +1,4 @@
-"""Runs the calls of an ``LLM`` on its engine, one at a time, and keeps their statistics."""
+"""Runs the requests of calls on an ``LLM``'s engine, one call at a time, with statistics."""
 
 from __future__ import annotations
 
