@@ -91,7 +91,9 @@ def test_towers_of_quantized_checkpoints_are_dequantized(case: str, tmp_path: Pa
     assert not torch.equal(embedded, tower_of(whole)([inputs]))
 
 
-def bits_of_rows(loaded: LoadedModel, rows: list[int], max_tokens: int) -> dict[int, str]:
+def bits_of_rows(
+    loaded: LoadedModel, family: str, rows: list[int], max_tokens: int
+) -> dict[int, str]:
     """Run rows together, and return the exact log-probability of each row, in hexadecimal."""
     tower = tower_of(loaded.folder).to(getattr(torch, loaded.dtype))
     images = ImageEmbeddings(tower, 2**20, decoder_layers_of(loaded.model))
@@ -101,7 +103,7 @@ def bits_of_rows(loaded: LoadedModel, rows: list[int], max_tokens: int) -> dict[
         max_tokens=OUTPUT_TOKENS, temperature=0.0, logit_bias={IMAGE_TOKEN: -100.0}
     )
     for row in rows:
-        engine.add_request(Row("qwen3_vl", row).request(row, params))
+        engine.add_request(Row(family, row).request(row, params))
     completions, _ = run_engine(engine, scheduler, setup)
     return {
         row: float(done.outputs[0].cumulative_logprob).hex() for row, done in completions.items()
@@ -109,19 +111,33 @@ def bits_of_rows(loaded: LoadedModel, rows: list[int], max_tokens: int) -> dict[
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_bits_of_rows_do_not_depend_on_their_batch(dtype: str, tmp_path: Path) -> None:
-    """Rows of text share steps with images, for which DeepStack changes the outputs of layers."""
-    folder = make_vision_checkpoint("qwen3_vl", tmp_path)
+@pytest.mark.parametrize(
+    "family",
+    [
+        "qwen3_vl",
+        *(
+            pytest.param(name, marks=pytest.mark.long)
+            for name in ("qwen3_vl_moe", "glm4v_moe", "qwen3_5_moe", "gemma4")
+        ),
+    ],
+)
+def test_bits_of_rows_do_not_depend_on_their_batch(family: str, dtype: str, tmp_path: Path) -> None:
+    """Rows of text share steps with images, for which DeepStack changes the outputs of layers.
+
+    In mixtures of experts, rows share the experts' matrices, and the router sees all of a step's
+    tokens at once.
+    """
+    folder = make_vision_checkpoint(family, tmp_path)
     loaded = load_model(
         ModelConfig(str(folder), dtype=dtype),
         device=CPU,
         kernels=KernelRequirements(deterministic=True),
     )
     rows = list(range(len(ROWS)))
-    together = bits_of_rows(loaded, rows, max_tokens=512)
-    assert bits_of_rows(loaded, rows[::-1], max_tokens=7) == together
+    together = bits_of_rows(loaded, family, rows, max_tokens=512)
+    assert bits_of_rows(loaded, family, rows[::-1], max_tokens=7) == together
     for row in rows:
-        assert bits_of_rows(loaded, [row], max_tokens=512) == {row: together[row]}
+        assert bits_of_rows(loaded, family, [row], max_tokens=512) == {row: together[row]}
 
 
 @pytest.mark.parametrize("family", VISION_FAMILIES)
