@@ -407,7 +407,8 @@ def random_image(family: str, number: int) -> Image:
         }
         return Image(number, lambda: inputs, int(height * width), (int(height), int(width)))
     if family in PATCH_FAMILIES:
-        return _image_of_patches(family, number, rng)
+        height, width = rng.integers(1, (3, 4))
+        return image_of_patches(family, number, int(height), int(width))
     if family == "mistral3":
         height, width = 16 * rng.integers(1, 4, 2)
         pixels = rng.standard_normal((1, 3, height, width)).astype(np.float32)
@@ -425,9 +426,10 @@ def random_image(family: str, number: int) -> Image:
     return Image(number, lambda: {"pixel_values": pixels}, num_tokens, attends_both_ways=both_ways)
 
 
-def _image_of_patches(family: str, number: int, rng: np.random.Generator) -> Image:
-    """Return an image of Gemma 4. Four patches are one token, except in the unified models."""
-    height, width = rng.integers(1, (3, 4))
+def image_of_patches(family: str, number: int, height: int, width: int) -> Image:
+    """Return an image of Gemma 4 with ``height`` x ``width`` tokens. Four patches are one token,
+    except in the unified models."""
+    rng = np.random.default_rng((number, height, width))
     across, channels = (1, 3 * 8 * 8) if family == "gemma4_unified" else (2, 3 * 4 * 4)
     columns, rows = np.meshgrid(np.arange(across * width), np.arange(across * height))
     positions = np.stack([columns.ravel(), rows.ravel()], axis=1)
@@ -436,7 +438,7 @@ def _image_of_patches(family: str, number: int, rng: np.random.Generator) -> Ima
         "image_position_ids": positions[None],
     }
     both_ways = family != "gemma4_e4b"
-    return Image(number, lambda: inputs, int(height * width), attends_both_ways=both_ways)
+    return Image(number, lambda: inputs, height * width, attends_both_ways=both_ways)
 
 
 def _random_page(family: str, number: int) -> Image:

@@ -1,12 +1,15 @@
-"""Values of ``prompt.mm_processor_kwargs`` that the model's processor refuses."""
+"""Options of image processors, in ``prompt.mm_processor_kwargs`` and in the model's folder."""
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from batchinfer.errors import ModelError, RowError, UsageError
 from batchinfer.text.images.loading import load_image_processor
@@ -14,8 +17,16 @@ from batchinfer.text.images.processor import ImageProcessor
 from tests.vision_folders import add_processor
 
 
-def processor(folder: Path, family: str, kwargs: dict[str, Any]) -> ImageProcessor:
-    token_id = add_processor(family, folder)["image_token"]
+def processor(folder: Path, family: str, kwargs: dict[str, Any], **stored: Any) -> ImageProcessor:
+    """Write and load an image processor.
+
+    Args:
+        stored: options in the folder's preprocessor_config.json.
+    """
+    ids = add_processor(family, folder)
+    path = folder / "preprocessor_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | stored))
+    token_id = ids["context_image_token" if family == "internvl" else "image_token"]
     return load_image_processor(folder, token_id, kwargs)
 
 
@@ -78,3 +89,29 @@ def test_options_may_be_grouped(family: str, tmp_path: Path) -> None:
     plain = processor(tmp_path, family, {})
     big = (60, 60)
     assert flat.replacement(big) == grouped.replacement(big) != plain.replacement(big)
+
+
+@pytest.mark.parametrize(
+    ("family", "one", "obeys_folder"),
+    [("internvl", 4, False), ("deepseek_ocr2", 145, False), ("unlimited_ocr", 7, True)],
+)
+@pytest.mark.parametrize("place", ["folder", "job"])
+def test_counts_without_tiles_equal_those_of_the_processor(
+    place: str, family: str, one: int, obeys_folder: bool, tmp_path: Path
+) -> None:
+    """The processors of InternVL and DeepSeek-OCR-2 override their image processor's option."""
+    off = {"crop_to_patches": False}
+    images = processor(tmp_path, family, {}, **off)
+    if place == "job":
+        images = processor(tmp_path, family, off)
+    whole = images._processor
+    rng = np.random.default_rng(0)
+    for size in ((31, 31), (64, 48), (90, 400), (300, 300)):
+        picture = Image.fromarray(rng.integers(0, 256, (*size, 3), np.uint8))
+        kwargs = off if place == "job" else {}
+        made = whole(images=[picture], text=[whole.image_token], return_tensors="np", **kwargs)
+        ids = whole.tokenizer.convert_ids_to_tokens(np.asarray(made["input_ids"])[0].tolist())
+        count = images.num_tokens(size)
+        assert count == ids.count(images._token), size
+        assert images.inputs(picture, count)
+    assert (count == one) == (obeys_folder or place == "job")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import pairwise
@@ -37,6 +38,7 @@ from tests.vision_models import (
     RELATED_FAMILIES,
     VISION_FAMILIES,
     answer_logits,
+    image_of_patches,
     make_vision_checkpoint,
     random_image,
 )
@@ -276,6 +278,28 @@ def test_a_step_takes_a_whole_image(tmp_path: Path) -> None:
     parts, _ = run_rows(loaded, Setup(max_tokens=2), "gemma3", embeddings(loaded))
     whole, _ = run_rows(loaded, Setup(), "gemma3", embeddings(loaded))
     assert tokens_of(parts) == tokens_of(whole)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("max_tokens", [1024, 4096])
+def test_images_may_have_more_tokens_than_a_step_and_a_window(
+    max_tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gemma 4's processor makes up to 1,120 tokens; steps on a CPU and windows have 1,024."""
+    folder = make_vision_checkpoint("gemma4", tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    config["text_config"].update(sliding_window=1024, max_position_embeddings=4096)
+    (folder / "config.json").write_text(json.dumps(config))
+    monkeypatch.setattr("tests.worker.vision.test_images.random_image", image_of_1120_tokens)
+    monkeypatch.setattr("tests.worker.vision.test_images.ROWS", ([0], [], [1], [0]))
+    monkeypatch.setattr("tests.worker.vision.test_images.NUM_IMAGES", 2)
+    loaded = load_model(ModelConfig(str(folder)), device=CPU)
+    setup = Setup(block_size=16, pool_tokens=8192, max_tokens=max_tokens)
+    test_greedy_tokens_equal_transformers(setup, "gemma4", folder, loaded)
+
+
+def image_of_1120_tokens(family: str, number: int) -> Image:
+    return image_of_patches(family, number, 32, 35)
 
 
 def test_spans_of_an_image_with_text_inside() -> None:
