@@ -19,6 +19,7 @@ from batchinfer.worker.model.language_model import language_model, saved_class
 from batchinfer.worker.model.quiet_transformers import quiet_transformers
 from batchinfer.worker.model.weights import check_loaded, loading_errors, read_weights
 from batchinfer.worker.vision.attention import vision_attention
+from batchinfer.worker.vision.patch_convolution import replace_patch_convolutions
 
 GRID_FAMILIES = frozenset(
     {
@@ -119,6 +120,7 @@ def load_vision_tower(
         wrapper, report, _ = read_weights(read, folder, config, dtype, attention=attention)
         # The files also have the language model's tensors, which this wrapper does not expect.
         check_loaded(folder, wrapper, {**report, "unexpected_keys": set()})
+        replace_patch_convolutions(wrapper.model)
         return VisionTower(wrapper.model).to(device).eval()
 
 
