@@ -50,6 +50,10 @@ class StopChecker(Protocol):
         """
         ...
 
+    def fork(self) -> StopChecker:
+        """Return an independent copy."""
+        ...
+
 
 class GrammarState(Protocol):
     """A grammar's state for one sample. It determines which tokens may come next."""

@@ -73,7 +73,11 @@ ROOMS = [
     Room("engine.prompt_logprobs", "log-probabilities of a prompt's tokens", ("engine.step",)),
     Room("engine.request", "requests to the engine", ("config", "protocols", "engine")),
     described("engine.kv"),
-    Room("engine.beam_search", "beam search over one row", ("engine.request", "engine.step")),
+    Room(
+        "engine.beam_search",
+        "beam search over one row",
+        ("protocols", "engine.request", "engine.step"),
+    ),
     Room("engine.sequence", "a row's state and its samples", ("protocols", "engine")),
     Room(
         "engine.resume",

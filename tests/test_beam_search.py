@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-from batchinfer.config import ModelConfig, SamplingParams
+from batchinfer.config import SamplingParams
 from batchinfer.engine.engine import Engine
 from batchinfer.engine.kv.block_pool import BlockPool
 from batchinfer.engine.request import Completion, Request, SampleOutput
@@ -17,89 +17,29 @@ from batchinfer.engine.scheduler.scheduler import Scheduler
 from batchinfer.engine.scheduler.sequence_table import SequenceTable
 from batchinfer.engine.stats import StepStats
 from batchinfer.worker.kv_cache import KVCache
-from batchinfer.worker.loader import LoadedModel, load_model
+from batchinfer.worker.loader import LoadedModel
 from batchinfer.worker.model_runner import ModelRunner
 from batchinfer.worker.sampling.sampler import Sampler
-from tests.engine.invariants import check_scheduler
-from tests.models import VOCAB_SIZE, make_checkpoint, tiny_model
+from tests import beams
+from tests.beams import CPU, EOS, NUM_PROMPTS, OUTPUT_TOKENS, SMALL_POOL, TIE, Checkpoints, Setup
+from tests.models import VOCAB_SIZE
 
-EOS = tuple(range(5, 25))
-MODEL = {"eos_token_id": list(EOS), "pad_token_id": 0, "initializer_range": 0.1}
-OUTPUT_TOKENS = 20
-NUM_PROMPTS = 32
 WIDTHS = (2, 4, 8)
 PENALTIES = (0.0, 1.0, 2.0)
 SOME = tuple(zip(WIDTHS, PENALTIES, strict=True))
-TIE = 1e-4  # scores closer than this count as a tie
-CPU = torch.device("cpu")
-
-
-@dataclass(frozen=True)
-class Setup:
-    """Settings of an engine; all settings must give the same beams."""
-
-    block_size: int = 16
-    num_blocks: int = 2048
-    max_tokens: int = 512
-    runs_ahead: bool = False
-    misleading: bool = False
-    """Make the engine expect short outputs, so that the pool becomes too small."""
-
-
-@functools.cache
-def prompts() -> list[list[int]]:
-    """Return rows of 1 to 40 tokens; some share a prefix."""
-    rng = np.random.default_rng(11)
-    prefix = rng.integers(25, VOCAB_SIZE, 21).tolist()
-    return [
-        prefix * (row % 3 == 0) + rng.integers(25, VOCAB_SIZE, rng.integers(1, 20)).tolist()
-        for row in range(NUM_PROMPTS)
-    ]
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory):
-    """Return a function that loads a family's tiny checkpoint, each only once."""
-
-    @functools.cache
-    def load(family: str) -> LoadedModel:
-        folder = make_checkpoint(family, tmp_path_factory.mktemp(family), **MODEL)
-        return load_model(ModelConfig(str(folder)), device=CPU)
-
-    return load
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
+    return beams.checkpoints(tmp_path_factory)
 
 
 def run(
     loaded: LoadedModel, setup: Setup, params: list[SamplingParams]
 ) -> tuple[dict[int, Completion], list[StepStats]]:
     """Run the prompts, each with its own parameters, on an engine with the loaded model."""
-    cache = KVCache(loaded.layout(setup.block_size), setup.num_blocks, CPU, torch.float32)
-    cache.pool[:-1].fill_(torch.nan)  # old contents must not be read
-    size, windows, per_state = setup.block_size, cache.layout.windows, cache.layout.slots_per_state
-    pool = BlockPool(
-        setup.num_blocks,
-        size,
-        enable_prefix_caching=True,
-        windows=windows,
-        slots_per_state=per_state,
-    )
-    table = SequenceTable(64, loaded.max_model_len, size, windows, per_state)
-    scheduler = Scheduler(pool, table, setup.max_tokens)
-    if setup.misleading:
-        scheduler.output_lengths.observe(np.full(2000, 2), np.ones(2000, dtype=np.bool_))
-    runner = ModelRunner(loaded.model, cache, Sampler())
-    engine = Engine(scheduler, runner, runs_ahead=setup.runs_ahead)
-    for row, (prompt, one) in enumerate(zip(prompts(), params, strict=False)):
-        ids = np.asarray(prompt, dtype=np.int32)
-        engine.add_request(Request(row, ids, one, (0, row), loaded.eos_token_ids))
-    completions, steps = {}, []
-    while engine.num_unfinished:
-        outcome = engine.step()
-        check_scheduler(scheduler)
-        completions |= {done.request.row_id: done for done in outcome.completions}
-        steps += [outcome.stats] if outcome.stats else []
-    assert pool.num_used == 0
-    return completions, steps
+    requests = [beams.request(row, one) for row, one in enumerate(params)]
+    return beams.run(beams.make_engine(loaded, setup), requests)
 
 
 def searches(width: int, penalty: float, count: int) -> list[SamplingParams]:
@@ -112,32 +52,8 @@ def searches(width: int, penalty: float, count: int) -> list[SamplingParams]:
 @functools.cache
 def reference(family: str, row: int, width: int, penalty: float) -> list[tuple[list[int], float]]:
     """Return the beams that transformers finds, as tokens and score, best first."""
-    ids = torch.tensor([prompts()[row]])
-    found = _model(family).generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        num_beams=width,
-        num_return_sequences=width,
-        length_penalty=penalty,
-        early_stopping=False,
-        do_sample=False,
-        max_new_tokens=OUTPUT_TOKENS,
-        return_dict_in_generate=True,
-        output_scores=True,
-    )
-    beams = found.sequences[:, ids.shape[1] :].tolist()
-    return list(zip(map(_ended, beams), found.sequences_scores.tolist(), strict=True))
-
-
-@functools.cache
-def _model(family: str) -> torch.nn.Module:
-    return tiny_model(family, **MODEL)
-
-
-def _ended(token_ids: list[int]) -> list[int]:
-    """Remove the padding that transformers adds after an end-of-sequence token."""
-    ends = [at for at, token in enumerate(token_ids) if token in EOS]
-    return token_ids[: ends[0] + 1] if ends else token_ids
+    found = beams.generate(family, row, width, length_penalty=penalty)
+    return [(one.token_ids, one.score) for one in found]
 
 
 def assert_found(family: str, completion: Completion) -> None:
@@ -226,8 +142,8 @@ SETUPS = {
     "chunks_of_9": Setup(max_tokens=9),
     "block_size_1": Setup(block_size=1, num_blocks=4096),
     "one_ahead": Setup(runs_ahead=True),
-    "small_pool": Setup(block_size=4, num_blocks=70, misleading=True),
-    "small_pool_one_ahead": Setup(block_size=4, num_blocks=70, misleading=True, runs_ahead=True),
+    "small_pool": SMALL_POOL,
+    "small_pool_one_ahead": replace(SMALL_POOL, runs_ahead=True),
 }
 
 

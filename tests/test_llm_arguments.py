@@ -297,8 +297,8 @@ def test_beam_search_returns_vllm_sequences(llm: LLM, model: Path) -> None:
     held = replace(params, structured_outputs=StructuredOutputsParams(choice=["yes", "no"]))
     (answers,) = llm.beam_search("a", held)
     assert {beam.text for beam in answers.outputs} == {"yes", "no"}
-    with pytest.raises(ValueError, match="allowed_token_ids with beam_width"):
-        llm.beam_search("a", replace(params, allowed_token_ids=(5, 6)))
+    (some,) = llm.beam_search("a", replace(params, allowed_token_ids=(5, 6)))
+    assert {token for beam in some.outputs for token in beam.token_ids} == {5, 6}
     with pytest.warns(UserWarning, match="concurrency_limit has no effect"):
         llm.beam_search("a", params, concurrency_limit=1)
 

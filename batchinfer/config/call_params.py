@@ -316,7 +316,7 @@ class BeamSearchParams:
     skip_special_tokens: bool = False
     """Leave special tokens out of ``text`` of ``BeamSearchOutput.sequences``."""
     allowed_token_ids: tuple[int, ...] | None = None
-    """Must be None."""
+    """Token ids that a beam may have."""
 
     def sampling(self) -> SamplingParams:
         """Return sampling parameters for a request that returns all its beams.

@@ -19,23 +19,18 @@ MAX_LENGTH_PENALTY = 32.0
 HUGE = 1e30
 """Largest absolute value of a parameter. It prevents overflow in float32 arithmetic."""
 
-_NOT_WITH_BEAMS = (
-    "min_tokens",
-    "top_p",
-    "top_k",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "no_repeat_ngram_size",
-    "stop",
-    "logprobs",
-    "prompt_logprobs",
-    "logit_bias",
-    "allowed_token_ids",
-    "bad_words",
-    "max_reasoning_tokens",
-)
+_NOT_WITH_BEAMS = {
+    **dict.fromkeys(
+        ("top_p", "top_k", "min_p"),
+        "cannot be combined with beam_width, because beam search does not draw tokens at random; "
+        "leave one out",
+    ),
+    **dict.fromkeys(
+        ("prompt_logprobs", "max_reasoning_tokens"),
+        "with beam_width is not yet supported by this version",
+    ),
+}
+"""Parameters that beam search refuses, and the ends of their error messages."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +92,8 @@ class SamplingParams(Record):
     enforce is refused; with unsupported: check, finished texts are checked against it."""
     beam_width: int | None = None
     """Use beam search with this many beams. The n best beams are written, best first; the
-    temperature is ignored. Rules and scores are as in transformers with early_stopping=False."""
+    temperature is ignored, and top_p, top_k and min_p are refused. Rules and scores are as in
+    transformers with early_stopping=False."""
     length_penalty: float = 1.0
     """Exponent of a beam's length. Beams are ranked by their log-probability divided by this power
     of their length."""
@@ -187,12 +183,10 @@ class SamplingParams(Record):
         most = MAX_LENGTH_PENALTY
         self._require("length_penalty", -most <= penalty <= most, f"from {-most:g} to {most:g}")
         self._require("n", self.n <= width, f"at most beam_width, which is {width}")
-        for name in _NOT_WITH_BEAMS:
+        for name, refusal in _NOT_WITH_BEAMS.items():
             value = getattr(self, name)
             if value != self.__dataclass_fields__[name].default and (name, value) != ("top_k", -1):
-                raise ValueError(
-                    f"sampling.{name} with beam_width is not yet supported by this version"
-                )
+                raise ValueError(f"sampling.{name} {refusal}")
         object.__setattr__(self, "temperature", 0.0)
 
     def _normalize(self) -> None:

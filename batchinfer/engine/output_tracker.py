@@ -165,8 +165,7 @@ def _samples(state: RequestState) -> Iterator[_Sample]:
     yield from map(_ended, state.finished.values())
     if state.search is not None:
         for rank, best in enumerate(state.search.finished, start=state.request.group_size):
-            ids, total = np.asarray(best.token_ids, dtype=np.int32), best.cumulative_logprob
-            yield _ended(SampleOutput(rank, ids, "stop", None, None, total, None, best.score))
+            yield _ended(replace(best, index=rank))
 
 
 def _ended(output: SampleOutput) -> _Sample:

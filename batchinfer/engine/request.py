@@ -113,13 +113,17 @@ class Request:
     def num_candidates(self) -> int:
         """Number of most likely tokens to return at each position; -1 = no log-probabilities.
 
-        For a beam search, the number is large enough that at least ``beam_width`` of these tokens
-        do not end the beam. The beams together then have every candidate that transformers
-        considers.
+        For a beam search, the beams together have every candidate that transformers considers.
+        ``beam_width`` tokens that do not end a beam suffice. If stop strings can end it, this needs
+        as many tokens of each beam as transformers considers of all beams.
         """
-        if self.params.beam_width:
-            return self.params.beam_width + len(self.beam_end_ids)
-        return -1 if self.params.logprobs is None else self.params.logprobs
+        requested = -1 if self.params.logprobs is None else self.params.logprobs
+        width, num_ends = self.params.beam_width, len(self.beam_end_ids)
+        if width is None:
+            return requested
+        if self.make_stop_checker is None:
+            return max(requested, width + num_ends)
+        return max(requested, width * max(2, 1 + num_ends))
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
@@ -161,7 +165,8 @@ def beyond_vocabulary(request: Request, vocab_size: int | None) -> tuple[str, st
 class TokenLogprobs:
     """Log-probabilities at one position, from the model's unmodified logits.
 
-    With a grammar, they are normalized over the tokens that the grammar allows.
+    With a grammar, they are normalized over the tokens that the grammar allows. ``LogprobsMode``
+    selects other values.
     """
 
     token_id: int

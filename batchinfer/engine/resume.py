@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from batchinfer.engine.beam_search import Hypothesis
 from batchinfer.engine.request import PartialOutput, PartialSample, Request
 from batchinfer.engine.sequence import RequestState, Sequence
 
@@ -46,11 +45,7 @@ def _continue(state: RequestState, partial: PartialOutput) -> list[Sequence]:
     if state.search is None or not state.samples:
         state.finished = {output.index: output for output in partial.finished}
         return list(state.samples)
-    for output in partial.finished:
-        assert output.score is not None
-        state.search.finished.append(
-            Hypothesis(output.token_ids.tolist(), output.cumulative_logprob, output.score)
-        )
+    state.search.finished = list(partial.finished)
     return state.samples[:1]  # the first sequence represents the group in the queue
 
 
@@ -61,12 +56,12 @@ def _is_whole(request: Request, partial: PartialOutput, max_model_len: int) -> b
     most = min(params.max_tokens, max_model_len - request.num_prompt_tokens)
     if not all(0 < len(sample.token_ids) < most for sample in partial.samples):
         return False
+    if params.logprobs is not None and any(s.logprobs is None for s in partial.samples):
+        return False
     if params.beam_width:
         return len({len(beam.token_ids) for beam in partial.samples}) == 1
     if not partial.samples and params.prompt_logprobs is not None:
         return False  # scoring the prompt needs a running sample
-    if params.logprobs is not None and any(s.logprobs is None for s in partial.samples):
-        return False
     indices = [sample.index for sample in partial.samples]
     indices += [output.index for output in partial.finished]
     first = request.first_sample

@@ -87,6 +87,9 @@ class LogprobsMode(IntFlag):
     PROCESSED = 2
     """Values after biases, bans, penalties, temperature and filters; -inf for excluded tokens. Does
     not apply to prompts."""
+    EDITED = 4
+    """Log-probabilities from the unmodified logits, changed by biases, bans and penalties as if
+    they were logits, and not normalized again. Beam search adds them up."""
 
 
 LogitsProcessor = Callable[..., Any]

@@ -39,7 +39,7 @@ class CallRunner:
         reasoning: format of the model's reasoning; None if reasoning stays in the text.
         tool_format: format of the model's tool calls; None if calls stay in the text.
         mode: values to return as log-probabilities (``LLM(logprobs_mode=...)``); beam search always
-            returns raw log-probabilities.
+            returns the log-probabilities that it adds up.
         images: loads the images of prompts; None if the model takes only text.
     """
 
@@ -193,7 +193,7 @@ class CallRunner:
         return self._as_called(requests, params)
 
     def _as_called(self, requests: Sequence[Request], params: SamplingParams) -> Sequence[Request]:
-        return as_called(requests, params, LogprobsMode.RAW if params.beam_width else self._mode)
+        return as_called(requests, params, self._mode)
 
     def _too_long_message(self, length: int) -> str:
         """Return an error message in vLLM's wording (vllm/v1/engine/input_processor.py), because

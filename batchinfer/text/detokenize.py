@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from copy import copy
 
 from batchinfer.config import SamplingParams
 from batchinfer.protocols import FinishedSample
@@ -43,6 +44,12 @@ class IncrementalDetokenizer:
             self._window.append(token_id)
             self.tail = self._decode(self._window)[self._prefix_chars :]
         return newly_settled
+
+    def fork(self) -> IncrementalDetokenizer:
+        """Return an independent copy."""
+        forked = copy(self)
+        forked._window = list(self._window)
+        return forked
 
     def _settle(self) -> str:
         """Move the window past the tail, if the tail can no longer change."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import copy
 
 from batchinfer.config import SamplingParams
 from batchinfer.protocols import StopChecker, StopMatch
@@ -42,6 +43,11 @@ class StopStringChecker:
             self._not_before = self._before_start + len(text.rstrip(REPLACEMENT))
             return None
         return self._find(text)
+
+    def fork(self) -> StopStringChecker:
+        forked = copy(self)
+        forked._detokenizer = self._detokenizer.fork()
+        return forked
 
     def _extend(self, settled: str) -> None:
         before = self._before + settled

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from copy import copy
 from dataclasses import replace
 from typing import Any
 
@@ -40,6 +41,9 @@ class Sums:
         self.total += token_id
         return StopMatch("31", self.total) if may_stop and self.total % 31 == 0 else None
 
+    def fork(self) -> Sums:
+        return copy(self)
+
 
 def ends_seldom(context: bytes, stream: int, sample: int, position: int) -> int:
     token = hashed(context, stream, sample, position)
@@ -59,6 +63,10 @@ def workload() -> list[Request]:
         make_request(7, [5, 5], max_tokens=1),
         replace(make_request(8, [5] * 9 + [1], max_tokens=9, n=2), first_sample=3),
         make_request(9, [4] * 30, max_tokens=12, logprobs=2),
+        replace(
+            beams(10, [5] * 9 + [4], 3, max_tokens=14, logprobs=2, min_tokens=4),
+            make_stop_checker=Sums,
+        ),
     ]
 
 

@@ -67,6 +67,10 @@ def test_sampling_beams_and_scores_do_not_wait(
     assert [len(output.outputs) for output in outputs] == [2, 1, 1]
     beams = llm.beam_search(PROMPTS[:1], BeamSearchParams(beam_width=2, max_tokens=2))
     assert len(beams[0].outputs) == 2
+    changed = SamplingParams(beam_width=2, min_tokens=2, max_tokens=2, logprobs=2)
+    changed.repetition_penalty, changed.logit_bias = 1.5, {3: 1.0}
+    (output,) = llm.generate(PROMPTS[:1], changed, use_tqdm=False)
+    assert len(output.outputs[0].logprobs) == 2
     assert uncompiled(fake_cuda.launches, compiled[90]) == []
     launches = fake_cuda.take_launches()
     assert {"_penalties_kernel", "_sample_rest_kernel", "_row_stats_kernel"} <= launches.keys()

@@ -39,6 +39,7 @@ SAMPLES: tuple[dict[str, Any], ...] = (
 SEARCHES: tuple[dict[str, Any], ...] = (
     {"beam_width": 2},
     {"beam_width": 4, "n": 2, **_FULL_LENGTH},
+    {"beam_width": 3, "min_tokens": 300, "repetition_penalty": 1.1, "stop": ["ab~"]},
 )
 """Sampling parameters of beam searches."""
 

@@ -176,6 +176,22 @@ def test_each_sample_has_its_own_checker(chatml: Tokenizer) -> None:
     assert first.on_token(b, may_stop=True) == StopMatch("ab", 0)
 
 
+def test_a_forked_checker_continues_on_its_own(tokenizer: Tokenizer) -> None:
+    """A checker forks after every token. Forks that see other tokens do not change the others."""
+    whole, other = encode(tokenizer, "a café, naïve; and 日本 end"), encode(tokenizer, "é日 xyz")
+    for stop in ("nd", "本 e", "ve;"):
+        made = checker(tokenizer, stop)
+        count, match = feed(checker(tokenizer, stop), whole)
+        assert match is not None
+        for token_id in whole[: count - 1]:
+            feed(made.fork(), other)
+            before, made = made, made.fork()
+            assert made.on_token(token_id, may_stop=True) is None
+            feed(before, other)
+        assert made.fork().on_token(whole[count - 1], may_stop=True) == match
+        assert made.on_token(whole[count - 1], may_stop=True) == match
+
+
 def test_end_token_is_not_in_the_output_text(chatml: Tokenizer) -> None:
     ids = encode(chatml, "hello.<|im_end|>")
 

@@ -16,7 +16,7 @@ from batchinfer.engine.kv.layer_groups import num_outside_windows
 from batchinfer.engine.kv.prefix_index import Block, RecurrentState
 from batchinfer.engine.request import LARGEST_GROUP, Request
 from batchinfer.engine.sequence import Sequence
-from batchinfer.engine.step import SamplingColumns
+from batchinfer.engine.step import LogprobsMode, SamplingColumns
 
 Int = npt.NDArray[np.integer]
 Rows = npt.NDArray[np.intp]
@@ -318,20 +318,21 @@ class SequenceTable:
         self.stop_ids[row, : len(stop_ids)] = stop_ids
         self.checks_stops[row] = sequence.stop_checker is not None
         self.length_known[row] = not stop_ids and request.make_stop_checker is None
-        self.is_beam[row] = params.beam_width is not None
         self.scores_prompt[row] = params.prompt_logprobs is not None
         self.pools[row] = request.pools
         self.given_token[row] = -1 if request.given_token is None else request.given_token
         self.has_grammar[row] = request.grammar is not None
         self.has_processors[row] = bool(request.logits_processors)
         self.names_tokens[row] = bool(request.named_token_ids)
-        self.logprobs_mode[row] = request.logprobs_mode
+        is_beam = params.beam_width is not None
+        self.logprobs_mode[row] = LogprobsMode.EDITED if is_beam else request.logprobs_mode
+        self.is_beam[row] = is_beam
         looks_back = (
             params.has_penalties
             or params.no_repeat_ngram_size > 0
             or bool(request.bad_words_token_ids)
         )
-        needs_values = looks_back or self.is_beam[row] or self.has_grammar[row]
+        needs_values = looks_back or is_beam or self.has_grammar[row]
         self.needs_values[row] = needs_values or self.has_processors[row]
         self.edits_logits[row] = bool(
             looks_back

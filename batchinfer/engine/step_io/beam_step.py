@@ -6,10 +6,11 @@ from typing import cast
 
 import numpy as np
 
-from batchinfer.engine.beam_search import Continuation
+from batchinfer.engine.beam_search import BeamSearch, Continuation
 from batchinfer.engine.scheduler.scheduler import Scheduler
 from batchinfer.engine.sequence import RequestState, Sequence
-from batchinfer.engine.step import Int64, StepResult
+from batchinfer.engine.step import Bool, Int64, StepResult
+from batchinfer.engine.step_io.failures import NAN_LOGITS, NO_TOKEN_LEFT, Failure, grammar_failure
 from batchinfer.engine.step_io.in_flight import SampledRows
 from batchinfer.protocols import ForkingState
 
@@ -19,7 +20,7 @@ States = dict[RequestState, None]
 
 def process_beams(
     scheduler: Scheduler, sampled: SampledRows, result: StepResult, now: float
-) -> tuple[States, dict[RequestState, str | None]]:
+) -> tuple[States, dict[RequestState, Failure]]:
     """Advance each beam search by a token.
 
     All beams of a group are sampled in the same step (see ``BeamGroups.trim_to_whole_groups``), and
@@ -30,18 +31,18 @@ def process_beams(
         now: time on the engine's clock, in seconds.
 
     Returns:
-        Requests whose search has ended, and failed requests, which still run. The value of a failed
-        request is the grammar's error, or None if its logits are not finite.
+        Requests whose search has ended, and the failures of requests that still run.
     """
     places = {sequence: at for at, sequence in enumerate(sampled.sequences)}
     done: States = {}
-    failed: dict[RequestState, str | None] = {}
+    failed: dict[RequestState, Failure] = {}
+    broken = _have_broken_logits(result)
     for state in dict.fromkeys(sequence.state for sequence in places):
         at = np.array([places[beam] for beam in state.samples])
         if state.first_token_at is None:
             state.first_token_at = now
-        if result.nonfinite[at].any():
-            failed[state] = None
+        if broken[at].any():
+            failed[state] = NAN_LOGITS
             continue
         at_limit = bool(sampled.at_limit[at[0]])
         continuations = _advance(state, at, result, at_limit=at_limit)
@@ -50,22 +51,35 @@ def process_beams(
         if continuations:
             _replace(scheduler, state, continuations)
             if error := _grammar_error(state):
-                failed[state] = error
+                failed[state] = grammar_failure(error)
+        elif not _search(state).finished:
+            failed[state] = NO_TOKEN_LEFT
         else:
             _end(scheduler, state)
             done[state] = None
     return done, failed
 
 
+def _have_broken_logits(result: StepResult) -> Bool:
+    """Return [K] True where logits are NaN or infinite. A beam without any possible token is not
+    broken: the search drops it."""
+    excluded = result.no_token_left
+    return result.nonfinite if excluded is None else result.nonfinite & ~excluded
+
+
+def _search(state: RequestState) -> BeamSearch:
+    assert state.search is not None
+    return state.search
+
+
 def _advance(
     state: RequestState, at: Int64, result: StepResult, *, at_limit: bool
 ) -> list[Continuation]:
     """Return the search's next beams, from the candidates of samples ``at`` [B]."""
-    assert state.search is not None
     assert result.top_token_ids is not None
     assert result.top_logprobs is not None
     wanted = state.request.num_candidates
-    return state.search.advance(
+    return _search(state).advance(
         state.samples,
         result.top_token_ids[at, :wanted],
         result.top_logprobs[at, :wanted],
@@ -88,6 +102,7 @@ def _replace(scheduler: Scheduler, state: RequestState, continuations: list[Cont
         continued.add(continuation.beam)
         beam.output_ids = [*outputs_before[continuation.beam], continuation.token_id]
         beam.cumulative_logprob = continuation.cumulative_logprob
+        beam.logprobs, beam.stop_checker = continuation.logprobs, continuation.stop_checker
         beam.grammar_state = grammar_state
         state.samples.append(beam)
     parents = [continuation.beam for continuation in continuations]
@@ -115,9 +130,8 @@ def _grammar_error(state: RequestState) -> str | None:
 
 def _end(scheduler: Scheduler, state: RequestState) -> None:
     """Free the beams' rows and blocks and store the search's outputs."""
-    assert state.search is not None
     for beam in state.samples:
         if beam.row >= 0:
             scheduler.finish(beam)
     state.samples.clear()
-    state.finished = dict(enumerate(state.search.outputs()))
+    state.finished = dict(enumerate(_search(state).outputs()))

@@ -5,10 +5,8 @@ from __future__ import annotations
 from batchinfer.engine.request import Completion
 from batchinfer.engine.scheduler.scheduler import Scheduler
 from batchinfer.engine.sequence import RequestState, Sequence
+from batchinfer.engine.step_io.failures import Failure
 from batchinfer.protocols import StopMatch
-
-Failure = tuple[str, str]
-"""Error code and message of a row."""
 
 
 def finish_sample(scheduler: Scheduler, sequence: Sequence, stop: int | StopMatch | None) -> None:

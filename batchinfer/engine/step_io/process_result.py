@@ -15,23 +15,11 @@ from batchinfer.engine.scheduler.sequence_table import SequenceTable
 from batchinfer.engine.sequence import RequestState, Sequence
 from batchinfer.engine.step import Bool, Int32, StepResult
 from batchinfer.engine.step_io.beam_step import process_beams
-from batchinfer.engine.step_io.finish_request import (
-    Failure,
-    complete,
-    fail_request,
-    finish_sample,
-)
+from batchinfer.engine.step_io.failures import NAN_LOGITS, NO_TOKEN_LEFT, Failure, grammar_failure
+from batchinfer.engine.step_io.finish_request import complete, fail_request, finish_sample
 from batchinfer.engine.step_io.in_flight import InFlight, SampledRows
 from batchinfer.engine.step_io.scored_prompts import process_scores
 from batchinfer.engine.step_io.stop_conditions import find_stops
-
-_NAN: Failure = ("nan_logits", "the logits contain NaN or infinity")
-_GRAMMAR_ERROR = "invalid_structured_output"
-_NO_TOKEN: Failure = (
-    "no_token_left",
-    "every next token is excluded by bad_words, no_repeat_ngram_size, allowed_token_ids, "
-    "min_tokens or the grammar",
-)
 
 
 def process_result(
@@ -53,11 +41,7 @@ def process_result(
     beams = sampled.is_beam
     if beams.any():
         beam_result = result.only(np.repeat(beams, sampled.samples_per_row))
-        states, failed_beams = process_beams(scheduler, sampled.only(beams), beam_result, now)
-        errors = {  # the error is never ``_NO_TOKEN``, because beams have no bans
-            state: _NAN if broken is None else (_GRAMMAR_ERROR, broken)
-            for state, broken in failed_beams.items()
-        }
+        states, errors = process_beams(scheduler, sampled.only(beams), beam_result, now)
         result = result.only(np.repeat(~beams, sampled.samples_per_row))
         sampled, running = sampled.only(~beams), running[~beams]
     sequences = _with_new_samples(sampled)
@@ -91,14 +75,14 @@ def process_result(
         errors[sequences[at].state] = _failure(result, at, stop_result.broken.get(at))
     states |= dict.fromkeys(errors)
     for state, failure in errors.items():
-        fail_request(scheduler, state, is_nan=failure is _NAN)
+        fail_request(scheduler, state, is_nan=failure is NAN_LOGITS)
     return [complete(state, errors.get(state), now) for state in states if not state.samples]
 
 
 def _failure(result: StepResult, at: int, broken: str | None) -> Failure:
     if broken is not None:
-        return _GRAMMAR_ERROR, broken
-    return _NO_TOKEN if result.lacks_token(at) else _NAN
+        return grammar_failure(broken)
+    return NO_TOKEN_LEFT if result.lacks_token(at) else NAN_LOGITS
 
 
 def _without_ended(

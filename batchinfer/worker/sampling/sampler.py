@@ -18,7 +18,11 @@ from torch import Tensor
 from batchinfer.engine.step import Int64, LogprobsMode, SamplingBatch
 from batchinfer.kernels.cpu import sampling as native_sampling
 from batchinfer.worker.sampling.groups import is_filtered
-from batchinfer.worker.sampling.logits_processors import edit_logits, run_processors
+from batchinfer.worker.sampling.logits_processors import (
+    edit_logits,
+    edited_samples,
+    run_processors,
+)
 from batchinfer.worker.sampling.logprobs import Reported, look_up
 from batchinfer.worker.sampling.on_cpu import draw_on_cpu
 from batchinfer.worker.sampling.on_device import draw_on_device
@@ -119,15 +123,21 @@ def report(logits: Tensor, batch: SamplingBatch, draws: Draws, chunk: int) -> Re
         return reported
     as_logits = to_device({"at": (modes & LogprobsMode.LOGITS) != 0}, logits.device)["at"]
     reported = raw._replace(values=torch.where(as_logits[:, None], raw.values, reported.values))
-    processed = np.flatnonzero(((modes & LogprobsMode.PROCESSED) != 0) & (wanted >= 0))
-    for low in range(0, len(processed), chunk):
-        samples = processed[low : low + chunk]
-        at = to_device({"at": samples}, logits.device)["at"]
-        after_processors = _report_processed(
-            logits, batch, samples, draws.token_ids[at], as_logits[at]
-        )
-        for ours, theirs in zip(reported, after_processors, strict=True):
-            ours[at] = theirs
+    changed = {
+        LogprobsMode.PROCESSED: (modes & LogprobsMode.PROCESSED) != 0,
+        LogprobsMode.EDITED: ((modes & LogprobsMode.EDITED) != 0) & edited_samples(batch),
+    }
+    for mode, is_changed in changed.items():
+        asking = np.flatnonzero(is_changed & (wanted >= 0))
+        for low in range(0, len(asking), chunk):
+            samples = asking[low : low + chunk]
+            at = to_device({"at": samples}, logits.device)["at"]
+            if mode is LogprobsMode.EDITED:
+                after = _report_edited(logits, batch, samples, draws, at)
+            else:
+                after = _report_processed(logits, batch, samples, draws, at, as_logits[at])
+            for ours, theirs in zip(reported, after, strict=True):
+                ours[at] = theirs
     reported.values[:, 0].masked_fill_(draws.failures != 0, 0)
     return reported
 
@@ -137,22 +147,49 @@ def _num_top(batch: SamplingBatch, logits: Tensor) -> int:
 
 
 def _report_processed(
-    logits: Tensor, batch: SamplingBatch, samples: Int64, token_ids: Tensor, as_logits: Tensor
+    logits: Tensor,
+    batch: SamplingBatch,
+    samples: Int64,  # [k]
+    draws: Draws,
+    at: Tensor,  # ``samples`` on the device
+    as_logits: Tensor,  # bool [k]
 ) -> Reported:
-    """Report the values of ``samples`` [k], which drew ``token_ids`` [k], after all processors."""
-    edited = _processed_logits(logits, batch, samples)
-    named = None if batch.named_token_ids is None else batch.named_token_ids[samples]
-    raw = look_up(
-        edited,
+    """Report the values of ``samples`` after all processors."""
+    processed = _processed_logits(logits, batch, samples)
+    raw = _look_up_own(processed, batch, samples, draws.token_ids[at])
+    logprobs = raw.values - processed.logsumexp(1, keepdim=True)
+    return raw._replace(values=torch.where(as_logits[:, None], raw.values, logprobs))
+
+
+def _report_edited(
+    logits: Tensor, batch: SamplingBatch, samples: Int64, draws: Draws, at: Tensor
+) -> Reported:
+    """Report the values of ``samples`` [k] in ``LogprobsMode.EDITED``; other arguments are those of
+    ``_report_processed``."""
+    rows = to_device({"rows": batch.logits_rows[samples].astype(np.int64)}, logits.device)["rows"]
+    logprobs = draws.stats.logprobs(rows, logits.index_select(0, rows).float())
+    edit_logits(logprobs, batch, samples)
+    return _look_up_own(logprobs, batch, samples, draws.token_ids[at])
+
+
+def _look_up_own(
+    values: Tensor, batch: SamplingBatch, samples: Int64, token_ids: Tensor
+) -> Reported:
+    """Look up what ``samples`` [k] report from rows of their own.
+
+    Args:
+        values: [k, V] logits or log-probabilities; row i belongs to ``samples[i]``.
+        token_ids: int64 [k] drawn tokens.
+    """
+    return look_up(
+        values,
         np.arange(len(samples), dtype=np.int32),
         token_ids,
         batch.num_logprobs[samples],
-        named,
-        num_top=_num_top(batch, logits),
+        None if batch.named_token_ids is None else batch.named_token_ids[samples],
+        num_top=_num_top(batch, values),
         chunk=len(samples),
     )
-    logprobs = raw.values - edited.logsumexp(1, keepdim=True)
-    return raw._replace(values=torch.where(as_logits[:, None], raw.values, logprobs))
 
 
 def _processed_logits(logits: Tensor, batch: SamplingBatch, samples: Int64) -> Tensor:

@@ -83,7 +83,7 @@ def test_numbers_may_have_other_types_than_the_parameter(value: object) -> None:
         (b'{"logit_bias": [5]}', "logit_bias is [5]; it must be a mapping of keys to values"),
         (RowError("template_error", "a time that cannot be read"), "a time that cannot be read"),
         ({"temperature": -1.0}, "temperature"),
-        ({"beam_width": 2, "stop": ["x"]}, "sampling.stop with beam_width is not yet supported"),
+        ({"beam_width": 2, "top_p": 0.5}, "sampling.top_p cannot be combined with beam_width"),
         ({"prompt_logprobs": 2}, "needs sampling.prompt_logprobs and output.include"),
         ({"stop_token_ids": [100]}, "below 100"),
         (b'{"x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "sampling_params"),

@@ -30,7 +30,7 @@ OF_ROWS: list[dict[str, Any]] = [
     GREEDY,
     {},
     {"n": 3},
-    {"temperature": 0.0, "beam_width": 3, "n": 2, "max_tokens": 20},
+    {"beam_width": 3, "n": 2, "max_tokens": 20, "stop": ["BA", "DD"], "min_tokens": 6},
     {"frequency_penalty": 0.5, "min_tokens": 20},
     {"stop": ["ABBA", "DDD"], "bad_words": ["CC"]},
     {"structured_outputs": {"regex": "([A-D]{9} and )+!"}},

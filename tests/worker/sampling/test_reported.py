@@ -23,6 +23,7 @@ from tests.worker.sampling.sampling_batches import Sample, make_batch
 
 VOCAB = 1003
 RAW, LOGITS, PROCESSED = LogprobsMode.RAW, LogprobsMode.LOGITS, LogprobsMode.PROCESSED
+EDITED = LogprobsMode.EDITED
 
 
 def normal(rows: int, seed: int = 0) -> torch.Tensor:
@@ -110,6 +111,31 @@ def test_processed_values_of_greedy_samples_have_biases_and_no_temperature() -> 
     np.testing.assert_allclose(result.top_logprobs[1], two.sort(descending=True).values, atol=1e-5)
     assert result.nonfinite.tolist() == [False, False, True]
     assert result.logprobs[2] == 0
+
+
+def test_edited_values_are_not_normalized_again() -> None:
+    logits, seen = normal(3), [3, 4, 5, 6]
+    samples = [
+        Sample(row=0, temperature=0, bias={9: 50.0, 5: -np.inf}, logprobs=2),
+        Sample(row=1, temperature=0, repetition=1.5, frequency=0.5, output=seen, logprobs=VOCAB),
+        Sample(row=2, temperature=0, logprobs=3),
+        Sample(row=1, temperature=0, bias=dict.fromkeys(range(VOCAB), -np.inf), logprobs=1),
+    ]
+    result = report(logits, samples, [[5], [5], [5], [5]], modes=[EDITED] * 4)
+    plain = report(logits, samples[2:3])
+    own = logits.log_softmax(1)
+    assert result.top_token_ids[0, 0] == 9
+    assert result.top_logprobs[0, 0] == pytest.approx(float(own[0, 9]) + 50, abs=1e-4)
+    assert result.top_logprobs[0, 1] == pytest.approx(float(own[0].max()), abs=1e-4)
+    assert np.isneginf(result.named_logprobs[0])
+    penalized = RepetitionPenaltyLogitsProcessor(1.5)(torch.tensor([seen]), own[1:2].clone())[0]
+    penalized[seen] -= 0.5
+    np.testing.assert_allclose(
+        result.top_logprobs[1], penalized.sort(descending=True).values, atol=1e-4
+    )
+    np.testing.assert_array_equal(result.top_logprobs[2, :3], plain.top_logprobs[0])
+    assert result.no_token_left.tolist() == [False, False, False, True]
+    assert np.isneginf(result.top_logprobs[3, 0])
 
 
 def test_values_do_not_depend_on_the_rows_per_workspace(
