@@ -21,6 +21,7 @@ from batchinfer.job.images.job_images import (
     media_root_fact,
 )
 from batchinfer.job.images.mark_images import with_marked_images
+from batchinfer.job.input import valid_text
 from batchinfer.job.input.arrow_types import is_conversation
 from batchinfer.job.input.changed_files import with_content_hashes
 from batchinfer.job.input.dataset import Source, open_source
@@ -31,7 +32,7 @@ from batchinfer.job.model_files.facts import model_facts
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.output.partitioned import check_partition_columns
 from batchinfer.job.output.schema import OutputTable, output_table
-from batchinfer.job.rows.column_checks import check_prompt_columns
+from batchinfer.job.rows.column_checks import check_prompt_columns, prompt_columns
 from batchinfer.job.rows.read_prompts import ColumnReader, Prompts, RowAdapters, RowReader
 from batchinfer.job.rows.row_key import RowKeys
 from batchinfer.job.rows.sampling_params import RowParams, check_token_ids
@@ -140,6 +141,22 @@ def open_job(
         table_version=source.version,
     )
     return Job(spec, source, table, manifest)
+
+
+def with_checked_text(job: Job) -> Job:
+    """Check that the text in kept columns is UTF-8, or count the cells that are not, with
+    ``input.encoding_errors: replace``.
+
+    Without ``replace``, a bad text of a prompt fails only its row, so prompts are not checked here.
+
+    Raises:
+        DataError: a file cannot be read, or a cell is not UTF-8.
+    """
+    source, columns = job.source, set(job.table.kept)
+    if source.format.has_unchecked_text and not source.format.replaces_bad_text:
+        columns -= prompt_columns(TASKS[job.spec.task].prompt_config(job.spec), source)
+    source = valid_text.with_checked_text(source, [c for c in job.table.kept if c in columns])
+    return replace(job, source=source, manifest=replace(job.manifest, inputs=source.files))
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,16 @@ def is_text(kind: pa.DataType) -> bool:
     return kind in BYTES_TYPE or kind in BYTES_TYPE.values()
 
 
+def without_text(kind: pa.DataType) -> bool:
+    """Return True if a type holds no strings, not even in lists or structs."""
+    if pa.types.is_dictionary(kind):
+        return without_text(kind.value_type)
+    if isinstance(kind, pa.BaseExtensionType):
+        return without_text(kind.storage_type)
+    nested = [kind.field(at).type for at in range(kind.num_fields)]
+    return kind not in BYTES_TYPE and all(map(without_text, nested))
+
+
 def is_conversation(kind: pa.DataType) -> bool:
     """Return True for lists of structs that have the fields ``role`` and ``content``."""
     if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)):

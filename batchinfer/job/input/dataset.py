@@ -30,7 +30,7 @@ from batchinfer.job.input.formats.arrow_ipc import ArrowFormat
 from batchinfer.job.input.formats.csv import CsvFormat
 from batchinfer.job.input.formats.json import JsonFormat
 from batchinfer.job.input.formats.options import DEFAULT_OPTIONS, TextOptions
-from batchinfer.job.input.formats.table import open_table, table_format
+from batchinfer.job.input.formats.table import TABLES, open_table, table_format
 from batchinfer.job.input.hive_partitions import (
     Values,
     add_folder_columns,
@@ -56,7 +56,11 @@ _TEXT_FORMATS: Mapping[str, Callable[[TextOptions], Format]] = {
     "csv": CsvFormat,
 }
 """Text formats, keyed by the value of ``input.format``."""
-_FORMATS_OF: Mapping[str, Sequence[str]] = {"delimiter": ("csv",), "json_field": ("json",)}
+_FORMATS_OF: Mapping[str, Sequence[str]] = {
+    "delimiter": ("csv",),
+    "json_field": ("json",),
+    "encoding_errors": (*_TEXT_FORMATS, "parquet", "arrow", *TABLES),
+}
 """Formats that support an option, keyed by the option's name. All text formats support the options
 that are not listed here.
 """
@@ -275,7 +279,7 @@ def open_source(
     if kind is not None:
         _refuse_options(options, kind)
         table = open_table(paths[0], kind, version)
-        whole = _open_files(ParquetFormat(), table.partitions, "union", table.schema)
+        whole = _open_files(_format("parquet", options), table.partitions, "union", table.schema)
         return _select(replace(whole, version=table.version), limit, condition)
     if version is not None:
         raise UsageError(
@@ -291,7 +295,11 @@ def open_source(
 
 def _format(name: str, options: TextOptions) -> Format:
     _refuse_options(options, name)
-    return _TEXT_FORMATS[name](options) if name in _TEXT_FORMATS else _FORMATS[name]()
+    if name in _TEXT_FORMATS:
+        return _TEXT_FORMATS[name](options)
+    chosen = _FORMATS[name]()
+    chosen.replaces_bad_text = options.encoding_errors == "replace"
+    return chosen
 
 
 def _refuse_options(options: TextOptions, name: str) -> None:

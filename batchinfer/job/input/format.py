@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from batchinfer.console.format import first_line, format_value
 from batchinfer.errors import DataError, RowError
-from batchinfer.job.input.invalid_utf8 import python_rows
+from batchinfer.job.input.invalid_utf8 import python_rows, with_valid_text
 from batchinfer.job.input.unify_schemas import (
     Difference,
     SchemaMode,
@@ -120,6 +120,10 @@ class Format(ABC):
 
     holds_requests = False
     """True if each row is a request with its prompt and sampling parameters."""
+    has_unchecked_text = False
+    """True if files may hold text that is not UTF-8, which ``inspect`` does not notice."""
+    replaces_bad_text = False
+    """True if ``rows`` reads text that is not UTF-8 with U+FFFD in place of invalid bytes."""
 
     @abstractmethod
     def inspect(self, path: str) -> tuple[InputFile, pa.Schema]:
@@ -153,6 +157,10 @@ class Format(ABC):
     def rows(self, request: ReadRequest) -> Iterator[Rows]:
         """Read rows as Python values; texts may be UTF-8 bytes."""
         for first, batch in self.batches(request):
+            if self.replaces_bad_text:
+                arrays = [with_valid_text(column) for column in batch.columns]
+                batch = pa.RecordBatch.from_arrays(arrays, schema=batch.schema)
+                del arrays
             rows: list[Row] = list(python_rows(batch))
             del batch  # free a huge batch before the next one is read
             yield first, rows

@@ -95,6 +95,8 @@ def _in_nanoseconds(kind: pa.DataType) -> bool:
 
 def _replace_invalid(column: pa.Array) -> pa.Array:
     """Rebuild a column value by value, which is slow."""
+    if isinstance(column, pa.ExtensionArray):
+        return pa.ExtensionArray.from_storage(column.type, _replace_invalid(column.storage))
     return pa.array([_decoded(v, column.type) for v in python_values(column)], column.type)
 
 

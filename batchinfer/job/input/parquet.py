@@ -110,6 +110,8 @@ def shape_of(kind: pa.DataType) -> Shape:
 class ParquetFormat(Format):
     """Parquet files, with checks of their footers and page checksums."""
 
+    has_unchecked_text = True
+
     def inspect(self, path: str) -> tuple[InputFile, pa.Schema]:
         store = store_of(path)
         try:

@@ -58,6 +58,18 @@ def check_prompt_columns(config: PromptConfig, source: Source) -> None:
         _check_sampling_params(source)
 
 
+def prompt_columns(config: PromptConfig, source: Source) -> frozenset[str]:
+    """Return the columns whose text every row's prompt or adapter is made of. A row in which such
+    a text is not UTF-8 fails with ``invalid_utf8``."""
+    names = frozenset(source.schema.names)
+    columns = set[str]()
+    if config.token_ids_column is None:
+        columns |= make_source(config, source.schema.names).columns
+    if config.system is not None:
+        columns |= checked_template(config.system, "prompt.system", names).columns(names)
+    return frozenset(columns | {config.adapter_column or ""} & names)
+
+
 def check_completions_column(name: str, source: Source) -> None:
     """Check the column that ``score.completions_column`` names.
 

@@ -19,7 +19,7 @@ from batchinfer.job.claims.swap_generation import end_swap
 from batchinfer.job.images.changed_images import image_file_facts
 from batchinfer.job.input.changed_files import have_common_files
 from batchinfer.job.input.dataset import Source
-from batchinfer.job.job import OutputJob, identified, open_input, open_job
+from batchinfer.job.job import OutputJob, identified, open_input, open_job, with_checked_text
 from batchinfer.job.manifest import Manifest
 from batchinfer.job.output import partitioned
 from batchinfer.job.output.directory import OutputDir
@@ -182,10 +182,12 @@ def _open_output_job(
     _refuse_own_output(source, out)
     source = identified(source, planned)
     job = open_job(spec, source)
+    if planned is None or options.overwrites or not planned.is_of_same_job(job.manifest):
+        job = with_checked_text(job)
     manifest = job.manifest
     if _compares_images(out, planned, options):
         manifest = replace(manifest, image_files=image_file_facts(spec, source))
-    return OutputJob(spec, source, job.table, manifest, out, combined_output)
+    return OutputJob(spec, job.source, job.table, manifest, out, combined_output)
 
 
 def _compares_images(out: OutputDir, planned: Manifest | None, options: RunOptions) -> bool:

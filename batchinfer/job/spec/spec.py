@@ -159,9 +159,10 @@ class InputSpec(Section):
     encoding: Annotated[Text, AfterValidator(encoding_name)] = "utf-8"
     """Encoding of CSV, JSON and JSON Lines files, by its Python name, like cp1252 or mac_roman."""
     encoding_errors: Literal["strict", "replace"] = "strict"
-    """What to do with bytes that are not valid in the encoding. strict: refuse the file, and name
-    the line and the column. replace: read them as U+FFFD; summary.json and the report count the
-    cells."""
+    """What to do with bytes that are not valid in the encoding, or in the UTF-8 text of
+    Parquet and Arrow files. strict: refuse the file, and name the line or row, and the column; in
+    a prompt of a Parquet or Arrow file, only the row fails. replace: read them as U+FFFD;
+    summary.json and the report count the cells."""
     delimiter: Annotated[str, AfterValidator(delimiter_character)] | None = None
     """Character that separates the cells of CSV files, like ; or |. null: a tab in .tsv files, and
     a comma in others."""

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -16,6 +17,8 @@ from batchinfer.errors import DataError, ExitCode, UsageError
 from batchinfer.job.input.dataset import Source, open_source
 from batchinfer.job.input.formats import text_file
 from batchinfer.job.input.formats.options import TextOptions
+from batchinfer.job.input.invalid_utf8 import with_valid_text
+from batchinfer.job.input.valid_text import with_checked_text
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.run.run_job import run_job
 from batchinfer.report.captions import figures
@@ -177,6 +180,98 @@ def test_other_formats_have_no_encoding(tmp_path: Path, name: str) -> None:
         UsageError, match=r"input\.encoding is only for the formats jsonl, json, csv"
     ):
         open_source(str(tmp_path / name), options=TextOptions("cp1252"))
+
+
+def arrow_file(folder: Path, suffix: str, **columns: Any) -> str:
+    """Write a file of 3,000 rows, which are read in three batches."""
+    table = pa.table({"prompt": pa.array([f"say {row}" for row in range(3000)]), **columns})
+    folder.mkdir(exist_ok=True)
+    path = str(folder / f"b.{suffix}")
+    if suffix == "parquet":
+        pq.write_table(table, path)
+    else:
+        with pa.ipc.new_file(path, table.schema) as writer:
+            writer.write_table(table)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("suffix", "kind"),
+    [
+        *(("parquet", kind) for kind in ("string", "struct")),
+        *(("arrow", kind) for kind in ("string", "list", "dictionary", "json")),
+    ],
+)
+def test_bad_text_of_other_files_is_found(tmp_path: Path, suffix: str, kind: str) -> None:
+    data = [*[b"x"] * 2000, b"Rub\xe9n", b"fine", None, *[b"y"] * 996, b"\xff \xe9"]
+    text = pa.array(data).view(pa.string())
+    nan = pa.array([float("nan")] * 3000)
+    columns = {
+        "string": text,
+        "list": pa.ListArray.from_arrays(pa.array(range(3001), pa.int32()), text),
+        "struct": pa.StructArray.from_arrays([text, nan], ["a", "b"]),
+        "dictionary": pa.DictionaryArray.from_arrays(pa.array(range(3000), pa.int32()), text),
+        "json": pa.ExtensionArray.from_storage(pa.json_(), text),
+    }
+    paths = [arrow_file(tmp_path / name, suffix, name=columns[kind]) for name in "ab"]
+    match = rf'a/b\.{suffix}, row 2000 \(from 0\), column "name" is not valid UTF-8'
+    with pytest.raises(DataError, match=match):
+        with_checked_text(open_source(paths), ["prompt", "name"])
+    found = with_checked_text(open_source(paths, 5500, options=REPLACE), ["prompt", "name"])
+    assert [file.replaced_cells for file in found.files] == [2, 1]
+    assert "Rub\ufffdn" in str(with_valid_text(columns[kind]).to_pylist()[2000])
+
+
+def test_bad_text_of_other_files_ends_or_is_counted_by_a_job(tmp_path: Path) -> None:
+    names = pa.array([b"Rub\xe9n"] * 3000).view(pa.string())
+    arrow_file(tmp_path / "in", "parquet", name=names)
+    build = FakeBuild()
+    with pytest.raises(DataError, match=r'row 0 \(from 0\), column "name"'):
+        run_job(job(tmp_path), build=build, quiet=True)
+    assert build.count == 0
+    spec = job(tmp_path, input={"encoding_errors": "replace", "limit": 3})
+    for _ in range(2):
+        assert run_job(spec, build=build, quiet=True, overwrite=True) is ExitCode.OK
+        summary = json.loads((tmp_path / "out" / "summary.json").read_bytes())
+        assert summary["input"] == {"replaced_cells": 3}
+    assert pq.read_table(tmp_path / "out" / "data")["name"].to_pylist() == ["Rub\ufffdn"] * 3
+    prompts = job(tmp_path, input={"limit": 3}, prompt={"column": "name"})
+    before = build.count
+    run_job(prompts, build=build, quiet=True, overwrite=True)
+    assert build.count == before + 1, "a bad prompt fails only its row"
+
+
+def test_only_kept_text_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bad = pa.array([b"\xff"] * 3000).view(pa.string())
+    arrow_file(
+        tmp_path / "in",
+        "parquet",
+        bad=bad,
+        number=pa.array(range(3000)),
+        name=pa.nulls(3000, pa.string()),
+    )
+    scanned: list[list[str]] = []
+    scan = Source.scan
+    monkeypatch.setattr(
+        Source,
+        "scan",
+        lambda self, names, rows: scanned.append([*names]) or scan(self, names, rows),
+    )
+    spec = job(tmp_path, input={"keep_columns": ["prompt", "name", "number"], "limit": 5})
+    assert run_job(spec, build=FakeBuild(), quiet=True) is ExitCode.OK
+    assert scanned[0] == ["name"]
+    before = len(scanned)
+    assert run_job(spec, build=FakeBuild(), quiet=True) is ExitCode.OK
+    assert ["name"] not in scanned[before:], "an unchanged job is not checked again"
+
+
+def test_a_bad_prompt_is_read_with_replaced_bytes(tmp_path: Path) -> None:
+    prompt = pa.array([b"Rub\xe9n"] * 3000).view(pa.string())
+    arrow_file(tmp_path, "parquet", name=prompt)
+    path = str(tmp_path / "b.parquet")
+    for options, text in ((TextOptions(), b"Rub\xe9n"), (REPLACE, "Rub\ufffdn".encode())):
+        _, rows = next(open_source(path, options=options).rows(["name"], [range(1)]))
+        assert rows == [{"name": text}]
 
 
 def test_a_job_is_refused_before_its_model_is_loaded(tmp_path: Path) -> None:

@@ -36,6 +36,8 @@ _CHUNK = 1 << 20
 class ArrowFormat(Format):
     """Arrow IPC files and streams."""
 
+    has_unchecked_text = True
+
     def __init__(self) -> None:
         self._lengths: dict[str, list[int]] = {}
         """Number of rows in each record batch, keyed by the file's path."""
