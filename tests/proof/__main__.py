@@ -10,9 +10,13 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import date
 from itertools import product
 from pathlib import Path
+
+from filelock import FileLock, Timeout
 
 from tests.faults.jobs import import_model_code
 from tests.proof.cells import Matrix, Result, stored_results
@@ -36,8 +40,8 @@ def main() -> int:
     if options.publish:
         return _publish(options.folder)
     cells = [tuple(name.split(".")) for name in options.cells] or [*product(*names)]
-    import_model_code()
-    with stores() as (store, flaky_store):
+    with only_user_of(options.folder), stores() as (store, flaky_store):
+        import_model_code()
         matrix = Matrix(options.folder.resolve(), store, flaky_store)
         results = []
         for cell in cells:
@@ -48,6 +52,28 @@ def main() -> int:
     bad = [result for result in results if result.verdict != "equal"]
     print(f"{len(results) - len(bad)} of {len(results)} cells equal")
     return int(bool(bad))
+
+
+@contextmanager
+def only_user_of(folder: Path) -> Iterator[None]:
+    """Hold a lock on a folder of results, because cells of two processes would mix their files.
+
+    The lock ends with the process, even if the process is killed.
+
+    Raises:
+        SystemExit: another process holds the lock.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder / "lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        sys.exit(
+            f"{folder} is in use by another `python -m tests.proof`; wait until it has ended, or "
+            "use --folder for another folder"
+        )
+    with lock:
+        yield
 
 
 def _publish(folder: Path) -> int:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import io
 import subprocess
 import sys
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from tests.proof.__main__ import only_user_of
 from tests.proof.cells import Result, compare
 from tests.proof.checkpoints import CHECKPOINTS
 from tests.proof.faults import FAULTS
@@ -63,6 +65,16 @@ def test_picture_has_a_square_for_each_cell() -> None:
     assert "qwen3.sigterm.small-pool: differs" in svg
     assert "differs: 1 cells" in svg
     assert "not run: 719 cells" in svg
+
+
+def test_two_processes_do_not_use_the_same_folder(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.proof", "--models", "qwen3", "--folder", str(tmp_path)]
+    with only_user_of(tmp_path):
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert f"{tmp_path} is in use by another" in done.stderr
+    with only_user_of(tmp_path):
+        assert not (tmp_path / "now").exists()
 
 
 @pytest.mark.long
