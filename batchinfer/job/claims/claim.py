@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from batchinfer.console.format import printable
 from batchinfer.console.terminal import print_line
-from batchinfer.job.claims.generation import other_generations
+from batchinfer.job.claims.generation import other_generations, refuse_workers_of_updates
 from batchinfer.job.claims.kernels import forget_kernels
 from batchinfer.job.claims.part_queue import PartQueue, all_parts
 from batchinfer.job.claims.swap_generation import put_in_place
@@ -18,7 +18,6 @@ from batchinfer.job.claims.writers import refuse_writers
 from batchinfer.job.manifest import Manifest
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.output.manifest_file import is_begun, stored_manifest
-from batchinfer.job.output.open import output_at
 from batchinfer.job.output.resume import (
     ResumePlan,
     clear_output,
@@ -144,18 +143,6 @@ class Claim:
     def command_for(self, part: Part) -> str:
         """Return a phrase that tells the user which command rewrites a damaged part."""
         return "the same command"
-
-
-def refuse_workers_of_updates(out: OutputDir) -> None:
-    """Check that no worker of a killed launcher still writes to a generation.
-
-    Raises:
-        LockedError: a worker runs.
-    """
-    for path in out.files.entries(out.next):
-        generation = output_at(str(path))  # as workers open it; their locks are inside
-        with generation.locked():
-            refuse_writers(generation)
 
 
 def _replace(present: OutputDir, generation: OutputDir) -> None:

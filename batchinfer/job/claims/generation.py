@@ -5,9 +5,11 @@ from __future__ import annotations
 from contextlib import suppress
 
 from batchinfer.errors import DataError
+from batchinfer.job.claims.writers import refuse_writers
 from batchinfer.job.manifest import Manifest
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.output.manifest_file import is_begun, stored_manifest
+from batchinfer.job.output.open import output_at
 from batchinfer.job.output.resume import has_finished_rows, has_rows
 from batchinfer.job.storage.filesystem import storage_errors
 
@@ -38,11 +40,29 @@ def next_generation(
     return generation if update or retries or is_begun(generation) else None
 
 
+def refuse_workers_of_updates(out: OutputDir) -> None:
+    """Check that no worker of a killed launcher still writes to a generation.
+
+    Raises:
+        LockedError: a worker runs.
+    """
+    for path in out.files.entries(out.next):
+        generation = output_at(str(path))  # as workers open it; their locks are inside
+        with generation.locked():
+            refuse_writers(generation)
+
+
 def drop_generations(out: OutputDir) -> None:
-    """Delete unfinished generations: no job needs them once an update has found nothing to do."""
+    """Delete unfinished generations: no job needs them once an update has found nothing to do.
+
+    Raises:
+        LockedError: a worker still writes to a generation.
+    """
     if out.files.entries(out.next):
-        with out.locked(), storage_errors(out.next, "delete"):
-            out.files.delete(out.next)
+        with out.locked():
+            refuse_workers_of_updates(out)
+            with storage_errors(out.next, "delete"):
+                out.files.delete(out.next)
 
 
 def other_generations(out: OutputDir, own: OutputDir) -> list[OutputDir]:

@@ -299,6 +299,12 @@ def test_return_to_the_old_job_keeps_its_output(place: Place) -> None:
     place.write(*ROWS)
     assert place.run() == []
     assert place.out.files.entries(place.out.next), "the unfinished generation is kept"
+    (generation,) = place.out.files.entries(place.out.next)
+    worker = own_lock(output_at(str(generation)), Writer(number=1))
+    worker.files.make_directory(worker.locks)
+    with worker.lock.held(), pytest.raises(LockedError, match="worker 1 is writing to"):
+        place.run(update=True)
+    assert place.out.files.entries(place.out.next), "a worker still writes to it"
     assert place.run(update=True) == []
     assert not place.out.files.entries(place.out.next)
 
