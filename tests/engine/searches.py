@@ -41,7 +41,7 @@ def expected_beams(request: Request, max_model_len: int = 4096, window: int = 0)
             if grammar is None or token in grammar.allowed(tokens)
         ]
         longer.sort(key=lambda beam: -beam[1])
-        ends = [length == limit or tokens[-1] in request.beam_end_ids for tokens, _ in longer]
+        ends = [length == limit or _stops(request, tokens) for tokens, _ in longer]
         scored = [(tokens, total / length**params.length_penalty) for tokens, total in longer]
         finished += [beam for beam, end in zip(scored[:width], ends[:width], strict=True) if end]
         finished = sorted(finished, key=lambda beam: -beam[1])[:width]
@@ -54,15 +54,24 @@ def expected_beams(request: Request, max_model_len: int = 4096, window: int = 0)
     return finished[: params.n]
 
 
+def _stops(request: Request, tokens: list[int]) -> bool:
+    """Return true if a stop token or the stop checker ends a beam with its last token."""
+    if tokens[-1] in request.beam_end_ids or request.make_stop_checker is None:
+        return tokens[-1] in request.beam_end_ids
+    checker = request.make_stop_checker()
+    found = [checker.on_token(token, may_stop=True) for token in tokens]
+    return found[-1] is not None
+
+
 def assert_found(completion: Completion, max_model_len: int = 4096, window: int = 0) -> None:
     """Assert that the completion has the expected beams."""
     assert completion.error_code is None
     best = expected_beams(completion.request, max_model_len, window)
-    stops = completion.request.beam_end_ids
     assert [output.token_ids.tolist() for output in completion.outputs] == [ids for ids, _ in best]
     for output, (token_ids, score) in zip(completion.outputs, best, strict=True):
         assert output.score == pytest.approx(score)
-        assert output.finish_reason == ("stop" if token_ids[-1] in stops else "length")
+        stopped = _stops(completion.request, token_ids)
+        assert output.finish_reason == ("stop" if stopped else "length")
 
 
 def beams(row_id: int, prompt: list[int], width: int, **params: object) -> Request:

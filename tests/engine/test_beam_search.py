@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from batchinfer.engine.step import Step, StepResult
+from batchinfer.protocols import StopMatch
 from tests.engine import fake
 from tests.engine.fake import EOS, MakeEngine, expected, make_request, run_all
 from tests.engine.invariants import check_scheduler
@@ -192,6 +194,39 @@ def test_stop_tokens_of_the_user_end_beams(make_engine: MakeEngine) -> None:
     for output in outputs:
         last = int(output.token_ids[-1])
         assert output.stop_reason == (None if last == EOS else last)
+
+
+class StopsAtThrees:
+    """Stops a beam when the sum of its tokens is a multiple of 3."""
+
+    def __init__(self) -> None:
+        self.total = 0
+
+    def on_token(self, token_id: int, *, may_stop: bool) -> StopMatch | None:
+        self.total += token_id
+        return StopMatch("3", 0) if self.total % 3 == 0 else None
+
+    def fork(self) -> StopsAtThrees:
+        return copy(self)
+
+
+@pytest.mark.parametrize("num_blocks", [100, 24])
+def test_stop_strings_end_beams(make_engine: MakeEngine, num_blocks: int) -> None:
+    """Each beam needs more candidates than without stop strings, because many of them end."""
+    requests = [
+        replace(
+            beams(row, [row, 4], 2, max_tokens=2 + row % 3, length_penalty=4.0),
+            make_stop_checker=StopsAtThrees,
+        )
+        for row in range(1, 61)
+    ]
+    engine, _ = make_engine(num_blocks=num_blocks)
+    engine.scheduler.output_lengths.observe(np.full(500, 2), np.ones(500, dtype=np.bool_))
+    completions, _ = run_all(engine, requests)
+    outputs = [output for completion in completions.values() for output in completion.outputs]
+    for completion in completions.values():
+        assert_found(completion)
+    assert {output.stop_reason for output in outputs} >= {"3", None}
 
 
 @pytest.mark.parametrize("position", [0, 3])
