@@ -9,11 +9,18 @@ from typing import Any
 
 from batchinfer.engine.kv.layout import KVLayout
 from batchinfer.engine.kv.model_config import Config, text_config
+from batchinfer.engine.simulate.expert_layers import num_expert_layers
 
 _SHARED_WIDTHS = (
     *("shared_expert_intermediate_size", "shared_intermediate_size"),
     "moe_shared_expert_intermediate_size",
 )
+_DENSE_WIDTHS = (
+    *("intermediate_size_mlp", "prefix_dense_intermediate_size", "dense_intermediate_size"),
+    *("intermediate_size", "n_inner"),
+)
+"""Config keys for the width of a dense MLP. Where one of the first three is set,
+``intermediate_size`` is the width of an expert."""
 _NUM_SHARED = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
 """Config keys for the width of all shared experts together, and for their number."""
 _WITHOUT_MLP = frozenset({"falcon_mamba", "mamba", "mamba2"})
@@ -57,9 +64,9 @@ class ModelCost:
     attention_parameters: float
     """Parameters of a layer's attention matrices."""
     mlp_parameters: int
-    """Parameters of a layer's MLP, or of one expert."""
+    """Parameters of the dense MLP of a layer without experts."""
     experts: int
-    """Experts per layer; 0 for a dense MLP."""
+    """Experts per layer with experts; 0 if all layers are dense."""
     experts_per_token: int
     head_parameters: int
     tied: bool
@@ -77,6 +84,10 @@ class ModelCost:
     """Bytes of a token's KV in all layers."""
     state_bytes: int = 0
     """Bytes of a sequence's recurrent state in all layers."""
+    expert_layers: int = 0
+    """Number of layers with experts."""
+    expert_parameters: int = 0
+    """Parameters of one expert."""
     shared_parameters: int = 0
     """Parameters of a layer's shared experts, which every token uses."""
 
@@ -114,13 +125,14 @@ class ModelCost:
         hidden = _first(text, "hidden_size", "n_embd", "d_model")
         heads = _first(text, "num_attention_heads", "n_head", "num_heads", "n_heads")
         experts = _first(text, "num_experts", "num_local_experts", "n_routed_experts")
-        inner = _first(text, "intermediate_size", "n_inner") or 4 * hidden
+        inner = _first(text, *_DENSE_WIDTHS) or 4 * hidden
         if text.get("model_type") in _WITHOUT_MLP:
             inner = 0
-        shared = 0
+        expert_layers = num_expert_layers(text, layout.num_layers) if experts else 0
+        expert = shared = 0
         if experts:
-            inner = _first(text, "moe_intermediate_size") or inner
-            shared = _first(text, *_SHARED_WIDTHS) or inner * _first(text, *_NUM_SHARED)
+            expert = _first(text, "moe_intermediate_size", "intermediate_size") or inner
+            shared = _first(text, *_SHARED_WIDTHS) or expert * _first(text, *_NUM_SHARED)
         attending, state = layout.attention_layers, layout.state
         shapes = [layout.shape(layer) for layer in attending]
         width = _mean(shape.key_width + shape.value_width for shape in shapes)
@@ -143,7 +155,7 @@ class ModelCost:
             head_parameters=int(text["vocab_size"]) * hidden,
             tied=bool(text.get("tie_word_embeddings", config.get("tie_word_embeddings", False))),
             # Counts two norms with residuals, q, k and v (written, rotated, read), and a gated MLP.
-            activations=10 * hidden + 6 * queries + 3 * keys + 6 * inner,
+            activations=10 * hidden + 6 * queries + 3 * keys + 6 * (expert or inner),
             element_bytes=layout.element_bytes,
             matrix_bytes=matrix_bytes(config, quantization, layout.element_bytes, on_cpu=on_cpu),
             expert_bytes=matrix_bytes(
@@ -152,6 +164,8 @@ class ModelCost:
             head_bytes=INT8_BYTES if quantization in OWN_INTEGERS else float(layout.element_bytes),
             kv_bytes=layout.bytes_per_token,
             state_bytes=state.num_bytes if state else 0,
+            expert_layers=expert_layers,
+            expert_parameters=matrices * hidden * expert,
             shared_parameters=matrices * hidden * shared,
         )
 
@@ -160,14 +174,14 @@ class ModelCost:
         """Bytes of all weights except norms and biases."""
         each = self.element_bytes if self.tied else self.element_bytes + self.head_bytes
         heads = self.head_parameters * each
-        return round(self.layers * self._layer_bytes(self.experts) + heads)
+        return round(self._layers_bytes(self.experts) + heads)
 
     @property
     def active_parameters(self) -> float:
         """Number of parameters of all layers that one token uses."""
-        used = self.experts_per_token if self.experts else 1
-        mlp = self.mlp_parameters * used + self.shared_parameters
-        return self.layers * (self.attention_parameters + mlp)
+        experts = self.expert_parameters * self.experts_per_token + self.shared_parameters
+        dense = (self.layers - self.expert_layers) * self.mlp_parameters
+        return self.layers * self.attention_parameters + self.expert_layers * experts + dense
 
     def weights_read(self, tokens: int) -> float:
         """Return the bytes of the layers' matrices that a step of ``tokens`` tokens reads.
@@ -178,16 +192,15 @@ class ModelCost:
         if self.experts:
             untouched = (1 - self.experts_per_token / self.experts) ** tokens
             touched = self.experts * (1 - untouched)
-        return self.layers * self._layer_bytes(touched)
+        return self._layers_bytes(touched)
 
-    def _layer_bytes(self, experts: float) -> float:
-        """Return the bytes of a layer's matrices, counting ``experts`` of its experts."""
-        if self.experts:
-            mlp = self.mlp_parameters * experts * self.expert_bytes
-            mlp += self.shared_parameters * self.matrix_bytes
-        else:
-            mlp = self.mlp_parameters * self.matrix_bytes
-        return self.attention_parameters * self.matrix_bytes + mlp
+    def _layers_bytes(self, experts: float) -> float:
+        """Return the bytes of all layers' matrices, counting ``experts`` experts per layer."""
+        dense = (self.layers - self.expert_layers) * self.mlp_parameters
+        others = self.layers * self.attention_parameters + dense
+        others += self.expert_layers * self.shared_parameters
+        routed = self.expert_layers * self.expert_parameters * experts
+        return others * self.matrix_bytes + routed * self.expert_bytes
 
 
 def encoder_cost(config: Config, dtype: str) -> ModelCost:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from transformers import AutoModelForCausalLM
 
+from batchinfer.engine.simulate.expert_layers import num_expert_layers
 from batchinfer.engine.simulate.model_cost import ModelCost
 from batchinfer.engine.simulate.roofline import DEVICES, StepWork, step_seconds
 from batchinfer.engine.step_io.build_step import build_step
@@ -98,11 +99,53 @@ SPARSE = QWEN3_8B | {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermed
 
 def test_few_tokens_read_few_experts() -> None:
     model = ModelCost.from_config(SPARSE, "bfloat16")
-    dense = replace(model, experts=0, experts_per_token=0)
-    mlp = model.layers * model.mlp_parameters * 2
-    without = dense.weights_read(1) - mlp
-    assert model.weights_read(1) == pytest.approx(without + 8 * mlp)
-    assert model.weights_read(10_000) == pytest.approx(without + 128 * mlp)
+    without = replace(model, experts=0, experts_per_token=0).weights_read(1)
+    expert = model.layers * model.expert_parameters * 2
+    assert model.weights_read(1) == pytest.approx(without + 8 * expert)
+    assert model.weights_read(10_000) == pytest.approx(without + 128 * expert)
+
+
+@pytest.mark.parametrize(
+    ("family", "more"),
+    [
+        ("deepseek_v3", {"first_k_dense_replace": 2}),
+        ("lfm2_moe", {"num_dense_layers": 1}),
+        ("qwen3_moe", {"decoder_sparse_step": 2, "mlp_only_layers": [3]}),
+    ],
+)
+def test_dense_layers_of_models_with_experts_are_counted_as_such(
+    family: str, more: dict[str, Any]
+) -> None:
+    config = tiny_config(family, **more, num_hidden_layers=4)
+    cost = ModelCost.from_config(config.to_dict(), "float32")
+    names = dict(AutoModelForCausalLM.from_config(config).named_parameters())
+    mlps = {name: tensor for name, tensor in names.items() if "mlp" in name or "feed_f" in name}
+    actual = sum(
+        tensor.numel()
+        for name, tensor in mlps.items()
+        if not name.endswith(("gate.weight", "router.weight", "bias"))
+    )
+    routed = cost.experts * cost.expert_parameters + cost.shared_parameters
+    num_dense = cost.layers - cost.expert_layers
+    assert 0 < num_dense < 4
+    assert cost.expert_layers * routed + num_dense * cost.mlp_parameters == actual
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        ({"mlp_layer_types": ["dense", "sparse", "sparse"]}, 2),
+        ({"moe_layers": [1]}, 1),
+        ({"interleave_moe_layer_step": 3}, 1),
+        ({"moe_layer_freq": [0, 1, 0]}, 1),
+        ({"moe_layer_freq": 2, "first_k_dense_replace": 1}, 1),
+        ({"expert_layer_period": 2, "expert_layer_offset": 1}, 1),
+        ({"moe_layer_start_index": 1, "moe_layer_end_index": -1}, 2),
+        ({}, 3),
+    ],
+)
+def test_keys_that_say_which_layers_have_experts(more: dict[str, Any], expected: int) -> None:
+    assert num_expert_layers(more, 3) == expected
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,42 @@
+"""Counts the layers of a mixture-of-experts model that have experts; the others are dense."""
+
+from __future__ import annotations
+
+from batchinfer.engine.kv.model_config import Config
+
+_FIRST = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
+"""Config keys for the index of the first layer with experts."""
+_EVERY = ("decoder_sparse_step", "moe_layer_interval", "interleave_moe_layer_step")
+"""Config keys for a step s: the last of every s layers has experts."""
+
+
+def num_expert_layers(config: Config, num_layers: int) -> int:
+    """Return the number of layers with experts.
+
+    Args:
+        config: the text config of a model with experts; keys and meanings are those of
+            transformers' classes.
+    """
+    kinds, layers = config.get("mlp_layer_types"), config.get("moe_layers")
+    if kinds:
+        return sum(kind != "dense" for kind in kinds[:num_layers])
+    if layers is not None:
+        return len(layers)
+    return sum(_has_experts(config, layer) for layer in range(num_layers))
+
+
+def _has_experts(config: Config, layer: int) -> bool:
+    last, frequency = config.get("moe_layer_end_index"), config.get("moe_layer_freq") or 1
+    if isinstance(frequency, list | tuple):
+        is_chosen = bool(frequency[layer])
+    else:
+        is_chosen = layer % frequency == 0
+    period, offset = config.get("expert_layer_period") or 1, config.get("expert_layer_offset") or 0
+    return (
+        is_chosen
+        and all(layer >= (config.get(name) or 0) for name in _FIRST)
+        and all((layer + 1) % (config.get(name) or 1) == 0 for name in _EVERY)
+        and (last is None or last < 0 or layer <= last)
+        and layer not in (config.get("mlp_only_layers") or ())
+        and layer % period == offset % period
+    )
