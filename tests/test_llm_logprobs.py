@@ -223,3 +223,21 @@ def test_an_unknown_logprobs_mode_is_refused(model: Path) -> None:
     for wrong in ("raw", None, ["raw_logits"]):
         with pytest.raises(ValueError, match=r"logprobs_mode is .*; it must be one of"):
             LLM(model, logprobs_mode=wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("mode", ["raw_logprobs", "raw_logits"])
+def test_logprobs_of_beams_are_what_the_search_adds_up(model: Path, mode: str) -> None:
+    llm = LLM(model, num_kv_blocks=64, logprobs_mode=mode)
+    params = SamplingParams(
+        beam_width=3, n=2, max_tokens=5, logprobs=-1, min_tokens=2, logit_bias={40: 3.0}
+    )
+    (output,) = run(llm, [5, 6, 7], params)
+    for beam in output.outputs:
+        values = own_logits(model, [5, 6, 7, *beam.token_ids])[2:-1].log_softmax(-1)
+        values[:, 40] += 3
+        pairs = list(zip(values, beam.logprobs, beam.token_ids, strict=True))
+        own = [float(row[token]) for row, _, token in pairs]
+        found = [entry[token].logprob for _, entry, token in pairs]
+        assert found == pytest.approx(own, abs=1e-4)
+        assert beam.cumulative_logprob == pytest.approx(sum(own), abs=1e-4)
+        assert [len(entry) for entry in beam.logprobs] == [values.shape[1]] * len(found)

@@ -157,7 +157,7 @@ class BeamSearchSequence:
     stop_reason: int | str | None
     lora_request: LoRARequest | None = None
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
-    """Empty: log-probabilities of individual tokens are not kept."""
+    """Empty. ``LLM.generate`` with ``beam_width`` and ``logprobs`` returns log-probabilities."""
 
 
 @dataclass(frozen=True, slots=True)
