@@ -16,7 +16,9 @@ from batchinfer.errors import DataError
 MAX_VALUE_BYTES = 64 << 20
 """Maximum size of a value."""
 _DECODER = json.JSONDecoder(parse_int=str, parse_float=str)  # long integers are an error in int()
-_SPACE = re.compile(r"[ \t\n\r]*")
+_SPACES = " \t\n\r"
+_SPACE = re.compile(f"[{_SPACES}]*")
+_COMMA = re.compile(f"[{_SPACES}]*,[{_SPACES}]*")
 _LONGEST_TOKEN = 16
 """An error this close to the end of a chunk may come from a token that the next chunk completes."""
 
@@ -45,6 +47,8 @@ class JsonText:
 
     def peek(self) -> str:
         """Skip whitespace, and return the next character; "" at the end."""
+        if self._at < len(self._text) and (first := self._text[self._at]) not in _SPACES:
+            return first  # faster than the pattern
         while True:
             self._move(_SPACE.match(self._text, self._at).end())  # type: ignore[union-attr]
             if self._at < len(self._text):
@@ -92,7 +96,11 @@ class JsonText:
             self.peek()
             line = self._line
             yield line, self.value()
-            mark = self.take(",]")
+            comma = _COMMA.match(self._text, self._at)
+            if comma is None:
+                mark = self.take(",]")
+            else:  # faster than ``take``
+                self._move(comma.end())
 
     def object_keys(self) -> Iterator[str]:
         """Read an object; yield each key before its value, which the caller must read."""
