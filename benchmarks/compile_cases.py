@@ -18,7 +18,7 @@ from batchinfer.kernels.fp8 import FP8
 from batchinfer.kernels.fp8_blocks import num_blocks, quantize_groups
 from batchinfer.kernels.fp8_linear import fp8_linear
 from batchinfer.kernels.kv_write import kv_write
-from batchinfer.kernels.lora import lora_expand, lora_shrink
+from batchinfer.kernels.lora import lora_expand, lora_shrink, num_splits
 from batchinfer.kernels.matmul import matmul
 from batchinfer.kernels.mla_attention import mla_attention
 from batchinfer.kernels.penalties import apply_penalties
@@ -42,7 +42,6 @@ from tests.kernels.cases import (
     build_tables,
     build_write,
 )
-from tests.kernels.lora_cases import LoraCase, build_lora
 from tests.kernels.mla_cases import MLACase, build_mla, work_lists
 from tests.kernels.recurrent_cases import gated_delta_layer, mamba1_layer, mamba2_layer
 from tests.kernels.row_cases import (
@@ -100,11 +99,13 @@ def _shared(name: str, *kernels: str, fp8: bool = False, decodes: int = 2, **sha
     return Case(name, kernels, launch)
 
 
-def _batch_invariant(name: str, *kernels: str, fp8: bool = False, **shape: Any) -> Case:
+def _batch_invariant(
+    name: str, *kernels: str, fp8: bool = False, copies: int = 1, **shape: Any
+) -> Case:
     """The same step as in `_attention`, with batch-invariant attention."""
 
     def launch() -> None:
-        case = AttentionCase(name, ((1, 40), (20, 40)), **shape)
+        case = AttentionCase(name, ((1, 40), (20, 40)) * copies, **shape)
         inputs = build_attention(case, "cpu", _DTYPE, FP8 if fp8 else None)
         batch_invariant_attention(
             **batch_invariant_arguments(inputs.arguments, max_context_len=_MAX_CONTEXT)
@@ -183,22 +184,41 @@ def _rows(kernel: str, width: int, dtype: torch.dtype = _DTYPE) -> Case:
     return Case(name, (f"_{kernel}_kernel",), launch)
 
 
-def _block_copy() -> Case:
+def _block_copy(name: str, dtype: torch.dtype) -> Case:
     def launch() -> None:
-        block_copy(**build_copy(CopyCase("block_copy", 4, 2**16, 1), "cpu", _DTYPE))
+        block_copy(**build_copy(CopyCase(name, 4, 2**16, 1), "cpu", dtype))
 
-    return Case("block_copy", ("_block_copy_kernel",), launch)
+    return Case(name, ("_block_copy_kernel",), launch)
 
 
-def _lora(name: str, ranks: int, width: int, out_width: int) -> Case:
+def _lora_shrink(ranks: int, width: int) -> Case:
     def launch() -> None:
-        shrink, expand = build_lora(
-            LoraCase(name, (3, 40), 60, ranks, width, out_width), "cpu", _DTYPE
+        lora_shrink(
+            torch.empty(4, width, dtype=_DTYPE),
+            torch.empty(2, ranks, width, dtype=_DTYPE),
+            *_rows_of_adapters(),
+            lowered=torch.empty(num_splits(width), 4, ranks),
         )
-        lora_shrink(**shrink)
-        lora_expand(**expand)
 
-    return Case(name, ("_lora_shrink_kernel", "_lora_expand_kernel"), launch)
+    return Case(f"lora_shrink_{ranks}_{width}", ("_lora_shrink_kernel",), launch)
+
+
+def _lora_expand(width: int, outputs: int) -> Case:
+    """Expands what `lora_shrink` made of rows of `width` elements with adapters of rank 16."""
+
+    def launch() -> None:
+        lora_expand(
+            torch.empty(num_splits(width), 4, 16),
+            torch.empty(2, outputs, 16, dtype=_DTYPE),
+            *_rows_of_adapters(),
+            out=torch.empty(4, outputs, dtype=_DTYPE),
+        )
+
+    return Case(f"lora_expand_{width}_{outputs}", ("_lora_expand_kernel",), launch)
+
+
+def _rows_of_adapters() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty(4, dtype=torch.int64), torch.empty(3, dtype=torch.int32)
 
 
 def _matmul(name: str, outputs: int, depth: int, adds: bool = False) -> Case:
@@ -210,17 +230,23 @@ def _matmul(name: str, outputs: int, depth: int, adds: bool = False) -> Case:
     return Case(name, ("_matmul_kernel",), launch)
 
 
-def _fp8_linears(name: str, outputs: int, width: int, *row_numbers: int) -> list[Case]:
+def _fp8_linears(
+    name: str, outputs: int, width: int, *row_numbers: int, adds: bool = False
+) -> list[Case]:
     """Linear layers with float8 weights: for each number of rows, one with rows in float8 (`a8`)
     and one with rows in 16 bits (`a16`)."""
     return [
-        _fp8_linear(f"fp8_{name}_a{8 if rows_too else 16}_{rows}", outputs, width, rows, rows_too)
+        _fp8_linear(
+            f"fp8_{name}_a{8 if rows_too else 16}_{rows}", outputs, width, rows, rows_too, adds
+        )
         for rows_too in (True, False)
         for rows in row_numbers
     ]
 
 
-def _fp8_linear(name: str, outputs: int, width: int, rows: int, rows_too: bool) -> Case:
+def _fp8_linear(
+    name: str, outputs: int, width: int, rows: int, rows_too: bool = True, adds: bool = False
+) -> Case:
     def launch() -> None:
         groups = num_blocks(width)
         fp8_linear(
@@ -229,15 +255,15 @@ def _fp8_linear(name: str, outputs: int, width: int, rows: int, rows_too: bool) 
             torch.empty(num_blocks(outputs), groups),
             out=torch.empty(rows, outputs, dtype=_DTYPE),
             x_scales=torch.empty(groups, rows) if rows_too else None,
+            adds=adds,
         )
 
     return Case(name, ("_fp8_linear_kernel",), launch)
 
 
-def _sum_pieces() -> Case:
-    return replace(
-        _fp8_linear("fp8_sum_pieces", 1024, 3072, 1, True), kernels=("_sum_pieces_kernel",)
-    )
+def _sum_pieces(outputs: int, adds: bool = False) -> Case:
+    linear = _fp8_linear(f"fp8_sum_pieces_{outputs}", outputs, 1024, 1, adds=adds)
+    return replace(linear, kernels=("_sum_pieces_kernel",))
 
 
 def _quantize_groups(width: int) -> Case:
@@ -300,6 +326,7 @@ def _run_layer(kernel: Callable[..., None], layer: Callable[..., Any], shape: An
 
 _DECODE, _CHUNK, _SHARED = "_decode_kernel", "_chunk_kernel", "_shared_kernel"
 _SAMPLE, _BATCH_INVARIANT = "_sample_kernel", "_batch_invariant_kernel"
+_PLAN_BATCH_INVARIANT = "_plan_batch_invariant_kernel"
 _MERGE, _PLAN, _PLAN_CHUNKS = "_merge_kernel", "_plan_kernel", "_plan_chunks_kernel"
 _LOADING = _PLAN_CHUNKS, _CHUNK, _DECODE
 _MLA_DECODE, _MLA_CHUNK = "_mla_decode_kernel", "_mla_chunk_kernel"
@@ -310,6 +337,7 @@ _D128 = {"num_heads": 32, "num_kv_heads": 8, "key_width": 128}  # Llama-3.1-8B, 
 _D128_G2 = {"num_heads": 16, "num_kv_heads": 8, "key_width": 128}  # Qwen3-0.6B
 _D64 = {"num_heads": 32, "num_kv_heads": 8, "key_width": 64}  # Llama-3.2-1B
 _D256 = {"num_heads": 16, "num_kv_heads": 8, "key_width": 256}  # Gemma 2 9B
+_ROW_NUMBERS = 1, 32, 64, 128, 4096  # for each of them, linear layers have other tiles
 
 CASES = (
     _attention("d128", _PLAN, _DECODE, _MERGE, _PLAN_CHUNKS, _CHUNK, **_D128),
@@ -326,6 +354,7 @@ CASES = (
         num_heads=64, num_kv_heads=8, key_width=64, sliding_window=128, sinks=True,
     ),
     _attention("d128_g2", _DECODE, _MERGE, _PLAN_CHUNKS, _CHUNK, **_D128_G2),
+    _attention("d128_g2_fp8", _DECODE, _CHUNK, fp8=True, **_D128_G2),
     _attention("d64", _DECODE, _CHUNK, **_D64),
     # Phi-3-mini
     _attention("d96", _DECODE, _CHUNK, num_heads=32, num_kv_heads=32, key_width=96),
@@ -361,10 +390,15 @@ CASES = (
     ),
     _shared("shared_d64_cap_sinks", _SHARED, **_D64, softcap=3.0, sinks=True),
     _shared("shared_d128_fp8", _SHARED, fp8=True, **_D128),
+    _shared("shared_d128_g2_fp8", _SHARED, fp8=True, **_D128_G2),
     _shared("shared_d256_fp8", _SHARED, fp8=True, **_D256),
     _batch_invariant(
-        "batch_invariant_d128", "_plan_batch_invariant_kernel", _BATCH_INVARIANT, _MERGE, **_D128
+        "batch_invariant_d128", _PLAN_BATCH_INVARIANT, _BATCH_INVARIANT, _MERGE, **_D128
     ),
+    _batch_invariant(
+        "batch_invariant_d128_g2", _PLAN_BATCH_INVARIANT, _BATCH_INVARIANT, _MERGE, **_D128_G2
+    ),
+    _batch_invariant("many_batch_invariant_d128_g2", _PLAN_BATCH_INVARIANT, copies=33, **_D128_G2),
     _batch_invariant("batch_invariant_d64", _BATCH_INVARIANT, **_D64),
     _batch_invariant(
         "batch_invariant_d256_window_cap", _BATCH_INVARIANT,
@@ -387,6 +421,7 @@ CASES = (
     _rotary("rotary_d128_norms", 32, 8, 128, norms=True),
     _rotary("rotary_d128_norms_g2", 16, 8, 128, norms=True),
     _rotary("rotary_d128_fp8", 32, 8, 128, fp8=True),
+    _rotary("rotary_d128_norms_g2_fp8", 16, 8, 128, norms=True, fp8=True),
     _kv_write("kv_write_d128", 8, 128),
     _kv_write("kv_write_d128_fp8", 8, 128, fp8=True),
     _rows("rms_norm", 1024),
@@ -402,19 +437,36 @@ CASES = (
     _sample("sample_edited_greedy", _SAMPLE, draws=False, filters=False, edited=True),
     _sample("sample_edited_temperature", _SAMPLE, filters=False, edited=True),
     _token_bitmask(),
-    _block_copy(),
+    _block_copy("block_copy", _DTYPE),
+    _block_copy("block_copy_fp8", FP8),
     _unpack_block_tables(),
-    _lora("lora_r16_4096", 16, 4096, 4096),
+    _lora_shrink(16, 4096),
+    _lora_expand(4096, 4096),
+    # Qwen3-0.6B: the merged q/k/v and gate/up projections have the ranks of all their parts
+    *(_lora_shrink(*sizes) for sizes in ((48, 1024), (32, 1024), (16, 2048), (16, 3072))),
+    *(_lora_expand(1024, outputs) for outputs in (1024, 2048, 3072)),
+    *(_lora_expand(width, 1024) for width in (2048, 3072)),
     # Llama-3.1-8B's gate and up, its o_proj; the head of Qwen3-0.6B
     _matmul("matmul_28672_4096", 28672, 4096),
     _matmul("matmul_4096_4096_adds", 4096, 4096, adds=True),
     _matmul("matmul_151936_1024", 151_936, 1024),
-    _quantize_groups(4096),
-    *_fp8_linears("0.6b_down", 1024, 3072, 1, 64, 256, 4096),  # Qwen3-0.6B
+    # Qwen3-0.6B's q/k/v, its o_proj, its gate and up, its down_proj
+    _matmul("matmul_4096_1024", 4096, 1024),
+    _matmul("matmul_1024_2048_adds", 1024, 2048, adds=True),
+    _matmul("matmul_6144_1024", 6144, 1024),
+    _matmul("matmul_1024_3072_adds", 1024, 3072, adds=True),
+    *(_quantize_groups(width) for width in (1024, 2048, 3072, 4096)),
+    # Qwen3-0.6B
+    *_fp8_linears("0.6b_qkv", 4096, 1024, *_ROW_NUMBERS),
+    *_fp8_linears("0.6b_o", 1024, 2048, *_ROW_NUMBERS, adds=True),
+    *_fp8_linears("0.6b_gate_up", 6144, 1024, *_ROW_NUMBERS),
+    *_fp8_linears("0.6b_down", 1024, 3072, *_ROW_NUMBERS, adds=True),
     *_fp8_linears("8b_gate_up", 28672, 4096, 1, 64, 256, 4096),  # Llama-3.1-8B
     *_fp8_linears("v3_o", 7168, 16384, 1, 64, 256, 4096),  # DeepSeek-V3
     *_fp8_linears("v3_kv_a", 576, 7168, 64),  # DeepSeek-V3: a last block of 64 rows
-    _sum_pieces(),
+    _sum_pieces(1024, adds=True),
+    _sum_pieces(4096),
+    _sum_pieces(6144),
     # Comparisons when Qwen3-0.6B and Llama-3.1-8B are loaded
     _attention("d128_g2_f32", _CHUNK, dtype=torch.float32, **_D128_G2),
     _attention("d128_g2_b8_f32", *_LOADING, dtype=torch.float32, block_size=8, **_D128_G2),

@@ -63,9 +63,18 @@ def _print(rows: list[Row], against: list[Row]) -> None:
     before = {(row.triton, row.name): row for row in against}
     for version in sorted({row.triton for row in rows}):
         print(f"Triton {version}\n{_HEAD}")
-        for row in rows:
-            if row.triton == version:
-                print(_line(row, before.get((row.triton, row.name))))
+        chosen = [row for row in rows if row.triton == version]
+        for row in chosen:
+            print(_line(row, before.get((row.triton, row.name))))
+        for target in sorted({row.target for row in chosen}):
+            print(_spills([row for row in chosen if row.target == target]))
+
+
+def _spills(rows: list[Row]) -> str:
+    """Say how many of a target's kernels spill registers to memory, and which."""
+    spilling = [row for row in rows if row.stack]
+    names = "".join(f"\n  {row.name}: {row.stack} bytes per thread" for row in spilling)
+    return f"{rows[0].target}: {len(spilling)} of {len(rows)} kernels spill registers{names}"
 
 
 def _keep(rows: list[Row], *, all_cases: bool) -> None:

@@ -27,13 +27,12 @@ def unpack_block_tables(
     groups, sequences, max_blocks = tables.shape
     if tables.numel() == 0:
         return
-    block = min(_BLOCK, triton.next_power_of_2(max_blocks))
-    _unpack_block_tables_kernel[(sequences, groups, triton.cdiv(max_blocks, block))](
+    _unpack_block_tables_kernel[(sequences, groups, triton.cdiv(max_blocks, _BLOCK))](
         packed,
         shape,
         tables,
         *tables.stride()[:2],
-        BLOCK=block,
+        BLOCK=_BLOCK,
         **OPTIONS,
     )
 

@@ -17,16 +17,24 @@ from tests.fake_cuda.launches import Launch, Signature, import_kernels, launch_o
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
-from compile_cases import CASES
-from compile_kernels import _CONVERTS_FP8, _Target
+from compile_cases import CASES, Case
+from compile_kernels import _CONVERTS_FP8, COMPILED, _Target, read
 
 TARGETS = (80, 90)
+Compiled = dict[int, dict[Signature, int]]
+"""Bytes of shared memory of each signature in the report, for each target."""
 
 
-def compiled_signatures(capability: int) -> frozenset[Signature]:
-    """Return the signatures of all kernels in the report for a compute capability."""
+def compiled_signatures(capability: int) -> dict[Signature, int]:
+    """Return the signatures of all kernels that the report has for a compute capability, with
+    the bytes of shared memory that a program needs.
+
+    Raises:
+        ValueError: the report lacks a kernel, or does not know for which signature it was compiled.
+    """
     import_kernels()
-    signatures: set[Signature] = set()
+    shared = _shared_bytes(capability)
+    signatures: dict[Signature, int] = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(triton.knobs.runtime, "interpret", False)
         patch.setattr(fp8, "converts_fp8", lambda _: capability >= _CONVERTS_FP8)
@@ -40,8 +48,30 @@ def compiled_signatures(capability: int) -> frozenset[Signature]:
         for case in CASES:
             launches.clear()
             case.launch()
-            signatures |= {each.signature for each in launches if each.kernel in case.kernels}
-    return frozenset(signatures)
+            for kernel in case.kernels:
+                if (case.name, kernel) not in shared:
+                    raise ValueError(f"compiled.csv lacks {case.name}: run `make compile-report`")
+                signature = _only_signature(case, kernel, launches)
+                most = max(shared[case.name, kernel], signatures.get(signature, 0))
+                signatures[signature] = most
+    return signatures
+
+
+def _shared_bytes(capability: int) -> dict[tuple[str, str], int]:
+    """Return the largest shared memory of the kernel of each case, of all versions of Triton."""
+    found: dict[tuple[str, str], int] = {}
+    for row in read(COMPILED):
+        if row.target == f"sm_{capability}":
+            key = row.case, row.kernel
+            found[key] = max(found.get(key, 0), row.shared_bytes)
+    return found
+
+
+def _only_signature(case: Case, kernel: str, launches: Iterable[Launch]) -> Signature:
+    signatures = {launch.signature for launch in launches if launch.kernel == kernel}
+    if len(signatures) != 1:
+        raise ValueError(f"{case.name} launches {kernel} with {len(signatures)} signatures")
+    return signatures.pop()
 
 
 def uncompiled(launches: Iterable[Launch], signatures: Collection[Signature]) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModel
 from triton.runtime.interpreter import InterpretedFunction
 
+from batchinfer.kernels import fp8
 from batchinfer.kernels import launch as launch_settings
 from batchinfer.worker import family_check, self_test
 from batchinfer.worker.cuda_graphs import capture, step_graphs
@@ -24,9 +25,23 @@ from batchinfer.worker.fusion import fuse, fused_modules, gated_delta_net
 from batchinfer.worker.linear import kernel_choice, packed_linear
 from batchinfer.worker.lora.adapter_checkpoint import Adapter
 from batchinfer.worker.model import shallow_copy
-from tests.fake_cuda.launches import Launch, check_on_device, import_kernels, launch_of
+from tests.fake_cuda.launches import (
+    Launch,
+    Signature,
+    check_on_device,
+    check_shared,
+    import_kernels,
+    launch_of,
+)
 from tests.fake_cuda.operations import Operations, Phase
 from tests.fake_cuda.torch_cuda import PinnedMemory, device_guard, on_the_host, replace_torch_cuda
+
+# Functions that keep the properties of devices.
+_CACHED = (
+    launch_settings._capability_of,
+    launch_settings.num_multiprocessors,
+    fp8.converts_fp8,
+)
 
 
 class FakeCuda:
@@ -34,10 +49,12 @@ class FakeCuda:
 
     Args:
         capability: the compute capability, such as 90.
+        shared_bytes: bytes of shared memory of each signature that has been compiled for it.
     """
 
-    def __init__(self, capability: int) -> None:
+    def __init__(self, capability: int, shared_bytes: Mapping[Signature, int]) -> None:
         self.capability = capability
+        self.shared_bytes = shared_bytes
         self.launches: list[Launch] = []
         """Launches since the last call of ``take_launches``."""
         self.num_replays = 0
@@ -53,7 +70,7 @@ class FakeCuda:
         with ExitStack() as stack:
             patch = stack.enter_context(pytest.MonkeyPatch.context())
             stack.enter_context(device_guard())
-            for cached in (launch_settings._capability_of, launch_settings.num_multiprocessors):
+            for cached in _CACHED:
                 stack.callback(cached.cache_clear)
             replace_torch_cuda(patch, self.capability, self._pinned)
             self._replace_graphs(patch)
@@ -85,6 +102,7 @@ class FakeCuda:
         def run(function: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
             launch = launch_of(function, grid, args, options, self.capability)
             check_on_device(launch)
+            check_shared(launch, self.shared_bytes.get(launch.signature, 0), self.capability)
             self.launches.append(launch)
             if self._operations.recording is not None:
                 self._operations.recording.launch(launch)

@@ -19,6 +19,8 @@ from batchinfer import kernels
 
 MOST_PROGRAMS = (2**31 - 1, 2**16 - 1, 2**16 - 1)
 """Limits of CUDA for the dimensions of a grid."""
+MOST_SHARED = {80: 163 * 2**10, 90: 227 * 2**10}
+"""Bytes of shared memory that a program has at most, on an A100, and on an H100 or H200."""
 
 
 class Signature(NamedTuple):
@@ -101,6 +103,22 @@ def check_on_device(launch: Launch) -> None:
     for size, most in zip(launch.grid, MOST_PROGRAMS, strict=False):
         if not 0 < size <= most:
             raise LaunchError(f"{launch.kernel}: CUDA cannot launch a grid of {launch.grid}")
+
+
+def check_shared(launch: Launch, shared_bytes: int, capability: int) -> None:
+    """Check that a device has as much shared memory as a program of a launch needs.
+
+    Args:
+        shared_bytes: what the program needs, or 0 if nobody has compiled it.
+
+    Raises:
+        LaunchError: the device has less.
+    """
+    if shared_bytes and shared_bytes > MOST_SHARED[capability]:
+        raise LaunchError(
+            f"{launch.kernel}: a program needs {shared_bytes} bytes of shared memory, but has at "
+            f"most {MOST_SHARED[capability]}"
+        )
 
 
 def tensors_of(arguments: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:

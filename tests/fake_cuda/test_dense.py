@@ -8,12 +8,10 @@ from typing import Any
 import pytest
 
 from batchinfer import SamplingParams
-from tests.fake_cuda.compiled import TARGETS, uncompiled
+from tests.fake_cuda.compiled import TARGETS, Compiled, uncompiled
 from tests.fake_cuda.device import FakeCuda
-from tests.fake_cuda.launches import Launch, Signature
+from tests.fake_cuda.launches import Launch
 from tests.fake_cuda.models import LLAMA_8B, QWEN3_06B, load_model
-
-Compiled = dict[int, frozenset[Signature]]
 
 
 def test_qwen3_loads_fused_and_replays_graphs(

@@ -51,6 +51,18 @@ def test_grids_are_within_the_limits_of_cuda(rows: torch.Tensor, grid: Any) -> N
         normalize(rows, num_programs=grid)
 
 
+def test_programs_have_the_shared_memory_that_they_need(
+    rows: torch.Tensor, fake_cuda: FakeCuda
+) -> None:
+    normalize(rows)
+    (launch,) = fake_cuda.launches
+    fake_cuda.shared_bytes = {launch.signature: 227 * 2**10}
+    normalize(rows)
+    fake_cuda.shared_bytes = {launch.signature: 227 * 2**10 + 1}
+    with pytest.raises(LaunchError, match="_rms_norm_kernel: a program needs 232449 bytes of sh"):
+        normalize(rows)
+
+
 def test_addresses_that_are_not_aligned_need_another_kernel(
     rows: torch.Tensor, fake_cuda: FakeCuda
 ) -> None:

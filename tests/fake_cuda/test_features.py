@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 
-from batchinfer import BeamSearchParams, SamplingParams
+from batchinfer import BeamSearchParams, LoRARequest, SamplingParams
+from batchinfer.config import EngineConfig
 from batchinfer.worker.linear import batch_invariance
-from tests.fake_cuda.compiled import uncompiled
+from tests.fake_cuda.compiled import TARGETS, Compiled, uncompiled
 from tests.fake_cuda.device import FakeCuda
-from tests.fake_cuda.launches import Signature
 from tests.fake_cuda.models import QWEN3_06B, load_model
+from tests.lora import make_adapter
+from tests.models import tiny_model
 
 pytestmark = pytest.mark.long
 
@@ -20,6 +22,22 @@ PROMPTS = [{"prompt_token_ids": [7] * length} for length in (20, 3)]
 GREEDY = SamplingParams(temperature=0, max_tokens=3)
 
 
+@pytest.fixture(autouse=True)
+def no_check_of_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fake tensors also call operations to name their device."""
+    monkeypatch.setattr(batch_invariance, "check_operations", lambda *_: None)
+
+
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of an adapter of all linear layers."""
+    folder = tmp_path_factory.mktemp("adapter")
+    model = tiny_model("qwen3", **QWEN3_06B | {"vocab_size": 16})
+    make_adapter(model, folder, seed=0, r=16, target_modules="all-linear")
+    return folder
+
+
+@pytest.mark.parametrize("fake_cuda", TARGETS, indirect=True)
 @pytest.mark.parametrize(
     ("settings", "kernel"),
     [
@@ -32,18 +50,55 @@ GREEDY = SamplingParams(temperature=0, max_tokens=3)
 def test_settings_choose_other_kernels(
     settings: dict[str, Any],
     kernel: str,
+    compiled: Compiled,
     fake_cuda: FakeCuda,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # Fake tensors also call operations to name their device.
-    monkeypatch.setattr(batch_invariance, "check_operations", lambda *_: None)
     llm = load_model(fake_cuda, tmp_path, "qwen3", QWEN3_06B, **settings)
+    assert uncompiled(fake_cuda.launches, compiled[fake_cuda.capability]) == []
     fake_cuda.take_launches()
     outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
     assert [len(output.outputs[0].token_ids) for output in outputs] == [3, 3]
+    assert uncompiled(fake_cuda.launches, compiled[fake_cuda.capability]) == []
     assert fake_cuda.take_launches()[kernel] > 0
     assert fake_cuda.num_replays == 4
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"kv_cache_dtype": "fp8"}, {"quantization": "fp8"}, {"deterministic": True}],
+    ids=["plain", "fp8_cache", "fp8_linears", "deterministic"],
+)
+def test_all_graphs_of_the_default_sizes_are_captured(
+    settings: dict[str, Any],
+    compiled: Compiled,
+    fake_cuda: FakeCuda,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    sizes = {"max_num_seqs": EngineConfig.max_num_seqs, "num_kv_blocks": 4096}
+    sizes["max_num_batched_tokens"] = EngineConfig.max_num_batched_tokens
+    with caplog.at_level("INFO", "batchinfer.llm"):
+        load_model(fake_cuda, tmp_path, "qwen3", QWEN3_06B, **sizes, **settings)
+    assert any(line.startswith("CUDA graphs: 134 sizes captured") for line in caplog.messages)
+    assert uncompiled(fake_cuda.launches, compiled[90]) == []
+
+
+def test_graphs_compute_adapters(
+    compiled: Compiled, fake_cuda: FakeCuda, adapter: Path, tmp_path: Path
+) -> None:
+    """An adapter that is added later needs new graphs."""
+    llm = load_model(fake_cuda, tmp_path, "qwen3", QWEN3_06B, enable_lora=True)
+    lora = LoRARequest("adapter", 1, str(adapter))
+    with fake_cuda.loading():
+        llm.generate(PROMPTS[:1], GREEDY, lora_request=lora, use_tqdm=False)
+    assert uncompiled(fake_cuda.launches, compiled[90]) == []
+    fake_cuda.take_launches()
+    fake_cuda.num_replays = 0
+    outputs = llm.generate(PROMPTS, GREEDY, lora_request=[lora, None], use_tqdm=False)
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [3, 3]
+    assert {"_lora_shrink_kernel", "_lora_expand_kernel"} <= fake_cuda.take_launches().keys()
+    assert fake_cuda.num_replays == 3
 
 
 def test_latents_are_cached(fake_cuda: FakeCuda, tmp_path: Path) -> None:
@@ -55,7 +110,7 @@ def test_latents_are_cached(fake_cuda: FakeCuda, tmp_path: Path) -> None:
 
 
 def test_sampling_beams_and_scores_do_not_wait(
-    compiled: dict[int, frozenset[Signature]], fake_cuda: FakeCuda, tmp_path: Path
+    compiled: Compiled, fake_cuda: FakeCuda, tmp_path: Path
 ) -> None:
     llm = load_model(fake_cuda, tmp_path, "qwen3", QWEN3_06B, max_num_seqs=4)
     params = [

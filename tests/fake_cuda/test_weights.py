@@ -1,4 +1,4 @@
-"""Models with real weights on the host, and their adapters, run on a fake CUDA device."""
+"""Models with real weights on the host run on a fake CUDA device."""
 
 from __future__ import annotations
 
@@ -6,12 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoModelForCausalLM
 
-from batchinfer import LLM, LoRARequest, SamplingParams
+from batchinfer import LLM, SamplingParams
 from tests.encoders import make_encoder
 from tests.fake_cuda.device import FakeCuda
-from tests.lora import make_adapter
 from tests.models import make_text_model
 
 pytestmark = pytest.mark.long
@@ -29,30 +27,13 @@ SMALL: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def text_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a model with a tokenizer, and with an adapter in the folder ``adapter``."""
-    folder = make_text_model(tmp_path_factory.mktemp("text_model"), "qwen3")
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    make_adapter(model, folder / "adapter", seed=0, r=4, target_modules="all-linear")
-    return folder
+    """Return a model with a tokenizer."""
+    return make_text_model(tmp_path_factory.mktemp("text_model"), "qwen3")
 
 
 def load(fake_cuda: FakeCuda, folder: Path, **settings: Any) -> LLM:
     with fake_cuda.loading():
         return LLM(folder, **SMALL | settings)
-
-
-def test_graphs_compute_adapters(fake_cuda: FakeCuda, text_model: Path) -> None:
-    """An adapter that is added later needs new graphs."""
-    llm = load(fake_cuda, text_model, enable_lora=True, load_format="dummy")
-    adapter = LoRARequest("adapter", 1, str(text_model / "adapter"))
-    with fake_cuda.loading():
-        llm.generate(PROMPTS[:1], GREEDY, lora_request=adapter, use_tqdm=False)
-    fake_cuda.take_launches()
-    fake_cuda.num_replays = 0
-    outputs = llm.generate(PROMPTS, GREEDY, lora_request=[adapter, None], use_tqdm=False)
-    assert [len(output.outputs[0].token_ids) for output in outputs] == [3, 3]
-    assert {"_lora_shrink_kernel", "_lora_expand_kernel"} <= fake_cuda.take_launches().keys()
-    assert fake_cuda.num_replays == 3
 
 
 def test_grammars_mask_tokens_on_the_device(fake_cuda: FakeCuda, text_model: Path) -> None:

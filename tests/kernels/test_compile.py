@@ -20,6 +20,7 @@ import pytest
 import triton
 
 from batchinfer.kernels import launch
+from tests.fake_cuda.launches import MOST_SHARED
 
 ROOT = Path(__file__).parents[2]
 BENCHMARKS = ROOT / "benchmarks"
@@ -30,14 +31,10 @@ from compile_cases import CASES, Case  # noqa: E402
 from compile_kernels import COMPILED, Row, _without_docstrings, read, regressions, write  # noqa: E402
 from sass import main_loop, parse  # noqa: E402
 
-# Maximum bytes of shared memory per program, on an A100, and on an H100 or H200.
-SHARED_MEMORY = {"sm_80": 163 * 2**10, "sm_90": 227 * 2**10}
-# Kernels that spill a few bytes: the second launch of sampling, which processes only flat rows, and
-# on an A100, greedy sampling with penalties, which spills 8 bytes.
+# Kernels that spill 8 bytes per thread on an A100, the second with Triton 3.6 only.
 KNOWN_SPILLS = {
-    "sm_80 sample_filters sample_rest",
-    "sm_90 sample_filters sample_rest",
     "sm_80 sample_edited_greedy sample",
+    "sm_80 batch_invariant_d128_g2 batch_invariant",
 }
 
 
@@ -81,8 +78,8 @@ def test_every_kernel_compiles_fits_and_spills_no_registers(compiled: list[Row])
         for function in ast.parse(path.read_text()).body
         if isinstance(function, ast.FunctionDef) and re.fullmatch(r"_\w+_kernel", function.name)
     }
-    for target, most in SHARED_MEMORY.items():
-        rows = [row for row in compiled if row.target == target]
+    for capability, most in MOST_SHARED.items():
+        rows = [row for row in compiled if row.target == f"sm_{capability}"]
         assert {row.kernel for row in rows if row.triton == triton.__version__} == kernels
         assert [row.name for row in rows if row.shared_bytes > most] == []
     spills = {row.name for row in compiled if row.stack and not row.case.endswith("_f32")}
