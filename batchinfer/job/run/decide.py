@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -29,7 +30,8 @@ from batchinfer.job.output.records import export_record
 from batchinfer.job.output.records.file_record import missing_files
 from batchinfer.job.output.resume import ResumePlan, has_finished_rows, plan_resume
 from batchinfer.job.reuse.reuse import open_outputs
-from batchinfer.job.spec.spec import JobSpec
+from batchinfer.job.spec.spec import JobSpec, ModelSpec
+from batchinfer.job.storage.filesystem import LocalFiles
 
 
 @dataclass(frozen=True)
@@ -178,6 +180,7 @@ def _open_output_job(
         planned = stored_manifest(out)
     if not (options.overwrites or options.update):
         spec = at_version(spec, planned, out, retry_errors=options.retry_errors)
+    _refuse_model_folders(spec.model, out)
     source = open_input(spec)
     _refuse_own_output(source, out)
     source = identified(source, planned)
@@ -210,6 +213,24 @@ def _refuse_own_output(source: Source, out: OutputDir) -> None:
         if any(out.files.holds(place, file.path) for place in (out.root, out.data)):
             raise UsageError(
                 f"output.path: {printable(file.path)} is both an input and an output of this job",
+                hint="choose another folder for the output",
+            )
+
+
+def _refuse_model_folders(model: ModelSpec, out: OutputDir) -> None:
+    """Check that neither of the output and a folder of the model contains the other, even through
+    a link: files of the output could change the model's identity."""
+    places = {"model.name": model.name, "model.tokenizer": model.tokenizer}
+    places |= {f"model.adapters.{name}": path for name, path in model.adapters.items()}
+    for key, folder in places.items():
+        if folder is None or not os.path.isdir(folder):
+            continue
+        is_inside = LocalFiles().holds(PurePath(folder), str(out.root))
+        if is_inside or out.files.holds(out.root, folder):
+            relation = "lies in" if is_inside else "contains"
+            raise UsageError(
+                f"output.path: {printable(str(out.root))} {relation} the folder of {key}, "
+                f"{printable(folder)}",
                 hint="choose another folder for the output",
             )
 
