@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
-from batchinfer.cli.program import crash_directory, log_as_json, print_stdout, run_program, to_json
+from batchinfer.cli.program import crash_directory, log_as_json, run_program, to_json
 from batchinfer.cli.usage_errors import Commands
 from batchinfer.config.options import BatchOptions, BenchOptions
+from batchinfer.console.stdout import print_stdout
 from batchinfer.errors import ExitCode, UsageError
 
 if TYPE_CHECKING:

@@ -118,14 +118,6 @@ def to_json(data: Any) -> str:
     return json.dumps(data, indent=2)
 
 
-def print_stdout(text: str) -> None:
-    """Print to stdout; a closed stdout is not an error."""
-    try:
-        print(text, flush=True)
-    except BrokenPipeError:
-        sys.stdout = None  # Python flushes stdout at exit, which would fail again
-
-
 @contextmanager
 def crash_directory(directory: Path) -> Iterator[None]:
     """Write the crash log of a bug inside this block to ``directory``, if the folder exists."""

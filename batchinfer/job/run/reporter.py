@@ -12,8 +12,8 @@ from typing import Any
 from batchinfer.console.display import Display
 from batchinfer.console.format import counted, counted_rows, duration, pool_blocks, printable
 from batchinfer.console.phases import phase
+from batchinfer.console.stdout import print_stdout
 from batchinfer.console.table import SummaryLine, render_table
-from batchinfer.console.terminal import print_line
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.stats.first_errors import error_lines
 from batchinfer.job.stats.live import WatchedRun
@@ -137,7 +137,7 @@ def too_many_errors(rows: dict[str, Any], max_error_rate: float, output: PurePat
     )
 
 
-@dataclass(frozen=True)
+@dataclass
 class RunReporter:
     """Shows the messages of a run, and writes its report."""
 
@@ -148,12 +148,22 @@ class RunReporter:
     """Print ``summary.json``, and nothing else, to stdout."""
     report: Report | None = None
     """Writes the report; None if the run writes no report."""
+    _json_result: str | None = None
+
+    def print_json(self) -> None:
+        """Print the summary of a job that has ended, if the run has ``as_json``.
+
+        Raises:
+            OSError: stdout cannot be written; the job's output is complete.
+        """
+        if self._json_result is not None:
+            print_stdout(self._json_result)
 
     def nothing_to_do(self, out: OutputDir, reason: str, *, is_finished: bool) -> None:
-        """Say why the run does nothing; with ``as_json``, print the summary of a finished job."""
+        """Say why the run does nothing; ``print_json`` prints the summary of a finished job."""
         self.display.say("nothing_to_do", reason, is_result=True, output=str(out.root))
         if self.as_json and is_finished:
-            print_line(read_file(out.files, out.summary).decode().rstrip("\n"))
+            self._json_result = read_file(out.files, out.summary).decode().rstrip("\n")
 
     def resumes(self, finished: int, total: int) -> None:
         """Say how many rows earlier runs have finished."""
@@ -224,7 +234,7 @@ class RunReporter:
         for line in lines:
             self.display.say("warning", line, "warning")
         if self.as_json:
-            print_line(json.dumps(summary, indent=2, ensure_ascii=False))
+            self._json_result = json.dumps(summary, indent=2, ensure_ascii=False)
         else:
             facts = summary_facts(summary, out.place, reported=reported)
             table = render_table("job ended", facts)

@@ -100,6 +100,7 @@ def run_job(
 
     Raises:
         JobError: the job cannot be run; finished rows are kept.
+        OSError: the summary cannot be written to stdout; the output is complete.
     """
     if_exists = "overwrite" if overwrite else spec.output.if_exists
     options = RunOptions(if_exists, retry_errors, update, role, has_fleet=fleet is not None)
@@ -114,12 +115,14 @@ def run_job(
         plan = stack.enter_context(decide(spec, options, combined_output))
         if isinstance(plan, NothingToDo):
             reporter.nothing_to_do(plan.out, plan.reason, is_finished=plan.is_finished)
-            return ExitCode.OK
-        # The folder of an update's generation is deleted at the end, so use the existing output.
-        stack.enter_context(_write_live_status(plan.claim.present or plan.job.out, watched))
-        code = _make_parts(plan, reporter, build, fleet)
-        ended(code)
-        return code
+            code = ExitCode.OK
+        else:
+            # An update's generation is deleted at the end, so use the existing output.
+            stack.enter_context(_write_live_status(plan.claim.present or plan.job.out, watched))
+            code = _make_parts(plan, reporter, build, fleet)
+            ended(code)
+    reporter.print_json()  # last, because a full stdout changes neither the job nor its on_end
+    return code
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import base64
 import json
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Event, Thread
@@ -149,6 +150,25 @@ def test_on_end_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> No
     printed = capfd.readouterr()
     assert json.loads(printed.out)["rows"]["ok"] == 39  # the whole of stdout
     assert "done $HOME" in printed.err
+
+
+@pytest.mark.skipif(not Path("/dev/full").is_char_device(), reason="needs /dev/full")
+def test_full_stdout_fails_the_run_but_not_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "message.json"
+    code = "import sys; open(sys.argv[1], 'wb').write(sys.stdin.buffer.read())"
+    spec = some_job(tmp_path, command=[sys.executable, "-c", code, str(file)])
+    for _ in range(2):  # the second run has nothing to do
+        with open("/dev/full", "w") as full, monkeypatch.context() as patch:
+            patch.setattr(sys, "stdout", full)
+            with pytest.raises(OSError, match="No space left") as raised:
+                run_job(spec, build=FakeBuild(), as_json=True)
+            with suppress(OSError):
+                full.close()
+        assert raised.value.filename is None  # the program then says that stdout is full
+    assert json.loads(file.read_bytes())["outcome"] == "succeeded"
+    assert (tmp_path / "out" / "_SUCCESS").exists()
 
 
 @pytest.mark.parametrize(
