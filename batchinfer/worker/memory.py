@@ -29,9 +29,10 @@ from batchinfer.worker.sampling.sampler import workspace_bytes
 # times up.
 _HIDDEN_COPIES = 8
 _INNER_COPIES = 3
-# For each selected expert of a token, transformers' experts keep either tensors of the hidden width
-# (input, output, weighted output, and weighted output in the tokens' order), or the input and four
-# tensors of the expert's width (gate and up in one, activated gate, and gate times up).
+# Peak memory of transformers' experts, for each selected expert of a token, is the larger of two:
+# four tensors of the hidden width (input, output, weighted output, and weighted output in the
+# tokens' order), or the input and four times the expert's width (gate and up in one tensor,
+# activated gate, and gate times up).
 _EXPERT_COPIES = 4
 _NUM_SELECTED = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_k")
 """Config keys for the number of experts that a token uses."""

@@ -37,8 +37,8 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, *, eps: float, offset: float
     """
     if weight.shape != x.shape[-1:] or weight.dtype != x.dtype:
         raise ValueError(
-            f"a norm of {weight.numel()} {weight.dtype} cannot be applied to rows of "
-            f"{x.shape[-1]} {x.dtype}"
+            f"a norm weight with {weight.numel()} elements of {weight.dtype} cannot be applied to "
+            f"rows with {x.shape[-1]} elements of {x.dtype}"
         )
     rows = x.reshape(-1, x.shape[-1])
     out = torch.empty_like(rows, memory_format=torch.contiguous_format)

@@ -22,8 +22,8 @@
 #define TILED_PANEL 32
 #define CHUNK 8 /* quads of k between prefetches */
 
-/* Returns the name of a kernel's instructions, for users; NULL if the kernel does not work on this
-   processor. */
+/* Returns the name of the instruction set that a kernel uses, such as "AMX"; NULL if the kernel does
+   not work on this processor. */
 const char *gemm_instructions_int8(int kernel) {
     if (kernel == TILES) return tiles_work() ? "AMX" : NULL;
     return QUADS_NAME;

@@ -39,7 +39,8 @@ _INT4_BYTES = 0.5
 _SCALE_AND_ZERO = 5  # bytes per group: a float32 scale and an 8-bit zero point
 _GROUP_STEP = 8  # a checkpoint's group size is used if it is a multiple of this number
 _OWN_GROUP = 64
-"""Group size of batchinfer's 4-bit quantization. torchao's is about the same."""
+"""Group size of batchinfer's 4-bit quantization. Also stands for torchao's, whose groups have
+32, 64 or 128 weights."""
 _MXFP4_GROUP = 32
 _NVFP4_BYTES = 0.5 + 1 / 16
 """Bytes per weight of NVFP4: 16 numbers share a float8 scale."""

@@ -63,7 +63,7 @@ def parse_shard(text: str, environment: Mapping[str, str]) -> Shard:
         array = f"--array=0-{max(count, 1) - 1}"
         raise UsageError(
             f"--shard {index}/{count}: I must be from 0 to N - 1{last if count else ''}",
-            hint=f"number a Slurm array from 0 ({array}), or use --shard auto in it",
+            hint=f"in a Slurm job, start the array at 0 ({array}), or use --shard auto",
         )
     return Shard(index, count)
 

@@ -1,9 +1,9 @@
 """Segments: immutable files of finished rows whose parts are not finished yet.
 
-A segment holds the rows that finished within a few seconds, sorted by row id, with a row group per
-part, so that a part is written without reading other parts' rows. A segment is deleted once no
-unfinished part needs it. If a row is in two segments (see ``claims/retry_errors.py``), the
-later segment is used.
+A segment holds the rows that finished during an interval of a few seconds, sorted by row id. It has
+one row group per part, so that a part is written without reading other parts' rows. A segment is
+deleted once no unfinished part needs it. If a row is in two segments (see
+``claims/retry_errors.py``), the later segment is used.
 
 A segment's name ends in a hash of its bytes, because page checksums do not cover the whole file. If
 several writers share the output, the name also has the writer and the first and last part with rows

@@ -47,7 +47,8 @@ def num_steps(schema: Any, value: Any) -> int:
 def _parts(
     place: dict[str, Any], value: Any, root: Any, named: dict[str, Any]
 ) -> Iterator[tuple[Any, Any]]:
-    """Yield the schemas in a schema, each with the parts of the value to which it applies."""
+    """Yield pairs: a schema that ``place`` directly contains or refers to, and a part of
+    ``value`` to which it applies."""
     fields = value if isinstance(value, dict) else {}
     items = value if isinstance(value, list) else []
     for key, held in place.items():

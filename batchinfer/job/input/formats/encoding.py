@@ -51,7 +51,7 @@ class BadCell:
     column: str | None
     """None if the record cannot be read, so that its columns are not known."""
     text: bytes
-    """The cell (CSV) or the whole line (JSON), as ``to_utf8`` returns it with ``KEEP_BYTES``."""
+    """The cell (CSV) or the whole line (JSON): UTF-8, and the invalid bytes as they were."""
 
 
 def to_utf8(chunks: Iterable[bytes], encoding: str, errors: str) -> Iterator[bytes]:
