@@ -75,14 +75,14 @@ class OutputJob(Job):
 
 
 def open_input(spec: JobSpec) -> Source:
-    """Open a job's dataset.
+    """Open a job's dataset. If its files name no columns, it has those that the job keeps.
 
     Raises:
         JobError: the dataset cannot be read.
     """
     entry = spec.input
     with phase("reading inputs"):
-        return open_source(
+        source = open_source(
             entry.paths,
             entry.limit,
             entry.format,
@@ -91,6 +91,10 @@ def open_input(spec: JobSpec) -> Source:
             entry.version,
             TextOptions(*(getattr(entry, key.name) for key in fields(TextOptions))),
         )
+    named = [*spec.output.rename, *spec.output.partition_by]
+    named += [] if entry.keep_columns == "*" else entry.keep_columns
+    named += [] if entry.id_column is None else [entry.id_column]
+    return source.with_columns(named)
 
 
 def identified(source: Source, planned: Manifest | None) -> Source:
@@ -121,8 +125,9 @@ def open_job(
         JobError: the job cannot be run.
     """
     task = TASKS[spec.task]
-    task.check_columns(spec, source)
-    check_prompt_columns(task.prompt_config(spec), source)
+    if source.knows_columns:
+        task.check_columns(spec, source)
+        check_prompt_columns(task.prompt_config(spec), source)
     table = output_table(source, spec)
     check_partition_columns(spec.output.partition_by, table)
     facts = {}

@@ -63,9 +63,11 @@ def detect_columns(
 
     Raises:
         UsageError: no column, or more than one column, could be the prompt.
-        DataError: a named column is missing or has the wrong type, or ``row_id`` repeats a value or
-            holds a null.
+        DataError: a named column is missing or has the wrong type, ``row_id`` repeats a value or
+            holds a null, or the files have no rows that name columns.
     """
+    if not source.knows_columns:
+        raise DataError(f"{source.files[0].path} holds no rows, so its columns are unknown")
     if {"custom_id", "url", "body"} <= set(source.schema.names) and prompt is None:
         where = printable(source.files[0].path, 120)
         raise UsageError(

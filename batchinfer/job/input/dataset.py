@@ -31,6 +31,7 @@ from batchinfer.job.input.formats.csv import CsvFormat
 from batchinfer.job.input.formats.json import JsonFormat
 from batchinfer.job.input.formats.options import DEFAULT_OPTIONS, TextOptions
 from batchinfer.job.input.formats.table import TABLES, open_table, table_format
+from batchinfer.job.input.formats.text_file import TextFormat
 from batchinfer.job.input.hive_partitions import (
     Values,
     add_folder_columns,
@@ -88,6 +89,8 @@ class Source:
     """Version of the Delta or Iceberg table; None if the files do not form a table."""
     bad_ids: BadIds | None = None
     """Rows with a missing or duplicate id; None if the ids were not checked."""
+    knows_columns: bool = True
+    """False if the files are JSON without rows, which name no columns."""
 
     @property
     def rows_there(self) -> range:
@@ -116,6 +119,16 @@ class Source:
         if not len(self.selection):
             return 0, 0
         return *self.selection[::rows_per_part].tolist(), int(self.selection[-1]) + 1
+
+    def with_columns(self, names: Iterable[str]) -> Source:
+        """Return the dataset with the columns ``names``, as text, if its files name no columns."""
+        if self.knows_columns:
+            return self
+        schema = self.schema
+        for name in dict.fromkeys(names):
+            if name not in schema.names:
+                schema = schema.append(pa.field(name, pa.string()))
+        return replace(self, schema=schema)
 
     def require(self, columns: Iterable[str], key: str) -> None:
         """Check that the dataset has ``columns``, which ``key`` of the job file names.
@@ -336,9 +349,6 @@ def _open_files(
         )
         partition = {name: value for name, value in values.items() if name not in file_schema.names}
         files.append(replace(file, partition=partition))
-    is_json = isinstance(chosen, JsonlFormat) and not chosen.holds_requests
-    if is_json and not any(file.num_rows for file in files):
-        raise DataError(f"{files[0].path} holds no rows")
     schema, differences = chosen.unite(schemas, mode)
     if table_schema is not None:
         schema, differences = table_schema, {}
@@ -352,11 +362,17 @@ def _open_files(
         for file in files
     }
     num_rows = sum(file.num_rows for file in files)
-    return Source(tuple(files), schema, num_rows, chosen, columns, differences=differences)
+    knows_columns = num_rows > 0 or chosen.holds_requests or not isinstance(chosen, JsonlFormat)
+    return Source(
+        *(tuple(files), schema, num_rows, chosen, columns),
+        differences=differences,
+        knows_columns=knows_columns,
+    )
 
 
 def _select(whole: Source, limit: int | None, condition: str | None) -> Source:
-    if condition is None:
+    has_types = whole.num_rows > 0 or not isinstance(whole.format, TextFormat)
+    if condition is None or not has_types:
         total = whole.num_rows
         return replace(whole, num_rows=total if limit is None else min(total, limit))
     meets = Condition(condition, whole.schema)

@@ -290,3 +290,10 @@ def test_init_job_file_for_the_quickstart_runs(tmp_path: Path) -> None:
 def test_example_jobs_name_the_committed_schema(path: Path) -> None:
     first = path.read_text().splitlines()[0]
     assert first == "# yaml-language-server: $schema=../configs/job.schema.json"
+
+
+def test_init_says_that_a_file_without_rows_names_no_columns(tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl").write_text("\n")
+    options = InitOptions(str(tmp_path / "x.jsonl"), job=tmp_path / "job.yaml")
+    with pytest.raises(DataError, match="holds no rows, so its columns are unknown"):
+        write_job_file(options)

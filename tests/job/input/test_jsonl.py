@@ -209,8 +209,6 @@ def test_compressed_files_are_read_and_truncated_ones_refused(
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "holds no rows"),
-        (b"\n \n", "holds no rows"),
         (b"a,b\n1,2\n", r"is not valid JSON Lines: .*x\.jsonl, line 1 is not JSON"),
         (b"[\n1,\n2\n]\n", "is not valid JSON Lines"),
         (b"PAR1" + bytes(100) + b"PAR1", "is not valid JSON Lines"),

@@ -56,3 +56,47 @@ def test_accept_that_keeps_no_sample_is_warned_about(
     spec = small_job(tmp_path, accept={"regex": "z", "max_tries": 1})
     assert run_job(spec, build=FakeBuild()) is ENDED
     assert "accept kept no sample of any row" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("x.jsonl", ""),
+        ("x.jsonl", "\n \n"),
+        ("x.json", "[]"),
+        ("x.json", ""),
+        ("x.csv", "prompt,key,day,size\n"),
+    ],
+)
+@pytest.mark.parametrize(("least", "code"), [(None, ENDED), (1, FAILED)])
+def test_text_files_without_rows(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    text: str,
+    least: int | None,
+    code: ExitCode,
+) -> None:
+    """JSON without rows names no columns, so the job's columns cannot be checked."""
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / name).write_text(text)
+    spec = job(
+        tmp_path,
+        input={"id_column": "key", "filter": "size > 5", "keep_columns": ["key", "day", "prompt"]},
+        output={"rename": {"prompt": "question"}, "partition_by": ["day"]},
+        errors={"min_rows": least},
+    )
+    assert run_job(spec, build=FakeBuild()) is code
+    assert "no rows" in capsys.readouterr().err
+    output = pq.read_schema(tmp_path / "out" / "data" / "part-00000.parquet")
+    assert {"key", "day", "question", "generated_text"} < set(output.names)
+
+
+def test_rows_that_arrive_after_an_empty_run_are_computed(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "x.jsonl").write_text("")
+    assert run_job(job(tmp_path), build=FakeBuild(), quiet=True) is ENDED
+    (tmp_path / "in" / "x.jsonl").write_text('{"prompt": "ab", "n": 1}\n')
+    assert run_job(job(tmp_path), build=FakeBuild(), quiet=True, update=True) is ENDED
+    rows = pq.read_table(tmp_path / "out" / "data" / "part-00000.parquet")
+    assert rows["n"].to_pylist() == [1]
