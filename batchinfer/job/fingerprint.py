@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,11 @@ fingerprint leaves out fields that have this value, so that older jobs keep thei
 """
 _REQUEST_OUTPUTS = ("logprobs", "prompt_logprobs")
 """Outputs that a request of an OpenAI batch file may ask for."""
+_MODEL_FILE = re.compile(
+    rf"model_facts\.(?P<owner>model|tokenizer)\.(?!(?:name|revision|{COMMIT})$)(?P<file>.+)"
+)
+_ADAPTER_FILE = re.compile(r"model\.adapters\.(?P<owner>.+)\.(?P<file>adapter_\w+\.\w+)")
+"""Keys in ``fingerprint_facts`` of the hashes of a model's and an adapter's files."""
 _SAME = {"fp8_e4m3": "fp8"}
 """Maps each synonym of an ``engine.kv_cache_dtype`` value to that value."""
 
@@ -191,6 +197,16 @@ def model_commit(facts: Mapping[str, Any]) -> str | None:
     """Return the commit of a model on the hub, from ``fingerprint_facts``; None if unknown."""
     commit = _mapping(_mapping(facts.get("model_facts")).get("model")).get(COMMIT)
     return commit if isinstance(commit, str) else None
+
+
+def model_file(key: str) -> str | None:
+    """Return a description of the model's file to which a key of ``differences`` belongs, such as
+    ``the file config.json of the model``; None for other keys."""
+    found = _MODEL_FILE.fullmatch(key)
+    if found is not None:
+        return f"the file {found['file']} of the {found['owner']}"
+    found = _ADAPTER_FILE.fullmatch(key)
+    return None if found is None else f"the file {found['file']} of the adapter {found['owner']}"
 
 
 def _without(section: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:

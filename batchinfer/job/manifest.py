@@ -12,7 +12,7 @@ from typing import Any
 
 from batchinfer.console.format import format_value, listed, printable
 from batchinfer.errors import DataError, LockedError
-from batchinfer.job.fingerprint import comparable, differences, model_commit
+from batchinfer.job.fingerprint import comparable, differences, model_commit, model_file
 from batchinfer.job.input.changed_files import (
     contents,
     file_differences,
@@ -28,6 +28,11 @@ _UPDATE = (
     "elsewhere, or --overwrite to start over"
 )
 """Hint for a job that was edited after it had begun to write its output."""
+_UPDATE_ALL = (
+    "use --update to compute all rows again with this model, --output (run-batch: -o) to write "
+    "elsewhere, or --overwrite to start over"
+)
+"""Hint for a job in which only files of the model have changed."""
 _OTHER_PLACE = (
     "use --output (run-batch: -o) to write elsewhere, or --overwrite to delete the existing output"
 )
@@ -100,9 +105,7 @@ class Manifest:
         if changes:
             raise LockedError(
                 f"{output} holds the output of another job. Differences: {changes}",
-                hint=_OTHER_PLACE
-                if self._shares_nothing_with(other)
-                else self._way_back(other) + _UPDATE,
+                hint=self._way_on(other),
             )
         for problem in file_differences(self.inputs, other.inputs):
             raise DataError(
@@ -128,14 +131,16 @@ class Manifest:
                 "start over",
             )
 
-    def _shares_nothing_with(self, other: Manifest) -> bool:
-        """Return True if ``other`` is an unrelated job, which cannot reuse answers in an update."""
+    def _way_on(self, other: Manifest) -> str:
+        """Return advice for a run of ``other``, which cannot resume this output."""
         changed = differences(comparable(self.job, other.job), comparable(other.job, self.job))
-        if "task" in changed:
-            return True
-        if any(key.startswith("model_facts.model.") for key in changed):
-            return not self._way_back(other)
-        return self._other_paths(other) != "" and not have_common_files(self.inputs, other.inputs)
+        has_other_model = any(key.startswith("model_facts.model.") for key in changed)
+        is_elsewhere = not have_common_files(self.inputs, other.inputs)
+        if "task" in changed or (is_elsewhere and self._other_paths(other)):
+            return _OTHER_PLACE
+        if has_other_model and not self._way_back(other):
+            return _UPDATE_ALL if all(map(model_file, changed)) else _OTHER_PLACE
+        return self._way_back(other) + _UPDATE
 
     def _other_paths(self, other: Manifest) -> str:
         if self.input_paths == other.input_paths:
@@ -196,13 +201,12 @@ def read_manifest(path: PurePath, files: Files | None = None) -> Manifest:
 
 
 def _changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
-    """Name the keys that differ, with both values if a single key differs."""
-    changed = {
-        key.removeprefix("model_facts."): both for key, both in differences(old, new).items()
-    }
-    if len(changed) > 1:
-        return listed(list(changed))
-    return ", ".join(
-        f"{key} was {format_value(was)} and is now {format_value(now)}"
-        for key, (was, now) in changed.items()
-    )
+    """Name the keys or files that differ, with both values if a single key differs."""
+    changed = differences(old, new)
+    names = {key: model_file(key) or key.removeprefix("model_facts.") for key in changed}
+    if len(changed) != 1:
+        return listed(list(names.values()))
+    [(key, (was, now))] = changed.items()
+    if model_file(key) is not None:
+        return f"{names[key]} {'is new' if was is None else 'has changed' if now else 'is missing'}"
+    return f"{names[key]} was {format_value(was)} and is now {format_value(now)}"

@@ -51,9 +51,29 @@ def change(path: Path) -> None:
 @pytest.mark.parametrize("name", [*FILES, ADAPTER])
 def test_changed_model_file_is_named(stopped: Any, tmp_path: Path, name: str) -> None:
     change(tmp_path / ("adapter" if name == ADAPTER else "model") / name)
-    with pytest.raises(LockedError, match=rf"Differences: model\S*\.{name} was ") as raised:
+    owner = "adapter one" if name == ADAPTER else "model"
+    what = rf"Differences: the file {name} of the {owner} has changed\nuse --update to "
+    with pytest.raises(LockedError, match=what) as raised:
         run_job(stopped, build=FakeBuild(), quiet=True)
     assert raised.value.exit_code == ExitCode.LOCKED
+    assert run_job(stopped, build=FakeBuild(), update=True, quiet=True) is ExitCode.OK
+    assert verify(OutputDir(tmp_path / "out")).problems == []
+
+
+def test_new_missing_and_several_model_files_are_named(stopped: Any, tmp_path: Path) -> None:
+    def refusal() -> str:
+        with pytest.raises(LockedError) as raised:
+            run_job(stopped, build=FakeBuild(), quiet=True)
+        return str(raised.value).partition("Differences: ")[2].partition("\n")[0]
+
+    (tmp_path / "model" / "vocab.txt").write_text("a")
+    assert refusal() == "the file vocab.txt of the model is new"
+    (tmp_path / "model" / "vocab.txt").rename(tmp_path / "vocab.txt")
+    (tmp_path / "model" / "tokenizer.json").rename(tmp_path / "tokenizer.json")
+    assert refusal() == "the file tokenizer.json of the model is missing"
+    change(tmp_path / "model" / "model.safetensors")
+    both = "the file model.safetensors of the model, the file tokenizer.json of the model"
+    assert refusal() == both
 
 
 def test_rewritten_model_files_with_the_same_content_resume(stopped: Any, tmp_path: Path) -> None:
@@ -97,7 +117,7 @@ def test_job_of_an_older_version_resumes(stopped: Any, tmp_path: Path) -> None:
     assert run_job(stopped, build=FakeBuild(), quiet=True) is ExitCode.OK
     model = tmp_path / "model" / "model.safetensors"
     model.write_bytes(model.read_bytes() + b"x")
-    with pytest.raises(LockedError, match=r"model\.model\.safetensors was "):
+    with pytest.raises(LockedError, match=r"the file model\.safetensors of the model has"):
         run_job(stopped, build=FakeBuild(), quiet=True)
 
 
