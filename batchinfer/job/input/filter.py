@@ -16,7 +16,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from batchinfer.console.format import did_you_mean, first_line, format_value, printable
-from batchinfer.errors import UsageError
+from batchinfer.errors import DataError, JobError, UsageError
 from batchinfer.job.row_ids import NO_ROWS, RowIds
 
 if TYPE_CHECKING:
@@ -46,13 +46,16 @@ _ODD = re.compile(r"\w'|--|/\*|[`$;]")
 
 _CAST = "cast one side, as in cast(n as varchar) = '5' or cast(text as double) > 5"
 _QUOTE = "put strings in single quotes, as in lang = 'en'"
+_TRY_CAST = "use try_cast, which gives null for values that cannot be converted"
+_NULLIF = "divide by nullif(n, 0), which gives null for 0"
 _COMPARE = "compare it with a value, as in score >= 0.5"
 _DATES = "write date '2026-11-20' or timestamp '2026-11-20 12:30:00'"
 _HINTS: tuple[tuple[str, str | None], ...] = (
     ("cannot compare 'date/datetime/time'|'is_in' cannot check for Date", _DATES),
     ("cannot compare|'is_in' cannot|expected `.*`, got|arithmetic on dtypes", _CAST),
     ("casting from .* to Boolean", _COMPARE),
-    ("conversion from", "use try_cast, which gives null for values that cannot be converted"),
+    ("conversion from", _TRY_CAST),
+    ("division by zero", _NULLIF),
     (
         "unable to parse|Unterminated",
         "the condition ends too early, or a bracket or a quote is not closed",
@@ -98,7 +101,8 @@ class Condition:
             bool [rows].
 
         Raises:
-            UsageError: the condition cannot be evaluated on these values.
+            DataError: a value cannot be cast or divided as the condition says.
+            UsageError: the condition cannot be evaluated.
         """
         values = self._evaluated(pa.Table.from_batches([batch])).fill_null(False).to_numpy()
         # A condition without columns gives a single value.
@@ -112,7 +116,7 @@ class Condition:
             assert isinstance(frame, pl.DataFrame)
             return frame.select(self._expression).to_series()
         except (*_errors(), pa.ArrowException, TypeError, ValueError, NotImplementedError) as error:
-            raise _refused(self._text, error, table.schema) from None
+            raise _refused(self._text, error, table) from None
 
 
 def parsed(text: str) -> pl.Expr:
@@ -136,15 +140,17 @@ def _errors() -> tuple[type[BaseException], ...]:
     return PolarsError, PanicException
 
 
-def _refused(text: str, error: BaseException, schema: pa.Schema | None = None) -> UsageError:
+def _refused(text: str, error: BaseException, table: pa.Table | None = None) -> JobError:
     reason = first_line(error)
-    if schema is not None and reason.isidentifier():  # Polars' message is only the field's name
+    if table is not None and reason.isidentifier():  # Polars' message is only the field's name
         reason = f'no column has a field "{reason}"'
     hint = next((hint for pattern, hint in _HINTS if re.search(pattern, reason)), None)
-    if hint == _CAST and schema is not None:
-        types = ", ".join(f"{field.name} is {field.type}" for field in list(schema)[:4])
+    if hint == _CAST and table is not None:
+        types = ", ".join(f"{field.name} is {field.type}" for field in list(table.schema)[:4])
         reason += printable(f" ({types})", 120)
-    return UsageError(f"{_KEY}: {format_value(text)} cannot be evaluated: {reason}", hint=hint)
+    is_bad_value = hint in (_TRY_CAST, _NULLIF) and table is not None and len(table) > 0
+    kind = DataError if is_bad_value else UsageError
+    return kind(f"{_KEY}: {format_value(text)} cannot be evaluated: {reason}", hint=hint)
 
 
 def _check_functions(text: str) -> None:
@@ -194,7 +200,8 @@ def select_rows(
         limit: maximum number of rows to select; None for all.
 
     Raises:
-        UsageError: the condition cannot be evaluated on this data.
+        DataError: a value cannot be cast or divided as the condition says.
+        UsageError: the condition cannot be evaluated.
     """
     found, num_rows = [NO_ROWS], 0
     for first_row, batch in pieces:

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchinfer.errors import ExitCode, UsageError
+from batchinfer.errors import DataError, ExitCode, UsageError
 from batchinfer.job.input.dataset import open_source
 from batchinfer.job.input.filter import Condition
 from batchinfer.job.output.directory import OutputDir
@@ -252,7 +252,7 @@ SCHEMA = pa.schema(
             "expected `String`, got `i64` for series with name `a b` (a b is int64)\ncast one",
         ),
         ("\"a b\" in ('a')", "cannot check for Int64 values in List(String)"),
-        ("cast(lang as int) > 1", "in column 'lang' for 1 out of 1 values: [\"x\"]\nuse try_cast"),
+        ("cast('x' as int) > 1", 'for 1 out of 1 values: ["x"]\nuse try_cast'),
         ("lang.x = 1", 'no column has a field "x"'),
         ("score > 1)", "unexpected token ')')\nput strings in single quotes"),
         ("score > 1 limit 5", "found 'limit' clause)\nwrite only the part that would follow WHERE"),
@@ -277,6 +277,34 @@ def test_invalid_conditions_are_refused(condition: str, says: str) -> None:
     assert message.startswith("input.filter: ")
     assert says in message
     assert caught.value.exit_code is ExitCode.USAGE
+
+
+@pytest.mark.parametrize(
+    ("condition", "says", "corrected"),
+    [
+        (
+            "cast(lang as int) > 1",
+            "'lang' for 1 out of 2 values: [\"x\"]\nuse try_cast",
+            "try_cast(lang as int) > 1",
+        ),
+        (
+            '1.0 / "over" > 0',
+            "by zero Decimal\ndivide by nullif",
+            '1.0 / nullif("over", 0) > 0',
+        ),
+    ],
+)
+def test_a_value_that_breaks_the_condition_is_an_error_in_the_data(
+    condition: str, says: str, corrected: str
+) -> None:
+    rows = [{"lang": "7", "over": 3}, {"lang": "x", "over": 0}]
+    batch = pa.RecordBatch.from_pylist(rows, SCHEMA)
+    meets = Condition(condition, SCHEMA)
+    with pytest.raises(DataError) as caught:
+        meets.holds(batch.select(meets.columns))
+    assert says in str(caught.value)
+    meets = Condition(corrected, SCHEMA)
+    assert meets.holds(batch.select(meets.columns)).tolist() == [True, False]
 
 
 @pytest.mark.parametrize(
