@@ -307,6 +307,18 @@ def test_a_value_that_breaks_the_condition_is_an_error_in_the_data(
     assert meets.holds(batch.select(meets.columns)).tolist() == [True, False]
 
 
+def test_division_by_zero_is_as_documented() -> None:
+    batch = pa.RecordBatch.from_pylist([{"over": 0}, {"over": 2}], SCHEMA)
+
+    def found(condition: str) -> list[bool]:
+        meets = Condition(condition, SCHEMA)
+        return meets.holds(batch.select(meets.columns)).tolist()
+
+    assert found('1 / "over" > 0') == [True, True]
+    assert found('"over" / "over" > 9') == [True, False]
+    assert found('1 / nullif("over", 0) > 0') == [False, True]
+
+
 @pytest.mark.parametrize(
     "condition", ["d >= '1970-01-02'", "d in ('1970-01-02')", "t < '1970-01-02 10:00:00'"]
 )
