@@ -27,6 +27,12 @@ _TRANSPOSE = {
 """Operations that turn a picture upright, keyed by EXIF orientation."""
 
 
+def _is_png_without_pixels(data: bytes) -> bool:
+    """Return True for a PNG of width or height 0, which Pillow does not recognize."""
+    is_png = data.startswith(b"\x89PNG\r\n\x1a\n") and data[12:16] == b"IHDR"
+    return is_png and bytes(4) in (data[16:20], data[20:24])
+
+
 class OpenImage:
     """An image whose header has been read.
 
@@ -45,6 +51,8 @@ class OpenImage:
                 self._turn = _TRANSPOSE.get(self._orientation())
         except UnidentifiedImageError:
             reason = f"{name} has an unknown image format; it begins with {data[:20]!r}"
+            if _is_png_without_pixels(data):
+                reason = f"{name} has no pixels"
             raise RowError(INVALID_IMAGE, reason) from None
         except Exception as error:  # Pillow raises many types for damaged files
             raise _error(f"the header of {name} cannot be read", error) from None

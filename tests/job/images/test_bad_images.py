@@ -330,6 +330,14 @@ def test_a_text_file_is_not_an_image() -> None:
         OpenImage(b"some text", MAX_PIXELS, "an image")
 
 
+@pytest.mark.parametrize("size", [(0, 0), (0, 10), (10, 0)])
+def test_a_png_without_pixels_is_named(size: tuple[int, int]) -> None:
+    header = b"IHDR" + struct.pack(">IIBBBBB", *size, 8, 2, 0, 0, 0)
+    chunk = struct.pack(">I", 13) + header + struct.pack(">I", zlib.crc32(header))
+    with pytest.raises(RowError, match="an image has no pixels"):
+        OpenImage(b"\x89PNG\r\n\x1a\n" + chunk, MAX_PIXELS, "an image")
+
+
 def test_names_in_stores_need_a_folder_in_the_store() -> None:
     with pytest.raises(RowError, match=r"is in a store; set input\.media_root"):
         MediaFiles(".").in_cell("s3://lake/a.png", "x")
