@@ -18,6 +18,7 @@ from pydantic_core import from_json, to_json
 from batchinfer.errors import DataError, RowError
 from batchinfer.job.input.format import REWRITE, SAMPLING_COLUMN, InputFile, ReadRequest, Row, Rows
 from batchinfer.job.input.formats.encoding import MARK, BadCell, is_utf8
+from batchinfer.job.input.formats.json_values import MAX_DEPTH
 from batchinfer.job.input.formats.text_file import TextFormat, batched
 from batchinfer.job.input.json_columns import ColumnTypes, column, json_text
 from batchinfer.job.input.unify_schemas import Difference, SchemaMode
@@ -32,6 +33,13 @@ _KINDS: dict[type, str] = {
     **{bool: "true or false", int: "a number", float: "a number"},
 }
 _PLACE = re.compile(r" at line 1 column (\d+)$")
+_HALF = "it has half of a surrogate pair"
+_UNREADABLE = {
+    "recursion limit exceeded": f"its values are nested in more than {MAX_DEPTH} levels",
+    "lone leading surrogate in hex escape": _HALF,
+    "unexpected end of hex escape": _HALF,
+}
+"""The parser's errors about valid JSON that it cannot read, each in words for users."""
 _ESCAPED = re.compile("[\udc80-\udcff]")
 """Characters to which ``surrogateescape`` maps bytes that are not valid UTF-8."""
 _MOST_COLUMNS = 10_000
@@ -63,9 +71,12 @@ def parse_object(line: Line, path: str) -> Row:
     try:
         value = from_json(text, cache_strings="keys")
     except ValueError as error:
-        reason = _PLACE.sub(r" at byte \1", str(error))
+        reason, place = _PLACE.sub("", str(error)), _PLACE.search(str(error))
+        at = "" if place is None else f" at byte {place[1]}"
+        if reason in _UNREADABLE:
+            return RowError("invalid_json", f"{where} cannot be read: {_UNREADABLE[reason]}{at}")
         code = "invalid_utf8" if reason.startswith("invalid unicode") else "invalid_json"
-        return RowError(code, f"{where} is not JSON: {reason}")
+        return RowError(code, f"{where} is not JSON: {reason}{at}")
     if not isinstance(value, dict):
         what = _KINDS[type(value)]
         return RowError("invalid_json", f"{where} is {what}; it must be a JSON object")

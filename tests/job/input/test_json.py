@@ -94,7 +94,7 @@ def test_a_wrong_item_is_an_error_row_with_its_line(tmp_path: Path) -> None:
     source = open_source(str(path))
     [(_, rows)] = source.rows(["x"], [range(7)])
     messages = [row.message for row in rows if isinstance(row, RowError)]
-    places = [message.removeprefix(f"{path}, ").partition(" is ")[0] for message in messages]
+    places = [" ".join(m.removeprefix(f"{path}, ").split()[:2]) for m in messages]
     assert places == ["line 2", "line 2", "line 3", "line 3", "line 4"]
     assert messages[0] == f"{path}, line 2 is a number; it must be a JSON object"
     assert kept(source) == [{"x": x} for x in [0, *[None] * 5, 3]]
@@ -109,8 +109,13 @@ def test_a_wrong_item_is_an_error_row_with_its_line(tmp_path: Path) -> None:
         ('[\n{"a": "x\ny"}]', "line 2, character 9 is not JSON: Invalid control character at"),
         ('[{"a": 1}] x', "line 1, character 12 is not JSON: text follows the end of the value"),
         ('[{"a": "' + "x" * 50_000, "line 1, character 8 is not JSON: Unterminated string"),
-        ("[" * 100_000, "line 1, character 2 is not JSON: too many nested values"),
+        ("[" * 100_000, "line 1, character 2 cannot be read: .* in more than 201 levels"),
+        (f'[{{"a": {"[" * 201 + "]" * 201}}}]', ".* cannot be read: .* in more than 201 levels"),
         ("[1, 2]", "is not valid JSON: .*line 1 is a number; it must be a JSON object"),
+        (
+            "3\n",
+            r"is not valid JSON: [^\n]*\na \.json file must hold an array of objects, or JSON L",
+        ),
         ("prompt,a\nx,y\n", "is not valid JSON: .*line 1 is not JSON"),
         ('{"a": {\n"b": 1}}', "is one object, without a list of objects"),
         ('{"a": [{"b": 1}]}', 'is one object; its .* are: a\nset input.json_field: "a"'),

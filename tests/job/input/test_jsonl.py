@@ -221,6 +221,28 @@ def test_a_file_of_another_kind_is_refused(tmp_path: Path, content: bytes, messa
         open_source(str(tmp_path / "x.jsonl"))
 
 
+@pytest.mark.parametrize(
+    ("value", "problem"),
+    [
+        (r'"\ud800"', "it has half of a surrogate pair at byte 14"),
+        (r'"\udc00 "', "it has half of a surrogate pair at byte 13"),
+        (r'"\ud800\u0041"', "it has half of a surrogate pair at byte 19"),
+        ("[" * 201 + "]" * 201, "its values are nested in more than 201 levels at byte 207"),
+    ],
+)
+def test_valid_json_that_cannot_be_read_is_explained(
+    tmp_path: Path, value: str, problem: str
+) -> None:
+    deepest = "[" * 200 + "]" * 200
+    (tmp_path / "x.jsonl").write_text(f'{{"x": {deepest}}}\n{{"x": {value}}}\n')
+    source = open_source(str(tmp_path / "x.jsonl"))
+    [(_, [good, bad])] = source.rows(["x"], [range(2)])
+    assert not isinstance(good, RowError)
+    assert isinstance(bad, RowError)
+    assert bad.code == "invalid_json"
+    assert bad.message == f"{tmp_path / 'x.jsonl'}, line 2 cannot be read: {problem}"
+
+
 def test_names_decide_the_format_and_must_not_disagree(tmp_path: Path) -> None:
     write(tmp_path / "a.jsonl", {"x": 1})
     pq.write_table(pa.table({"x": [2]}), tmp_path / "b.parquet")

@@ -27,6 +27,7 @@ class JsonFormat(JsonlFormat):
     """
 
     title = "JSON"
+    advice = f"a .json file must hold an array of objects, or JSON Lines; {REWRITE}"
 
     def __init__(self, options: TextOptions = DEFAULT_OPTIONS) -> None:
         super().__init__(options)

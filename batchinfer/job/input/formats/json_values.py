@@ -15,6 +15,9 @@ from batchinfer.errors import DataError
 
 MAX_VALUE_BYTES = 64 << 20
 """Maximum size of a value."""
+MAX_DEPTH = 201
+"""Maximum number of nested arrays and objects in a row, counting the row itself; the limit of
+pydantic's parser, which reads the rows."""
 _DECODER = json.JSONDecoder(parse_int=str, parse_float=str)  # long integers are an error in int()
 _SPACES = " \t\n\r"
 _SPACE = re.compile(f"[{_SPACES}]*")
@@ -79,7 +82,8 @@ class JsonText:
                 if not (is_cut and self._read_more()):
                     raise self._error(error.msg, error.pos) from None
             except RecursionError:
-                raise self._error("too many nested values", self._at) from None
+                depth = f"its values are nested in more than {MAX_DEPTH} levels"
+                raise self._error(depth, self._at, "cannot be read") from None
             else:
                 # A number may continue in the next chunk.
                 if end < len(self._text) or not self._read_more():
@@ -163,10 +167,10 @@ class JsonText:
             self._line_start = self._text.rindex("\n", self._at, to) + 1
         self._at = to
 
-    def _error(self, problem: str, at: int) -> DataError:
+    def _error(self, problem: str, at: int, what: str = "is not JSON") -> DataError:
         self._move(at)
         character = self._at - self._line_start + 1
         return DataError(
-            f"{self._path}, line {self._line}, character {character} is not JSON: {problem}",
+            f"{self._path}, line {self._line}, character {character} {what}: {problem}",
             hint="repair the file, or leave it out of input.path",
         )

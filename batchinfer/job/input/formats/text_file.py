@@ -47,6 +47,8 @@ class TextFormat(Format, Generic[Record]):
 
     title: str
     """The format's name in messages."""
+    advice = REWRITE
+    """Advice to the user about a file without a single valid record."""
 
     def __init__(self, options: TextOptions = DEFAULT_OPTIONS) -> None:
         self.options = options
@@ -104,7 +106,9 @@ class TextFormat(Format, Generic[Record]):
                 num_rows, num_good = num_rows + len(rows), num_good + len(rows) - len(bad)
                 problem = problem or next(iter(bad), None)
         if problem is not None and not num_good:
-            raise DataError(f"{path} is not valid {self.title}: {problem.message}", hint=REWRITE)
+            raise DataError(
+                f"{path} is not valid {self.title}: {problem.message}", hint=self.advice
+            )
         return InputFile.of(path, stat, num_rows, *[digest.hexdigest()] * 2)
 
     def wanted(self, request: ReadRequest) -> Iterator[tuple[int, list[Record]]]:
