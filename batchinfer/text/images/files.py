@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import os
+import re
 import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from batchinfer.text.row_values import MAX_ROW_BYTES
 
 INVALID_IMAGE = "invalid_image"
 _DATA = "data:"
+_BASE64 = re.compile(rb"[A-Za-z0-9+/\s]+=*")
 _MAX_PATH_CHARS = 4096
 """Maximum length of a path on Linux. A longer value may be a malformed data URL."""
 _MAX_SHOWN = 160
@@ -190,6 +192,9 @@ def _data_of(url: str, where: str) -> bytes:
             raise ValueError("it has no comma")
         if head.lower().endswith(";base64"):
             return base64.b64decode(data, validate=True)
-        return unquote_to_bytes(data)
+        content = unquote_to_bytes(data)
+        if _BASE64.fullmatch(content):  # no image file has only these bytes
+            raise ValueError("its data is base64, but ;base64 is missing before the comma")
+        return content
     except (ValueError, binascii.Error) as error:
         raise RowError(INVALID_IMAGE, f"{where}: a data URL cannot be decoded: {error}") from None

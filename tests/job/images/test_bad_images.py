@@ -9,6 +9,7 @@ import struct
 import zlib
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import numpy as np
 import pyarrow as pa
@@ -263,6 +264,13 @@ def test_data_urls_hold_images() -> None:
     assert ImageFiles().in_cell(url.encode(), "x") == [ImageFile(png(0))]
     upper = url.replace("data", "DATA").replace("base64", "BASE64")
     assert ImageFiles().in_cell(upper, "x") == [ImageFile(png(0))]
+
+
+def test_a_data_url_without_its_encoding_is_named() -> None:
+    url = "data:image/png," + base64.b64encode(png(0)).decode()
+    with pytest.raises(RowError, match=r"x: .*its data is base64, but ;base64 is missing"):
+        ImageFiles().in_cell(url, "x")
+    assert ImageFiles().in_cell(f"data:,{quote(png(0))}", "x") == [ImageFile(png(0))]
 
 
 def test_the_scheme_of_a_url_may_have_capitals(root: Path) -> None:
