@@ -320,7 +320,7 @@ def test_chat_render_error_fails_only_its_conversation(llm: LLM) -> None:
 @pytest.mark.parametrize(
     ("message", "error"),
     [
-        ({"role": "user"}, "conversation 1 is empty"),
+        ({"role": "user"}, "conversation 1, message 0 has no content"),
         ({"content": "hi"}, "conversation 1, message 0 has no role"),
     ],
 )

@@ -118,7 +118,8 @@ def as_messages(value: list[Any], column: str) -> list[Message]:
     columns.
 
     Raises:
-        RowError: ``empty_prompt`` for null content, or ``unsupported_content`` for other content.
+        RowError: ``empty_prompt`` for null or no content, or ``unsupported_content`` for other
+            content.
     """
     return [_as_message(item, f"column {column}, message {at}") for at, item in enumerate(value)]
 
@@ -149,8 +150,9 @@ def _as_message(item: object, where: str) -> Message:
     message = {key: value for key, value in item.items() if value is not None}
     if not isinstance(message.get("role"), str) or not message["role"]:
         raise RowError("unsupported_content", f"{where} has no role")
-    if "content" in item and message.keys() <= {"role", "name"}:
-        raise RowError("empty_prompt", f"{where} has null content")
+    if message.keys() <= {"role", "name"}:
+        what = "null" if "content" in item else "no"
+        raise RowError("empty_prompt", f"{where} has {what} content")
     content = message.get("content", "")
     if isinstance(content, list):
         message["content"] = [_part(part, where) for part in content]

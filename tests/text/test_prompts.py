@@ -295,6 +295,11 @@ class TestBadRows:
         assert isinstance(error, RowError)
         assert error.message == f"column prompt, message {at} has null content"
 
+    def test_missing_content_is_named(self, chatml: Tokenizer) -> None:
+        (error,) = builder(chatml).build([{"prompt": [{"role": "user"}]}])
+        assert isinstance(error, RowError)
+        assert error.message == "column prompt, message 0 has no content"
+
     def test_a_call_of_a_tool_needs_no_content(self, chatml: Tokenizer) -> None:
         call = {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}
         talk = [{"role": "user", "content": "x"}, call, {"role": "user", "content": "y"}]
