@@ -12,6 +12,7 @@ from batchinfer.errors import NotYetError
 from batchinfer.llm.compatibility import settle
 from batchinfer.llm.images import TextWithImages, TokensWithImages, image_file, is_picture
 from batchinfer.text.chat import FinalMessage
+from batchinfer.text.encode import half_of_pair
 from batchinfer.text.prompts import Prompt
 from batchinfer.text.tools.row_tools import RowTools, checked_choice, checked_tools
 
@@ -247,10 +248,7 @@ def checked_text(text: str, name: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(
-            f"{name} is not valid text: character {error.start} is half of a surrogate pair "
-            f"(U+{ord(text[error.start]):04X})"
-        ) from None
+        raise ValueError(f"{name} {half_of_pair(error)}") from None
     return str(text)
 
 

@@ -104,8 +104,15 @@ def unencodable(text: str) -> RowError | None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        return RowError("invalid_utf8", f"the prompt: {error}")
+        return RowError("invalid_utf8", f"the prompt {half_of_pair(error)}")
     return None
+
+
+def half_of_pair(error: UnicodeEncodeError) -> str:
+    """Say which character of a text UTF-8 cannot encode."""
+    code = ord(error.object[error.start])
+    where = f"character {error.start}"
+    return f"is not valid text: {where} is half of a surrogate pair (U+{code:04X})"
 
 
 def each_apart_if_needed(
