@@ -42,8 +42,8 @@ class UsageError(JobError):
 class NotYetError(UsageError):
     """A planned feature that this version does not support yet."""
 
-    def __init__(self, what: str) -> None:
-        super().__init__(f"{what} is not yet supported by this version")
+    def __init__(self, what: str, *, hint: str | None = None) -> None:
+        super().__init__(f"{what} is not yet supported by this version", hint=hint)
 
 
 class DataError(JobError):

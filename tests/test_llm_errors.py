@@ -49,10 +49,15 @@ def test_invalid_prompts_are_refused_before_anything_runs(
         ("hi", "conversations is a str; give a list of messages"),
         ([["hi"]], "message 0 of conversation 0 is a str; give {'role'"),
         ([{"role": "user", "content": "hi"}, "ho"], "message 1 of conversation 0 is a str"),
+        ([{"role": "user"}], "conversation 0, message 0 has no content"),
+        (
+            [{"role": "user", "content": "a\ud800"}],
+            r"the prompt is not valid text: character \d+ is half .*U\+D800",
+        ),
     ],
 )
 def test_invalid_conversations_are_refused(llm: LLM, conversations: Any, message: str) -> None:
-    with pytest.raises(TypeError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         llm.chat(conversations, GREEDY, use_tqdm=False)
 
 
@@ -74,6 +79,7 @@ def test_invalid_sampling_params_objects_are_refused(llm: LLM, params: Any, mess
     [
         ({"tensor_parallel_size": 2}, NotYetError, "tensor_parallel_size"),
         ({"quantization": "awq"}, NotYetError, "LLM.quantization.* not yet"),
+        ({"quantization": "int3"}, NotYetError, "use one of int8, int4, fp8"),
         ({"preset": "cpu"}, NotYetError, "LLM.preset.* not yet"),
         ({"adapters": {"a": "/nope"}}, ModelError, "model.adapters.a: there is no folder /nope"),
         ({"adapters": ["a"]}, TypeError, "adapters is .'a'.; it must be"),
@@ -155,6 +161,8 @@ def test_invalid_chat_arguments_are_named(
 def test_model_argument_must_be_string_or_path() -> None:
     with pytest.raises(TypeError, match=r"model is 5; it must be a string"):
         LLM(5)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"model is ''; give a hub id or a folder"):
+        LLM("")
 
 
 def test_invalid_beam_search_arguments_are_named(llm: LLM) -> None:
@@ -227,6 +235,7 @@ def test_missing_llm_methods_name_the_alternative(llm: LLM, name: str, instead: 
             ValueError,
             "min_tokens is 4; min_tokens must be less",
         ),
+        ({"repetition_penalty": 1e-300}, ValueError, "it must be from 1e-30 to 1e.30"),
         ({"truncate_prompt_tokens": 0}, ValueError, "truncate_prompt_tokens is 0"),
         ({"early_stopping": True}, TypeError, "early_stopping; LLM.beam_search stops as transf"),
         ({"use_beam_search": True}, TypeError, "use_beam_search; call LLM.beam_search"),

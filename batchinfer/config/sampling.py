@@ -125,8 +125,8 @@ class SamplingParams(Record):
         self._require("min_p", 0.0 <= self.min_p <= 1.0, "from 0 to 1")
         for name in ("presence_penalty", "frequency_penalty"):
             self._require(name, -2.0 <= getattr(self, name) <= 2.0, "from -2 to 2")
-        positive = 1 / HUGE <= self.repetition_penalty <= HUGE
-        self._require("repetition_penalty", positive, f"more than 0 and at most {HUGE:g}")
+        in_range = 1 / HUGE <= self.repetition_penalty <= HUGE
+        self._require("repetition_penalty", in_range, f"from {1 / HUGE:g} to {HUGE:g}")
         size = self.no_repeat_ngram_size
         self._require("no_repeat_ngram_size", 0 <= size < 2**31, "from 0 to 2**31 - 1")
         self._require("seed", self.seed is None or 0 <= self.seed < 2**64, "from 0 to 2**64 - 1")

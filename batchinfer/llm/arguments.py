@@ -69,10 +69,13 @@ def model_name(model: object) -> str:
 
     Raises:
         TypeError: ``model`` is neither a string nor a path.
+        ValueError: ``model`` is empty.
     """
     name = as_text(model)
     if not isinstance(name, str):
         raise TypeError(f"model is {reprlib.repr(name)}; it must be a string")
+    if not name:
+        raise ValueError("model is ''; give a hub id or a folder")
     return name
 
 

@@ -175,7 +175,8 @@ class LLM(GenerationCalls, PoolingCalls):
             runner=choose_runner(runner, task, name, revision),
         )
         if quantization is not None and quantization not in QUANTIZATIONS:
-            raise NotYetError(f"LLM(quantization={quantization!r})")
+            known = f"use one of {', '.join(QUANTIZATIONS)}, or leave it out"
+            raise NotYetError(f"LLM(quantization={quantization!r})", hint=known)
         self._chat_template = template_text(chat_template)
         self._has_tokenizer = not skip_tokenizer_init
         self._processes = TextProcesses()  # processes start while the model is loaded

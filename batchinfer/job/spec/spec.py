@@ -108,13 +108,12 @@ class ModelSpec(Section):
     @model_validator(mode="after")
     def _check(self) -> Self:
         method = self.quantization
-        unknown = method is not None and method not in QUANTIZATIONS
-        _refuse_not_yet(
-            {
-                f"model.quantization: {printable(method or '', 60)}": unknown,
-                "model.trust_remote_code": self.trust_remote_code,
-            }
-        )
+        if method is not None and method not in QUANTIZATIONS:
+            raise ValueError(
+                f"model.quantization: {printable(method, 60)} is not yet supported by this "
+                f"version; known: {', '.join(QUANTIZATIONS)}"
+            )
+        _refuse_not_yet({"model.trust_remote_code": self.trust_remote_code})
         _check_place("model.name", self.name)
         if self.tokenizer is not None:
             _check_place("model.tokenizer", self.tokenizer)

@@ -141,6 +141,12 @@ def test_a_mistake_in_sampling(tmp_path: Path, keys: str, message: str) -> None:
             "sampling is required, like sampling: {max_tokens: 64}",
         ),
         ("{path: out}", "{}", "job.yaml, line 4: output.path is required"),
+        (
+            "model: some/model",
+            "model: {name: some/model, quantization: int3}",
+            "job.yaml, line 1: model.quantization: int3 is not yet supported by this version; "
+            "known: int8, int4, fp8",
+        ),
         ("prompts.parquet", "3", "input.path is 3; it must be a string or a list"),
         ("8}", "8, prompt_logprobs: 2}", "add include: [prompt_logprobs] to the output section"),
         (
