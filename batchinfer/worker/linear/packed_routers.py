@@ -57,8 +57,9 @@ class RouterWeight(torch.Tensor):
 
     @property
     def all_bytes(self) -> int:
-        """Bytes of the weight and of its packed copies."""
-        return int(self.nbytes) + sum(weight.nbytes for weight in self.packed.values())
+        """Bytes of the weight and of its packed copies, without padding."""
+        copies = sum(dtype.itemsize for dtype in self.packed)
+        return int(self.numel() * (self.dtype.itemsize + copies))
 
     @classmethod
     def __torch_function__(

@@ -56,6 +56,7 @@ def has_separate_patches(module: nn.Module) -> TypeGuard[nn.Conv2d | nn.Conv3d]:
     """Return True for a convolution whose patches touch, but do not overlap."""
     return (
         isinstance(module, nn.Conv2d | nn.Conv3d)
+        and type(module).forward in (nn.Conv2d.forward, nn.Conv3d.forward)
         and module.kernel_size == module.stride
         and module.groups == 1
         and set(module.dilation) == {1}

@@ -196,6 +196,14 @@ def test_only_the_current_part_of_a_file_is_in_memory(monkeypatch: pytest.Monkey
         list(JsonText([b'["', *[b"x" * 600] * 9], "x.json").array_items())
 
 
+def test_values_may_be_cut_anywhere_between_chunks() -> None:
+    values = ["0.125", "-1.5e-7", "2E+3", "7", "true", '"a.e"', "[1.5]", '{"a": 2e1}']
+    text = f"[{', '.join(values)}]".encode()
+    for cut in range(len(text)):
+        items = JsonText([text[:cut], text[cut:]], "x.json").array_items()
+        assert [value for _, value in items] == values
+
+
 @pytest.mark.parametrize("name", ["x.json", "x.json.gz"])
 def test_init_finds_the_list_of_an_object(tmp_path: Path, name: str) -> None:
     rows = [{"prompt": "a", "id": 1}, {"prompt": "b", "id": 2}]

@@ -88,10 +88,11 @@ MODEL = {"model": {"model.safetensors": "a1"}}
             "use --update",  # the file at this path was corrected
         ),
         ({"job": {**MANIFEST.job, "task": "score"}}, "use --output"),
-        ({"job": {**MANIFEST.job, "model_facts": MODEL}}, "use --output"),
+        ({"job": {**MANIFEST.job, "model_facts": MODEL}}, "use --update"),  # trained further
+        ({"job": {**MANIFEST.job, "model_facts": {"model": {"name": "b"}}}}, "use --output"),
         ({"input_paths": ("/other",), "inputs": (OTHER_FILE,)}, "use --output"),
     ],
-    ids=["sampling", "prompt and input mended", "task", "model", "input"],
+    ids=["sampling", "prompt and input mended", "task", "model file", "model", "input"],
 )
 def test_hint_fits_the_change_of_the_job(changes: dict[str, Any], leads_with: str) -> None:
     now = replace(MANIFEST, fingerprint="other", **changes)

@@ -22,6 +22,8 @@ _DECODER = json.JSONDecoder(parse_int=str, parse_float=str)  # long integers are
 _SPACES = " \t\n\r"
 _SPACE = re.compile(f"[{_SPACES}]*")
 _COMMA = re.compile(f"[{_SPACES}]*,[{_SPACES}]*")
+_NUMBER_CONTINUES = re.compile(r"\.?|[eE][+-]?")
+"""What may follow a number at the end of a chunk if the next chunk continues the number."""
 _LONGEST_TOKEN = 16
 """An error this close to the end of a chunk may come from a token that the next chunk completes."""
 
@@ -85,8 +87,8 @@ class JsonText:
                 depth = f"its values are nested in more than {MAX_DEPTH} levels"
                 raise self._error(depth, self._at, "cannot be read") from None
             else:
-                # A number may continue in the next chunk.
-                if end < len(self._text) or not self._read_more():
+                continues = _NUMBER_CONTINUES.fullmatch(self._text, end)
+                if continues is None or not self._read_more():
                     break
         text = self._text[self._at : end]
         self._move(end)
