@@ -76,9 +76,9 @@ class BeamSearch:
         width, length = self._request.group_size, len(beams[0].output_ids) + 1
         before = np.array([beam.cumulative_logprob for beam in beams])
         totals = (before[:, None] + logprobs).ravel()
-        best_first = np.argsort(-totals, kind="stable").tolist()
+        best_first = np.argsort(-totals, kind="stable")[: self._request.num_beam_candidates]
         running: list[Continuation] = []
-        for rank, at in enumerate(best_first):
+        for rank, at in enumerate(best_first.tolist()):
             if len(running) == width or totals[at] == -np.inf or (at_limit and rank == width):
                 break
             number, place = divmod(at, token_ids.shape[1])

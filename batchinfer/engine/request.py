@@ -114,16 +114,22 @@ class Request:
         """Number of most likely tokens to return at each position; -1 = no log-probabilities.
 
         For a beam search, the beams together have every candidate that transformers considers.
-        ``beam_width`` tokens that do not end a beam suffice. If stop strings can end it, this needs
-        as many tokens of each beam as transformers considers of all beams.
+        ``beam_width`` tokens that do not end a beam suffice. If stop strings can end it, each beam
+        needs as many tokens as the search considers of all beams.
         """
         requested = -1 if self.params.logprobs is None else self.params.logprobs
-        width, num_ends = self.params.beam_width, len(self.beam_end_ids)
+        width = self.params.beam_width
         if width is None:
             return requested
         if self.make_stop_checker is None:
-            return max(requested, width + num_ends)
-        return max(requested, width * max(2, 1 + num_ends))
+            return max(requested, width + len(self.beam_end_ids))
+        return max(requested, self.num_beam_candidates)
+
+    @property
+    def num_beam_candidates(self) -> int:
+        """Number of candidates of all beams that a step of a beam search considers: as many as
+        transformers (``beams_to_keep``)."""
+        return self.group_size * max(2, 1 + len(self.beam_end_ids))
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:

@@ -24,7 +24,7 @@ class SmallToy(Toy):
 
 
 def expected_beams(request: Request, max_model_len: int = 4096, window: int = 0) -> Found:
-    """Search exhaustively: consider every token of every beam."""
+    """Consider every token of every beam, and keep as many candidates as transformers does."""
     params, prompt = request.params, request.prompt_token_ids.tolist()
     width, grammar = params.beam_width, request.grammar
     assert width is not None
@@ -40,7 +40,7 @@ def expected_beams(request: Request, max_model_len: int = 4096, window: int = 0)
             )
             if grammar is None or token in grammar.allowed(tokens)
         ]
-        longer.sort(key=lambda beam: -beam[1])
+        longer = sorted(longer, key=lambda beam: -beam[1])[: request.num_beam_candidates]
         ends = [length == limit or _stops(request, tokens) for tokens, _ in longer]
         scored = [(tokens, total / length**params.length_penalty) for tokens, total in longer]
         finished += [beam for beam, end in zip(scored[:width], ends[:width], strict=True) if end]

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from copy import copy
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from batchinfer.engine.beam_search import BeamSearch
+from batchinfer.engine.request import TokenLogprobs
 from batchinfer.engine.step import Step, StepResult
 from batchinfer.protocols import StopMatch
 from tests.engine import fake
@@ -227,6 +230,24 @@ def test_stop_strings_end_beams(make_engine: MakeEngine, num_blocks: int) -> Non
     for completion in completions.values():
         assert_found(completion)
     assert {output.stop_reason for output in outputs} >= {"3", None}
+
+
+@pytest.mark.parametrize("logprobs", [None, 6])
+def test_requested_log_probabilities_do_not_change_the_beams(logprobs: int | None) -> None:
+    """A search for two beams considers four candidates, of which only the second continues."""
+    request = replace(
+        beams(0, [3, 4], 2, max_tokens=20, logprobs=logprobs), make_stop_checker=StopsAtThrees
+    )
+    entries = None if logprobs is None else list[TokenLogprobs]()
+    beam = SimpleNamespace(
+        output_ids=[], cumulative_logprob=0.0, logprobs=entries, stop_checker=StopsAtThrees()
+    )
+    token_ids = np.array([[3, 1, 6, 9, 2, 4][: request.num_candidates]], np.int32)
+    search = BeamSearch(request)
+    scores = -np.arange(token_ids.size, dtype=np.float32)[None]
+    running = search.advance([beam], token_ids, scores, at_limit=False)
+    assert [continuation.token_id for continuation in running] == [1]
+    assert [output.token_ids.tolist() for output in search.finished] == [[3]]
 
 
 @pytest.mark.parametrize("position", [0, 3])
