@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
+from itertools import chain
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -27,6 +29,20 @@ def without_text(kind: pa.DataType) -> bool:
         return without_text(kind.storage_type)
     nested = [kind.field(at).type for at in range(kind.num_fields)]
     return kind not in BYTES_TYPE and all(map(without_text, nested))
+
+
+def repeated_field(kind: pa.DataType) -> str | None:
+    """Return the name that two fields of one struct have; None if there is no such struct in a
+    type. Python cannot read these structs as dicts."""
+    if pa.types.is_dictionary(kind):
+        return repeated_field(kind.value_type)
+    if isinstance(kind, pa.BaseExtensionType):
+        return repeated_field(kind.storage_type)
+    fields = [kind.field(at) for at in range(kind.num_fields)]
+    counts = Counter(field.name for field in fields if pa.types.is_struct(kind))
+    own = (name for name, count in counts.items() if count > 1)
+    inner = (repeated_field(field.type) for field in fields)
+    return next((name for name in chain(own, inner) if name is not None), None)
 
 
 def is_conversation(kind: pa.DataType) -> bool:
@@ -66,4 +82,17 @@ def with_leaves(kind: pa.DataType, leaf: Callable[[pa.DataType], pa.DataType]) -
         return pa.large_list(with_leaves(kind.value_type, leaf))
     if pa.types.is_list(kind):
         return pa.list_(with_leaves(kind.value_type, leaf))
+    if pa.types.is_list_view(kind):
+        return pa.list_view(with_leaves(kind.value_type, leaf))
+    if pa.types.is_large_list_view(kind):
+        return pa.large_list_view(with_leaves(kind.value_type, leaf))
     return leaf(kind)
+
+
+def as_bytes(kind: pa.DataType) -> pa.DataType:
+    """Replace string types with binary types that have the same buffers."""
+    if isinstance(kind, pa.BaseExtensionType):
+        return with_leaves(kind.storage_type, as_bytes)
+    if pa.types.is_dictionary(kind):
+        return pa.dictionary(kind.index_type, with_leaves(kind.value_type, as_bytes), kind.ordered)
+    return BYTES_TYPE.get(kind, kind)

@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from batchinfer.console.format import first_line, format_value
 from batchinfer.errors import DataError, RowError
-from batchinfer.job.input.invalid_utf8 import python_rows, with_valid_text
+from batchinfer.job.input.invalid_utf8 import check_field_names, python_rows, with_valid_text
 from batchinfer.job.input.unify_schemas import (
     Difference,
     SchemaMode,
@@ -156,6 +156,8 @@ class Format(ABC):
 
     def rows(self, request: ReadRequest) -> Iterator[Rows]:
         """Read rows as Python values; texts may be UTF-8 bytes."""
+        for name in request.columns:
+            check_field_names(request.schema.field(name))
         for first, batch in self.batches(request):
             if self.replaces_bad_text:
                 arrays = [with_valid_text(column) for column in batch.columns]

@@ -8,14 +8,36 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from batchinfer.errors import RowError
-from batchinfer.job.input.arrow_types import BYTES_TYPE, with_leaves
+from batchinfer.console.format import format_value
+from batchinfer.errors import DataError, RowError
+from batchinfer.job.input.arrow_types import (
+    BYTES_TYPE,
+    as_bytes,
+    repeated_field,
+    with_leaves,
+    without_text,
+)
 
 _HAVE_LENGTHS = (pa.binary(), pa.large_binary())
 _MOST_CHARS = 16 << 20
 _MOST_BYTES = 4 * _MOST_CHARS
 """Maximum length of a row's text in bytes, at four bytes per character."""
 _NO_PYTHON_TIME = (OverflowError, pa.ArrowInvalid)
+
+
+def check_field_names(column: pa.Field) -> None:
+    """Check that the values of a column can be converted to Python values.
+
+    Raises:
+        DataError: two fields of a struct have the same name.
+    """
+    name = repeated_field(column.type)
+    if name is not None:
+        raise DataError(
+            f"column {format_value(column.name)} cannot be read: it holds a struct with two fields "
+            f"that have the name {format_value(name)}",
+            hint="rename one of these fields, or leave the column out of the job",
+        )
 
 
 def python_rows(batch: pa.RecordBatch) -> list[dict[str, Any]]:
@@ -49,8 +71,27 @@ def with_valid_text(column: pa.Array) -> pa.Array:
 def _cast(column: pa.Array, leaf: Callable[[pa.DataType], pa.DataType]) -> pa.Array:
     if pa.types.is_dictionary(column.type):
         column = column.dictionary_decode()
-    wanted = with_leaves(column.type, leaf)
-    return column if column.type == wanted else column.cast(wanted, safe=False)
+    wanted = _castable(column.type, leaf)
+    if column.type == wanted:
+        return column
+    try:
+        return column.cast(wanted, safe=False)
+    except pa.ArrowNotImplementedError:  # Arrow has no casts between list views
+        return column.view(with_leaves(column.type, as_bytes))
+
+
+def _castable(kind: pa.DataType, leaf: Callable[[pa.DataType], pa.DataType]) -> pa.DataType:
+    """Apply ``leaf`` to the innermost types, even in dictionaries of texts and in extension types
+    of text."""
+
+    def innermost(inner: pa.DataType) -> pa.DataType:
+        if pa.types.is_dictionary(inner) and inner.value_type in BYTES_TYPE:
+            return leaf(inner.value_type)
+        if isinstance(inner, pa.BaseExtensionType) and not without_text(inner):
+            return _castable(inner.storage_type, leaf)
+        return leaf(inner)
+
+    return with_leaves(kind, innermost)
 
 
 def _python_texts(column: pa.Array, name: str) -> list[Any]:
@@ -83,6 +124,8 @@ def _as_bytes_and_microseconds(kind: pa.DataType) -> pa.DataType:
 
 
 def _as_bytes_and_numbers(kind: pa.DataType) -> pa.DataType:
+    if isinstance(kind, pa.BaseExtensionType):
+        return _castable(kind.storage_type, _as_bytes_and_numbers)
     if not pa.types.is_temporal(kind) or pa.types.is_interval(kind):
         return BYTES_TYPE.get(kind, kind)
     return pa.int32() if kind.bit_width == 32 else pa.int64()
@@ -95,21 +138,31 @@ def _in_nanoseconds(kind: pa.DataType) -> bool:
 
 def _replace_invalid(column: pa.Array) -> pa.Array:
     """Rebuild a column value by value, which is slow."""
-    if isinstance(column, pa.ExtensionArray):
-        return pa.ExtensionArray.from_storage(column.type, _replace_invalid(column.storage))
-    return pa.array([_decoded(v, column.type) for v in python_values(column)], column.type)
+    values = [_decoded(value, column.type) for value in python_values(column)]
+    try:
+        return pa.array(values, column.type)
+    except pa.ArrowNotImplementedError:  # pyarrow cannot build extension types inside other types
+        return pa.array(values, with_leaves(column.type, _stored)).view(column.type)
+
+
+def _stored(kind: pa.DataType) -> pa.DataType:
+    if isinstance(kind, pa.BaseExtensionType):
+        return with_leaves(kind.storage_type, _stored)
+    return kind
 
 
 def _decoded(value: Any, kind: pa.DataType) -> Any:
     """Decode the bytes in ``value`` wherever ``kind`` has strings."""
     if value is None:
         return None
+    if isinstance(kind, pa.BaseExtensionType):
+        return _decoded(value, kind.storage_type)
     if pa.types.is_dictionary(kind):
         return _decoded(value, kind.value_type)
     if pa.types.is_struct(kind):
         return {field.name: _decoded(value[field.name], field.type) for field in kind}
     if pa.types.is_map(kind):
         return [(_decoded(k, kind.key_type), _decoded(v, kind.item_type)) for k, v in value]
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
+    if isinstance(value, list):
         return [_decoded(item, kind.value_type) for item in value]
     return value.decode("utf-8", errors="replace") if kind in BYTES_TYPE else value

@@ -15,7 +15,11 @@ from batchinfer.console.phases import phase
 from batchinfer.errors import DataError
 from batchinfer.job.input.arrow_types import without_text
 from batchinfer.job.input.dataset import Source
-from batchinfer.job.input.invalid_utf8 import python_values, with_valid_text
+from batchinfer.job.input.invalid_utf8 import (
+    check_field_names,
+    python_values,
+    with_valid_text,
+)
 
 
 def with_checked_text(source: Source, columns: Iterable[str]) -> Source:
@@ -39,7 +43,7 @@ def with_checked_text(source: Source, columns: Iterable[str]) -> Source:
     with phase("checking texts", source.num_rows, "rows") as progress:
         for first_row, batch in source.scan(names, [source.rows_there]):
             for name, column in zip(names, batch.columns, strict=True):
-                bad = _bad_rows(column)
+                bad = _bad_rows(column, source.schema.field(name))
                 if not bad:
                     continue
                 at = bisect_right(starts, first_row) - 1
@@ -52,13 +56,18 @@ def with_checked_text(source: Source, columns: Iterable[str]) -> Source:
     return replace(source, files=tuple(files))
 
 
-def _bad_rows(column: pa.Array) -> list[int]:
-    """Return the indices of the values that hold text which is not UTF-8."""
-    column = column.storage if isinstance(column, pa.ExtensionArray) else column
-    valid = with_valid_text(column)
-    if valid is column:
+def _bad_rows(column: pa.Array, field: pa.Field) -> list[int]:
+    """Return the indices of the values that hold text which is not UTF-8.
+
+    Raises:
+        DataError: some text is not UTF-8, and a struct has two fields of one name.
+    """
+    try:
+        column.validate(full=True)
         return []
-    pairs = zip(python_values(column), python_values(valid), strict=True)
+    except pa.ArrowInvalid:
+        check_field_names(field)
+    pairs = zip(python_values(column), python_values(with_valid_text(column)), strict=True)
     # ``repr``, because NaN differs from itself
     return [at for at, (value, changed) in enumerate(pairs) if repr(value) != repr(changed)]
 

@@ -200,18 +200,34 @@ def arrow_file(folder: Path, suffix: str, **columns: Any) -> str:
     [
         *(("parquet", kind) for kind in ("string", "struct")),
         *(("arrow", kind) for kind in ("string", "list", "dictionary", "json")),
+        *(
+            ("arrow", kind)
+            for kind in ("list_view", "large_list_view", "list_of_json", "view_of_json")
+        ),
+        ("arrow", "list_of_dictionary"),
     ],
 )
 def test_bad_text_of_other_files_is_found(tmp_path: Path, suffix: str, kind: str) -> None:
     data = [*[b"x"] * 2000, b"Rub\xe9n", b"fine", None, *[b"y"] * 996, b"\xff \xe9"]
     text = pa.array(data).view(pa.string())
     nan = pa.array([float("nan")] * 3000)
+    json_text = pa.ExtensionArray.from_storage(pa.json_(), text)
+    starts, ones = pa.array(range(3000), pa.int32()), pa.array([1] * 3000, pa.int32())
     columns = {
         "string": text,
         "list": pa.ListArray.from_arrays(pa.array(range(3001), pa.int32()), text),
         "struct": pa.StructArray.from_arrays([text, nan], ["a", "b"]),
         "dictionary": pa.DictionaryArray.from_arrays(pa.array(range(3000), pa.int32()), text),
-        "json": pa.ExtensionArray.from_storage(pa.json_(), text),
+        "json": json_text,
+        "list_view": pa.ListViewArray.from_arrays(starts, ones, text),
+        "large_list_view": pa.LargeListViewArray.from_arrays(
+            starts.cast(pa.int64()), ones.cast(pa.int64()), text
+        ),
+        "list_of_json": pa.ListArray.from_arrays(pa.array(range(3001), pa.int32()), json_text),
+        "view_of_json": pa.ListViewArray.from_arrays(starts, ones, json_text),
+        "list_of_dictionary": pa.ListArray.from_arrays(
+            pa.array(range(3001), pa.int32()), pa.DictionaryArray.from_arrays(starts, text)
+        ),
     }
     paths = [arrow_file(tmp_path / name, suffix, name=columns[kind]) for name in "ab"]
     match = rf'a/b\.{suffix}, row 2000 \(from 0\), column "name" is not valid UTF-8'
@@ -219,7 +235,26 @@ def test_bad_text_of_other_files_is_found(tmp_path: Path, suffix: str, kind: str
         with_checked_text(open_source(paths), ["prompt", "name"])
     found = with_checked_text(open_source(paths, 5500, options=REPLACE), ["prompt", "name"])
     assert [file.replaced_cells for file in found.files] == [2, 1]
-    assert "Rub\ufffdn" in str(with_valid_text(columns[kind]).to_pylist()[2000])
+    valid = with_valid_text(columns[kind])
+    assert "Rub\ufffdn" in str(valid.to_pylist()[2000])
+    assert valid.type == columns[kind].type
+    source = open_source(paths[0], options=REPLACE)
+    _, [row] = next(source.rows(["name"], [range(2000, 2001)]))
+    assert str("Rub\ufffdn".encode()) in str(row)
+
+
+@pytest.mark.parametrize("options", [TextOptions(), REPLACE])
+def test_bad_text_in_fields_of_one_name_names_the_column(
+    tmp_path: Path, options: TextOptions
+) -> None:
+    text = pa.array([b"\xff"] * 3000).view(pa.string())
+    struct = pa.StructArray.from_arrays([text, text], ["a", "a"])
+    path = arrow_file(tmp_path, "arrow", name=struct)
+    source = open_source(path, options=options)
+    with pytest.raises(DataError, match=r'column "name" .* two fields that have the name "a"'):
+        with_checked_text(source, ["prompt", "name"])
+    with pytest.raises(DataError, match=r'column "name" .* two fields that have the name "a"'):
+        next(source.rows(["name"], [range(1)]))
 
 
 def test_bad_text_of_other_files_ends_or_is_counted_by_a_job(tmp_path: Path) -> None:

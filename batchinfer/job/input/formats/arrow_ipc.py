@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from batchinfer.console.format import first_line
 from batchinfer.errors import DataError
-from batchinfer.job.input.arrow_types import BYTES_TYPE, with_leaves
+from batchinfer.job.input.arrow_types import as_bytes, with_leaves
 from batchinfer.job.input.format import (
     BATCH_ROWS,
     READ_ERRORS,
@@ -148,17 +148,4 @@ def check_buffers(column: pa.Array) -> None:
         pyarrow.ArrowInvalid: an offset or index is out of range.
     """
     column.validate()
-    column.view(with_leaves(column.type, _as_bytes)).validate(full=True)
-
-
-def _as_bytes(kind: pa.DataType) -> pa.DataType:
-    """Replace string types with binary types that have the same buffers."""
-    if isinstance(kind, pa.BaseExtensionType):
-        return with_leaves(kind.storage_type, _as_bytes)
-    if pa.types.is_dictionary(kind):
-        return pa.dictionary(kind.index_type, with_leaves(kind.value_type, _as_bytes), kind.ordered)
-    if pa.types.is_list_view(kind):
-        return pa.list_view(with_leaves(kind.value_type, _as_bytes))
-    if pa.types.is_large_list_view(kind):
-        return pa.large_list_view(with_leaves(kind.value_type, _as_bytes))
-    return BYTES_TYPE.get(kind, kind)
+    column.view(with_leaves(column.type, as_bytes)).validate(full=True)
