@@ -14,7 +14,7 @@ import torch
 
 from batchinfer.config import EngineConfig, parse_size
 from batchinfer.engine.kv.layout import KVLayout
-from batchinfer.engine.kv.model_config import text_config
+from batchinfer.engine.kv.model_config import EXPERTS_PER_TOKEN, text_config
 from batchinfer.errors import DeviceError
 from batchinfer.worker.cuda_graphs.graph_sizes import MAX_GRAPH_TOKENS, all_sizes
 from batchinfer.worker.linear.packed_experts import PackedExperts
@@ -34,8 +34,6 @@ _INNER_COPIES = 3
 # tokens' order), or the input and four times the expert's width (gate and up in one tensor,
 # activated gate, and gate times up).
 _EXPERT_COPIES = 4
-_NUM_SELECTED = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_k")
-"""Config keys for the number of experts that a token uses."""
 # Copies of the logits: the head's output and, in some families, the scaled or capped logits.
 LOGITS_COPIES = 2
 
@@ -72,7 +70,7 @@ def _largest(value: Any) -> int:
 
 def _expert_elements(text: Mapping[str, Any], hidden: int, inner: int) -> int:
     """Return the number of elements of one token's activations in a layer's selected experts."""
-    selected = next((text[name] for name in _NUM_SELECTED if text.get(name)), 0)
+    selected = next((text[name] for name in EXPERTS_PER_TOKEN if text.get(name)), 0)
     width = _largest(text.get("moe_intermediate_size") or inner)
     return _largest(selected) * max(_EXPERT_COPIES * hidden, hidden + _EXPERT_COPIES * width)
 

@@ -7,6 +7,9 @@ from typing import Any
 
 Config = Mapping[str, Any]
 
+EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_k")
+"""Config keys for the number of experts that a token uses."""
+
 # Keys under which the configs of different families give the maximum length of a sequence, in order
 # of preference.
 _MAX_POSITIONS = (

@@ -1,4 +1,4 @@
-"""Counts the layers of a mixture-of-experts model that have experts; the others are dense."""
+"""Counts a model's layers with experts, and its layers with a dense MLP."""
 
 from __future__ import annotations
 
@@ -18,11 +18,34 @@ def num_expert_layers(config: Config, num_layers: int) -> int:
             transformers' classes.
     """
     kinds, layers = config.get("mlp_layer_types"), config.get("moe_layers")
+    if blocks := _blocks(config):
+        return blocks.count("moe")
     if kinds:
         return sum(kind != "dense" for kind in kinds[:num_layers])
     if layers is not None:
         return len(layers)
     return sum(_has_experts(config, layer) for layer in range(num_layers))
+
+
+def num_dense_layers(config: Config, num_layers: int, expert_layers: int) -> int:
+    """Return the number of layers with a dense MLP.
+
+    Args:
+        config: the text config.
+        expert_layers: number of layers with experts.
+    """
+    if blocks := _blocks(config):
+        return blocks.count("mlp")
+    if config.get("enable_moe_block"):  # Gemma 4: all layers have both
+        return num_layers
+    return num_layers - expert_layers
+
+
+def _blocks(config: Config) -> list[str]:
+    """Return the kinds of Nemotron-H's layers: each is either an MLP, experts, attention or
+    recurrent. The list is empty for other models."""
+    names = ("layers_block_type", "layer_types") if config.get("model_type") == "nemotron_h" else ()
+    return next((list(config[name]) for name in names if config.get(name)), [])
 
 
 def _has_experts(config: Config, layer: int) -> bool:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from batchinfer.engine.kv.layout import KVLayout
-from batchinfer.engine.kv.model_config import Config, text_config
-from batchinfer.engine.simulate.expert_layers import num_expert_layers
+from batchinfer.engine.kv.model_config import EXPERTS_PER_TOKEN, Config, text_config
+from batchinfer.engine.simulate.expert_layers import num_dense_layers, num_expert_layers
 
 _SHARED_WIDTHS = (
     *("shared_expert_intermediate_size", "shared_intermediate_size"),
@@ -28,6 +28,7 @@ _WITHOUT_MLP = frozenset({"falcon_mamba", "mamba", "mamba2"})
 _UNGATED_MLP = frozenset(
     [
         *("falcon", "gpt2", "gpt_bigcode", "gpt_neox", "nemotron", "opt", "phi", "starcoder2"),
+        "nemotron_h",
         *("bert", "camembert", "distilbert", "electra", "mpnet", "roberta", "xlm-roberta"),
     ]
 )
@@ -65,7 +66,9 @@ class ModelCost:
     attention_parameters: float
     """Parameters of a layer's attention matrices."""
     mlp_parameters: int
-    """Parameters of the dense MLP of a layer without experts."""
+    """Parameters of a layer's dense MLP."""
+    dense_layers: int
+    """Number of layers with a dense MLP."""
     experts: int
     """Experts per layer with experts; 0 if all layers are dense."""
     experts_per_token: int
@@ -131,6 +134,7 @@ class ModelCost:
             inner = 0
         expert_layers = num_expert_layers(text, layout.num_layers) if experts else 0
         expert = shared = 0
+        latent_width = _first(text, "moe_latent_size")
         if experts:
             expert = _first(text, "moe_intermediate_size", "intermediate_size") or inner
             shared = _first(text, *_SHARED_WIDTHS) or expert * _first(text, *_NUM_SHARED)
@@ -151,8 +155,9 @@ class ModelCost:
             attention_width=width * attention_share,
             attention_parameters=attention * attention_share + recurrent * recurrent_share,
             mlp_parameters=matrices * hidden * inner,
+            dense_layers=num_dense_layers(text, layout.num_layers, expert_layers),
             experts=experts,
-            experts_per_token=_first(text, "num_experts_per_tok", "num_experts_per_token"),
+            experts_per_token=_first(text, *EXPERTS_PER_TOKEN),
             head_parameters=int(text["vocab_size"]) * hidden,
             tied=bool(text.get("tie_word_embeddings", config.get("tie_word_embeddings", False))),
             # Counts two norms with residuals, q, k and v (written, rotated, read), and a gated MLP.
@@ -166,8 +171,8 @@ class ModelCost:
             kv_bytes=layout.bytes_per_token,
             state_bytes=state.num_bytes if state else 0,
             expert_layers=expert_layers,
-            expert_parameters=matrices * hidden * expert,
-            shared_parameters=matrices * hidden * shared,
+            expert_parameters=matrices * (latent_width or hidden) * expert,
+            shared_parameters=matrices * hidden * shared + 2 * hidden * latent_width,
         )
 
     @property
@@ -181,7 +186,7 @@ class ModelCost:
     def active_parameters(self) -> float:
         """Number of parameters of all layers that one token uses."""
         experts = self.expert_parameters * self.experts_per_token + self.shared_parameters
-        dense = (self.layers - self.expert_layers) * self.mlp_parameters
+        dense = self.dense_layers * self.mlp_parameters
         return self.layers * self.attention_parameters + self.expert_layers * experts + dense
 
     def weights_read(self, tokens: int) -> float:
@@ -197,7 +202,7 @@ class ModelCost:
 
     def _layers_bytes(self, experts: float) -> float:
         """Return the bytes of all layers' matrices, counting ``experts`` experts per layer."""
-        dense = (self.layers - self.expert_layers) * self.mlp_parameters
+        dense = self.dense_layers * self.mlp_parameters
         others = self.layers * self.attention_parameters + dense
         others += self.expert_layers * self.shared_parameters
         routed = self.expert_layers * self.expert_parameters * experts
@@ -221,13 +226,15 @@ def encoder_cost(config: Config, dtype: str) -> ModelCost:
     queries, keys = heads * head_dim, (size("num_key_value_heads") or heads) * head_dim
     matrices = 2 if text.get("model_type") in _UNGATED_MLP else 3
     element_bytes = 4 if dtype == "float32" else 2
+    layers = size("num_hidden_layers", "n_layers")
     return ModelCost(
-        layers=size("num_hidden_layers", "n_layers"),
+        layers=layers,
         hidden=hidden,
         heads=heads,
         attention_width=2 * head_dim,
         attention_parameters=2 * hidden * (queries + keys),
         mlp_parameters=matrices * hidden * inner,
+        dense_layers=layers,
         experts=0,
         experts_per_token=0,
         # Count only the embedding, because an encoder computes no logits.

@@ -5,7 +5,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from transformers import AutoModelForCausalLM
+import torch
+from transformers import AutoModelForCausalLM, Gemma4TextConfig, NemotronHConfig
 
 from batchinfer.engine.simulate.expert_layers import num_expert_layers
 from batchinfer.engine.simulate.model_cost import ModelCost
@@ -126,9 +127,51 @@ def test_dense_layers_of_models_with_experts_are_counted_as_such(
         if not name.endswith(("gate.weight", "router.weight", "bias"))
     )
     routed = cost.experts * cost.expert_parameters + cost.shared_parameters
-    num_dense = cost.layers - cost.expert_layers
-    assert 0 < num_dense < 4
-    assert cost.expert_layers * routed + num_dense * cost.mlp_parameters == actual
+    assert 0 < cost.dense_layers < 4
+    assert cost.expert_layers * routed + cost.dense_layers * cost.mlp_parameters == actual
+
+
+NEMOTRON_3_NANO = NemotronHConfig(
+    layers_block_type=["linear_attention", "moe"] * 23 + ["full_attention"] * 6,
+    hidden_size=2688,
+    num_attention_heads=32,
+    num_key_value_heads=2,
+    head_dim=128,
+    n_routed_experts=128,
+    num_experts_per_tok=6,
+    moe_intermediate_size=1856,
+    moe_shared_expert_intermediate_size=3712,
+    mamba_num_heads=64,
+    mamba_head_dim=64,
+    ssm_state_size=128,
+)
+GEMMA_4_26B = Gemma4TextConfig(
+    vocab_size=262_144,
+    hidden_size=2816,
+    intermediate_size=2112,
+    num_hidden_layers=30,
+    num_attention_heads=16,
+    num_key_value_heads=8,
+    num_global_key_value_heads=2,
+    attention_k_eq_v=True,
+    hidden_size_per_layer_input=0,
+    enable_moe_block=True,
+    num_experts=128,
+    top_k_experts=8,
+    moe_intermediate_size=704,
+)
+
+
+@pytest.mark.parametrize(
+    ("config", "per_token"), [(NEMOTRON_3_NANO, 6), (GEMMA_4_26B, 8)], ids=["nemotron", "gemma"]
+)
+def test_weights_of_large_models_with_experts(config: Any, per_token: int) -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    cost = ModelCost.from_config(config.to_dict(), "bfloat16")
+    actual = sum(2 * parameter.numel() for parameter in model.parameters())
+    assert cost.weight_bytes == pytest.approx(actual, rel=0.01)
+    assert cost.experts_per_token == per_token
 
 
 @pytest.mark.parametrize(
