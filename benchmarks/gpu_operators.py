@@ -237,8 +237,8 @@ def seconds_of_layers(
     Args:
         run: makes a work list, and attends in all layers of the pool. A list can be used only
             once, because the kernels record in it how many items they have taken.
-        planning: seconds to make the list. A model makes the list once for all its layers, and it
-            has more layers than the pool.
+        planning: seconds to make the list, which are subtracted. A model makes the list once for
+            all its layers. The pool has fewer layers, so each layer's share would be too large.
     """
     return (seconds(run, device) - planning) / pool.layers
 

@@ -36,8 +36,8 @@ class SimulatedEngine(EngineContext):
     runner: DryRunner | DryEncoder
     num_host_blocks: int = 0
     simulated_share: float = 1.0
-    """Fraction of the KV cache's blocks that are simulated. Blocks that sequences cannot fill are
-    not."""
+    """Fraction of the KV cache's blocks that are simulated. At most twice as many blocks as running
+    sequences can fill are simulated, because more would only take longer."""
     tower: TowerCost | None = None
     """Cost of the vision tower; None if rows have no images."""
 

@@ -155,7 +155,7 @@ class EncoderEngine:
         return texts
 
     def _recovered(self, requests: list[Request], error: OutOfMemory) -> Recovered:
-        """Halve the token limit of a step."""
+        """Limit steps to half the tokens of the step that ran out of memory."""
         if len(requests) == 1:
             raise DeviceError(
                 "the device has too little memory for the smallest step, which is "

@@ -148,7 +148,8 @@ class Sequence:
         self.recurrent_state: RecurrentState | None = None
         """State after the computed tokens; None if the sequence waits or the model has no state."""
         self.num_evicted: tuple[int, ...] = ()
-        """Number of leading blocks outside the window, for each window slot of a block."""
+        """Number of leading blocks that have left the sliding window, for each layer group in
+        ``WindowSlots.windows``."""
         self.row = -1
         self.deferred = False
         """True if the sequence has already waited for a prefix hit that is longer by less than a

@@ -1,7 +1,9 @@
 /* Layout of the keys and values of one KV head in a block of the pool.
 
-   Keys are [width][size], and values are [size][width], so that attention can load vectors without
-   transposing: one element of the keys at adjacent positions, or adjacent elements of one value. If
+   In a block of `size` positions, keys are stored as [width][size], and values as [size][width],
+   where `width` is the number of elements of a position. Attention then loads its vectors without
+   transposing: a vector of keys holds the same element of adjacent positions, and a vector of
+   values holds adjacent elements of one position. If
    the processor multiplies pairs of 16-bit elements, or tiles of such pairs, the two elements of a
    pair are adjacent in memory. Keys have pairs of elements, [width / 2][size][2], if the width is
    even; values have pairs of positions, [size / 2][width][2], if the size is even.

@@ -321,7 +321,7 @@ def has_rows(out: OutputDir) -> bool:
 def _clear(out: OutputDir) -> None:
     """Delete batchinfer's files. Files that mark the output as complete go first, the plan last."""
     delete, entries = out.files.delete, out.files.entries
-    if _exists(out, out.swap):  # first: if this file existed, a run would move ``next`` into place
+    if _exists(out, out.swap):  # deleted first: it lets a run move ``next`` into place
         delete(out.swap)
         out.files.sync(out.state)
     out.reopen()

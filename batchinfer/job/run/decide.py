@@ -57,7 +57,8 @@ class RunPlan:
     """What a run has to do. Valid only inside the ``with`` block of ``decide``."""
 
     job: OutputJob
-    """The job with the directory to write to, and with the plan that all runs of the job share."""
+    """The job. Its ``out`` is the directory that this run writes to, and its ``manifest`` is the
+    stored plan of the job, which is the same for all of the job's runs."""
     claim: Claim
     resume: ResumePlan
     outputs: Sequence[OutputDir]

@@ -146,8 +146,9 @@ class ImageProcessor:
         return int(counted["num_image_tokens"][0])
 
     def _find_repeated(self) -> _Repeated | None:
-        """Return the common form of all replacement texts; None if they have none, in which case
-        the processor must make each text from a picture.
+        """Check whether every replacement text is one repeated token between a fixed beginning and
+        a fixed end, and return these parts. Return None if the texts differ; the processor must
+        then make each text from a blank image of the same size.
 
         Raises:
             ValueError: the processor refuses all pictures.
