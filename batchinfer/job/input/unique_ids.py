@@ -13,7 +13,7 @@ import pyarrow as pa
 from batchinfer.console.format import format_value
 from batchinfer.errors import DataError, RowError
 from batchinfer.job.input.format import Rows
-from batchinfer.job.input.invalid_utf8 import python_values
+from batchinfer.job.input.invalid_utf8 import python_values, with_valid_text
 from batchinfer.job.row_ids import RowIds, in_range
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ def _ids(
             "be strings or numbers; name another column"
         )
     for first_row, batch in source.scan([column], [source.rows_there]):
-        values = python_values(batch.column(0))
+        values = python_values(with_valid_text(batch.column(0)))  # as in the output
         yield first_row, values, np.fromiter(map(hash, values), np.int64, len(values))
 
 

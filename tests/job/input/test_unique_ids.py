@@ -13,7 +13,7 @@ from batchinfer.errors import DataError, RowError
 from batchinfer.job.input import unique_ids
 from batchinfer.job.input.dataset import open_source
 from batchinfer.job.input.unique_ids import NO_ID, check_unique_ids, find_bad_ids
-from tests.job.datasets import write_parquet
+from tests.job.datasets import strings, write_parquet
 
 
 def bad(tmp_path: Path, values: Any, limit: int | None = None, **columns: Any) -> dict[int, int]:
@@ -37,6 +37,11 @@ def test_repeated_ids_name_the_first_row(tmp_path: Path, values: list[object]) -
 
 def test_a_time_before_the_year_1_is_an_id(tmp_path: Path) -> None:
     assert bad(tmp_path, pa.array([10**7, 10**7 + 1, 10**7], pa.date32())) == {2: 0}
+
+
+def test_ids_that_differ_only_in_invalid_bytes_are_equal_in_the_output(tmp_path: Path) -> None:
+    ids = strings([b"caf\xe9", b"caf", b"caf\xe8", "caf\ufffd".encode()])
+    assert bad(tmp_path, ids) == {2: 0, 3: 0}
 
 
 def test_null_and_nan_are_not_ids(tmp_path: Path) -> None:
