@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import PurePath
 from typing import Any
@@ -85,6 +85,13 @@ class Manifest:
     def replaced_cells(self) -> int:
         """Number of input cells in which U+FFFD replaced bytes (``input.encoding_errors``)."""
         return sum(file.replaced_cells for file in self.inputs)
+
+    def with_replaced_cells(self, earlier: Manifest) -> Manifest:
+        """Return this plan with the numbers of replaced cells of an earlier plan of the same job,
+        whose files may have had other paths."""
+        pairs = zip(self.inputs, earlier.inputs, strict=True)
+        files = (replace(file, replaced_cells=was.replaced_cells) for file, was in pairs)
+        return replace(self, inputs=tuple(files))
 
     def to_json(self) -> bytes:
         """Return the manifest as JSON, as it is stored."""

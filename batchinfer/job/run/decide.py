@@ -188,7 +188,9 @@ def _open_output_job(
     job = open_job(spec, source)
     if planned is None or options.overwrites or not planned.is_of_same_job(job.manifest):
         job = with_checked_text(job)
-    manifest = job.manifest
+        manifest = job.manifest
+    else:
+        manifest = job.manifest.with_replaced_cells(planned)
     if _compares_images(out, planned, options):
         manifest = replace(manifest, image_files=image_file_facts(spec, source))
     return OutputJob(spec, job.source, job.table, manifest, out, combined_output)

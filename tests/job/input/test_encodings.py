@@ -14,6 +14,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchinfer.errors import DataError, ExitCode, UsageError
+from batchinfer.job.claims.shard import Shard
+from batchinfer.job.claims.shared_claim import Role
 from batchinfer.job.input.dataset import Source, open_source
 from batchinfer.job.input.formats import text_file
 from batchinfer.job.input.formats.options import TextOptions
@@ -274,6 +276,17 @@ def test_bad_text_of_other_files_ends_or_is_counted_by_a_job(tmp_path: Path) -> 
     before = build.count
     run_job(prompts, build=build, quiet=True, overwrite=True)
     assert build.count == before + 1, "a bad prompt fails only its row"
+
+
+def test_later_runs_of_a_job_keep_the_count_of_replaced_cells(tmp_path: Path) -> None:
+    names = pa.array([b"Rub\xe9n"] * 3000).view(pa.string())
+    arrow_file(tmp_path / "in", "parquet", name=names)
+    spec = job(tmp_path, input={"encoding_errors": "replace", "limit": 20})
+    for index in range(2):
+        role = Role(Shard(index, 2))
+        assert run_job(spec, build=FakeBuild(), quiet=True, role=role) is ExitCode.OK
+    summary = json.loads((tmp_path / "out" / "summary.json").read_bytes())
+    assert summary["input"] == {"replaced_cells": 20}
 
 
 def test_only_kept_text_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
