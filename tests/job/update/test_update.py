@@ -184,7 +184,8 @@ def test_images_that_changed_before_a_resume_need_an_update(
     kept = finished_rows(place.out)
     assert kept
     facts[0] = "two"
-    with pytest.raises(DataError, match=r"(?s)image files that rows name .*--update"):
+    match = r"(?s)image files that rows name .*--update .*--retry-errors"
+    with pytest.raises(DataError, match=match):
         place.run()
     assert finished_rows(place.out) == kept
     assert place.run(update=True) == sorted({*range(14)} - kept)
