@@ -42,7 +42,8 @@ class SamplingParams(Record):
     n: int = 1
     """Number of samples per prompt. The prompt is computed once."""
     min_tokens: int = 0
-    """Stop tokens and stop strings do not end a sample before it has this many tokens."""
+    """Stop tokens and stop strings do not end a sample before it has this many tokens. A grammar
+    may still end it."""
     temperature: float = 1.0
     """Temperature of sampling. 0: always take the most likely token."""
     top_p: float = 1.0
@@ -82,7 +83,7 @@ class SamplingParams(Record):
     allowed_token_ids: tuple[int, ...] | None = None
     """Token ids that may be sampled."""
     bad_words: tuple[str, ...] = ()
-    """Strings that must not appear in the text."""
+    """Strings whose tokens must not follow each other. Other tokens may still spell the string."""
     prompt_logprobs: int | None = None
     """Write the log-probability of each prompt token except the first, and of this many
     alternatives (at most 20)."""

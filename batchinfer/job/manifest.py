@@ -134,8 +134,9 @@ class Manifest:
                 "image files that rows name have changed since the job was started, or have new "
                 "modification times",
                 hint="use --update to recompute only the rows whose images differ, or restore the "
-                "files, or use --retry-errors to keep all finished rows and retry the failed ones, "
-                "or use --output (run-batch: -o) to write elsewhere, or --overwrite to start over",
+                "files with their modification times, or use --retry-errors to keep all finished "
+                "rows and retry the failed ones, or use --output (run-batch: -o) to write "
+                "elsewhere, or --overwrite to start over",
             )
 
     def _way_on(self, other: Manifest) -> str:
