@@ -148,7 +148,7 @@ def open_job(
     return Job(spec, source, table, manifest)
 
 
-def with_checked_text(job: Job) -> Job:
+def with_checked_inputs(job: Job) -> Job:
     """Check that the text in kept columns is UTF-8, or count the cells that are not, with
     ``input.encoding_errors: replace``.
 

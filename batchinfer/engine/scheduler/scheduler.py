@@ -19,10 +19,10 @@ from batchinfer.engine.scheduler.beam_groups import BeamGroups
 from batchinfer.engine.scheduler.forecast import OutputLengths, PoolForecast
 from batchinfer.engine.scheduler.kv_manager import KVManager
 from batchinfer.engine.scheduler.preemption import PreemptionPolicy, ReuseHints
-from batchinfer.engine.scheduler.recomputed_tokens import note_tokens
 from batchinfer.engine.scheduler.schedule import Schedule, ScheduledRows
 from batchinfer.engine.scheduler.sequence_table import Int, Rows, SequenceTable
 from batchinfer.engine.scheduler.step_stats import step_stats
+from batchinfer.engine.scheduler.step_tokens import note_tokens
 from batchinfer.engine.sequence import Sequence
 from batchinfer.engine.stats import StepStats
 

@@ -20,7 +20,7 @@ from batchinfer.job.claims.swap_generation import end_swap
 from batchinfer.job.images.changed_images import image_file_facts
 from batchinfer.job.input.changed_files import have_common_files
 from batchinfer.job.input.dataset import Source
-from batchinfer.job.job import OutputJob, identified, open_input, open_job, with_checked_text
+from batchinfer.job.job import OutputJob, identified, open_input, open_job, with_checked_inputs
 from batchinfer.job.manifest import Manifest
 from batchinfer.job.output import partitioned
 from batchinfer.job.output.directory import OutputDir
@@ -187,7 +187,7 @@ def _open_output_job(
     source = identified(source, planned)
     job = open_job(spec, source)
     if planned is None or options.overwrites or not planned.is_of_same_job(job.manifest):
-        job = with_checked_text(job)
+        job = with_checked_inputs(job)
         manifest = job.manifest
     else:
         manifest = job.manifest.with_replaced_cells(planned)

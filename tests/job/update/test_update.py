@@ -173,16 +173,25 @@ def test_stopped_update_of_image_files_is_resumed(
     assert place.run(update=True) == []
 
 
-def test_images_that_changed_before_a_resume_need_an_update(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    facts: list[str | None] = ["one"]
+def stopped_with_image_facts(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, facts: list[str | None]
+) -> tuple[Place, set[int]]:
+    """Stop a job whose image files have the facts in a list, which a test may change. Return the
+    job and its finished rows."""
     monkeypatch.setattr(decide, "image_file_facts", lambda spec, source: facts[0])
-    place = Place(tmp_path)
+    place = Place(folder)
     place.write(*ROWS)
     place.stop(8)
     kept = finished_rows(place.out)
     assert kept
+    return place, kept
+
+
+def test_images_that_changed_before_a_resume_need_an_update(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    facts: list[str | None] = ["one"]
+    place, kept = stopped_with_image_facts(tmp_path, monkeypatch, facts)
     facts[0] = "two"
     match = r"(?s)image files that rows name .*--update .*--retry-errors"
     with pytest.raises(DataError, match=match):
@@ -206,12 +215,7 @@ def test_resumes_that_accept_the_image_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, facts: str | None, options: dict[str, bool]
 ) -> None:
     found: list[str | None] = ["one"]
-    monkeypatch.setattr(decide, "image_file_facts", lambda spec, source: found[0])
-    place = Place(tmp_path)
-    place.write(*ROWS)
-    place.stop(8)
-    kept = finished_rows(place.out)
-    assert kept
+    place, kept = stopped_with_image_facts(tmp_path, monkeypatch, found)
     found[0] = facts
     assert place.run(**options) == sorted({*range(14)} - kept)
 

@@ -1,4 +1,4 @@
-"""Counts a step's recomputed tokens, apart from its prefill and decode tokens."""
+"""Counts the prefill, decode and recomputed tokens of a step."""
 
 from __future__ import annotations
 
