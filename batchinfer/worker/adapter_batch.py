@@ -14,9 +14,9 @@ from batchinfer.engine.step import Int32, Int64, Step
 class StepAdapters:
     """The tokens of a step that use an adapter, sorted by adapter.
 
-    The indices are copied to the device with the step's other arrays. The host also keeps the start
-    and end of each adapter's tokens, so ``each`` can slice the indices without waiting for the
-    device. Kernels read ``starts`` on the device.
+    The token indices are copied to the device with the step's other arrays. The host also keeps
+    where each adapter's tokens start and end, so ``each`` can slice the indices without waiting for
+    the device.
     """
 
     def __init__(self, step: Step) -> None:
@@ -27,8 +27,8 @@ class StepAdapters:
         """[A] indices of tokens in the step."""
         numbers = np.arange(1, int(step.adapters.max(initial=0)) + 2)
         self.starts: Int32 = np.searchsorted(by_token[self.tokens], numbers).astype(np.int32)
-        """[largest adapter number + 1] indices into ``tokens``: where the tokens of adapters 1, 2,
-        and so on begin, followed by where the last adapter's tokens end."""
+        """[largest adapter number + 1] indices into ``tokens``: the starts of the tokens of
+        adapters 1, 2, and so on, then the end of the last adapter's tokens."""
         spans = enumerate(pairwise(self.starts.tolist()), start=1)
         self._spans = [(adapter, span) for adapter, span in spans if span[0] < span[1]]
 
@@ -40,5 +40,4 @@ class StepAdapters:
 
 
 def step_adapters(step: Step) -> StepAdapters | None:
-    """Return the step's tokens grouped by adapter, or None if the step uses only the base model."""
     return None if step.adapters is None else StepAdapters(step)

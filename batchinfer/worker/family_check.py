@@ -1,9 +1,9 @@
 """Refuses models whose results with paged attention differ from transformers' results.
 
-Two checks run on a loaded model. They compare results and never look at the family's name.
+Two checks run on a loaded model. The checks compare results and never depend on the family's name.
 
 * The whole model runs two equal sequences in one packed row. Each layer must call paged attention
-  once, in order, with the layout's shapes and its configured window. Both sequences must get the
+  once, in order, with the layout's shapes and the window in the config. Both sequences must get the
   same logits. The logits differ if a model ignores its positions or mixes neighboring tokens, for
   example with a convolution, a recurrent state or a bias that depends on distance.
 * A shallow copy of the model is compared with transformers' forward pass, which uses its own
@@ -42,8 +42,8 @@ from batchinfer.worker.self_test import (
 _TOKENS = (3, 7)
 _NEIGHBOR_TOLERANCE = 2e-2  # far above rounding errors of 16-bit weights
 _ENDS = (11, 23, 24)
-"""Total number of tokens computed after each step. The chunks end inside blocks. The last step is a
-decode."""
+"""Total number of tokens computed after each step. The chunks end in the middle of blocks. The last
+step is a decode."""
 _BLOCK_SIZE = 8
 _TOLERANCE = 1e-3
 """Tolerance in float32, for every row of logits."""
@@ -53,12 +53,8 @@ expert is chosen."""
 
 
 def check_attention(model: torch.nn.Module, layout: KVLayout) -> None:
-    """Check that a loaded model calls attention as its config says, and that the sequences of a
-    batch do not affect each other.
-
-    Raises:
-        ModelError: a check fails. The message names the family and the difference.
-    """
+    """Check that a loaded model's calls to attention match its config, and that sequences of a
+    batch do not affect each other."""
     config: Any = model.config
     try:
         probe = Probe(model, layout, _TOKENS, num_sequences=2)
@@ -95,8 +91,8 @@ def _check_calls(layers: list[int], expected: list[int]) -> None:
 
 
 def _check_windows(windows: dict[int, int], config: Any) -> None:
-    """Check that the window that each layer asks for matches the layer's type and window in the
-    config. The config decides how many blocks are kept for the layer."""
+    """Check that each layer passes the window that its layer type and window in the config imply.
+    The config decides how many blocks the pool keeps for the layer."""
     kinds = getattr(config.get_text_config(), "layer_types", None) or ()
     num_layers = config.get_text_config().num_hidden_layers
     configured = layer_windows(text_config(config.to_dict()), num_layers)
@@ -155,8 +151,8 @@ def _token_ids(model: Any, max_model_len: int) -> list[int]:
 def _eager_logits(model: Any, token_ids: list[int]) -> torch.Tensor:
     model.set_attn_implementation("eager")
     ids = torch.tensor([token_ids], device=next(model.parameters()).device)
-    # transformers warns that its recurrent layers run without optimized kernels. Only this check
-    # runs them that way.
+    # transformers warns that its recurrent layers run without optimized kernels. The warning would
+    # be misleading, because only this check uses transformers' recurrent layers.
     with torch.inference_mode(), quiet_transformers():
         logits: torch.Tensor = model(input_ids=ids, use_cache=False).logits[0]
     return logits

@@ -36,8 +36,6 @@ def forward(
     Args:
         prev_token_ids: int64 token ids that the previous step sampled, on the pool's device;
             ``step.previous_sample`` indexes them.
-        graphs: captured graphs, replayed for steps of their sizes.
-        images: embeds the step's images.
         body_outputs: list to which the output of the model's body is appended.
 
     Returns:
@@ -79,12 +77,12 @@ def _position_ids(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
 def _inputs(
     model: Any, step: Step, token_ids: torch.Tensor, images: ImageEmbeddings | None
 ) -> tuple[dict[str, torch.Tensor], AbstractContextManager[None] | None]:
-    """Return the model's arguments for token ids [T]: the ids, or their embeddings if the step has
-    images. Also return a context manager in which DeepStack changes the outputs of layers, or None
-    if the model or the step does not use DeepStack.
+    """Return the model's arguments for token ids [T]: the ids, or embeddings if the step has
+    images. Also return a context manager in which DeepStack changes the outputs of layers; None
+    without DeepStack.
 
-    Some models (Gemma 4) also look up a separate embedding of each token for every layer. For image
-    tokens, these are the embeddings of the padding token.
+    Some models (Gemma 4) also look up a separate embedding of each token for every layer. Image
+    tokens use the padding token's embeddings.
     """
     if not step.images:
         return {"input_ids": token_ids[None]}, None
@@ -102,8 +100,8 @@ def _inputs(
 def _input_ids(
     step: Step, tensors: Mapping[str, torch.Tensor], prev_token_ids: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return the step's token ids [T]. Ids that the host does not know yet are filled in on the
-    device."""
+    """Return the step's token ids [T]. Ids that the host does not know yet are copied on the device
+    from ``prev_token_ids``."""
     token_ids = tensors["token_ids"]
     if not (step.previous_sample >= 0).any():
         return token_ids

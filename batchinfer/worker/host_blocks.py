@@ -13,18 +13,16 @@ from batchinfer.engine.step import Int32
 from batchinfer.errors import DeviceError
 
 _MEASURED_BYTES = 4 * 2**20
-"""Number of bytes to copy when the time of a swap is measured."""
 
 
 class HostBlocks:
-    """Host memory for swapped blocks. Each block is contiguous.
+    """Host memory for swapped blocks, each of which is contiguous.
 
-    For a CUDA pool the memory is pinned and copied on a separate stream. For a CPU pool it is
-    ordinary memory, which takes no RAM before its first use.
+    For a CUDA pool, the host memory is pinned and copied on a separate stream. For a CPU pool, it
+    is ordinary memory, which takes no RAM before its first use.
 
     Args:
         blocks: blocks of the pool, [slot, layer, elements of a layer], strided.
-        num_blocks: number of host slots.
 
     Raises:
         DeviceError: the host has too little memory.
@@ -36,7 +34,7 @@ class HostBlocks:
         if blocks.is_cuda and num_blocks > 0:
             self._stream = torch.cuda.Stream(blocks.device)  # type: ignore[no-untyped-call]
         self._num_blocks = num_blocks
-        # Pieces [host slots, layer, elements], and the first slot of each
+        # Pieces [host slots, layer, elements], and the first slot of each piece
         self._pieces = _allocate_host_blocks(blocks, num_blocks)
         self._starts = [0, *accumulate(map(len, self._pieces))][:-1]
 
@@ -60,7 +58,7 @@ class HostBlocks:
         computing.wait_stream(self._stream)
 
     def measure(self) -> float:
-        """Measure the time to copy a block, in seconds: the mean of both directions."""
+        """Measure the time to copy a block in seconds, averaged over both directions."""
         max_pairs = min(self._num_blocks, len(self._pool) - 1)
         count = min(max_pairs, max(1, _MEASURED_BYTES // self._pool[0].nbytes))
         if count == 0:
@@ -100,7 +98,7 @@ def _allocate_host_blocks(blocks: torch.Tensor, num_blocks: int) -> list[torch.T
         return [raw.view(blocks.dtype).view(num_blocks, *blocks.shape[1:])] if num_blocks else []
     except (MemoryError, RuntimeError) as error:
         raise DeviceError(
-            f"the host has no room for a swap space of {num_blocks} blocks "
+            f"the host has too little memory for a swap space of {num_blocks} blocks "
             f"({num_bytes / 2**30:.2f} GiB)",
             hint="lower engine.swap_space; 0 disables it",
         ) from error

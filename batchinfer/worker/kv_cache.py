@@ -24,9 +24,8 @@ LAYER_MAJOR = False
 """True if pools are layer-major by default."""
 _ALIGNMENT = 64  # size of a cache line, in bytes
 _RESIDENT_BYTES = 256 * 2**20
-"""Bytes at the start of a CPU pool that are made resident immediately. The first blocks are
-used first, and page faults would slow the first steps (by 7 % of a short run on a virtual
-machine)."""
+"""Bytes at the start of a CPU pool whose pages are touched immediately. The first blocks are used
+first, and page faults would slow the first steps (by 7 % of a short run on a virtual machine)."""
 
 
 class KVCache:
@@ -34,13 +33,13 @@ class KVCache:
     order ``[layer, slot, key or value, kv_head]``.
 
     For each KV head, a block is ``[token, width]``. The C kernels for a CPU use another order
-    (``kernels/cpu/kv_block_layout.h``). On a CUDA device, the values in a float8 pool are stored as
-    ``[width, token]`` and must not be NaN (``kernels/fp8_decode_attention.py``), so the pool is
-    zeroed first.
+    (``kernels/cpu/kv_block_layout.h``). On a CUDA device, a float8 pool stores values as ``[width,
+    token]``. These values must not be NaN (``kernels/fp8_decode_attention.py``), so a float8 pool
+    is zeroed first.
 
     A slot holds the layers of one layer group. Slots are flat rows of elements, because keys and
     values may differ in width. One additional slot, ``null_slot``, holds zeros and is never
-    written; padding reads from it.
+    written. Padding is read from this slot.
     """
 
     def __init__(
@@ -57,12 +56,12 @@ class KVCache:
 
         Args:
             num_blocks: number of slots, not counting the null slot.
-            dtype: dtype of the model, and of the pool unless the layout says float8.
+            dtype: dtype of the model, and of the pool unless the layout has float8.
             layer_major: True for the order [layer, slot] instead of [slot, layer].
 
         Raises:
-            DeviceError: the device's memory is too small for the pool, or the host's for the
-                host blocks.
+            DeviceError: the device has too little memory for the pool, or the host for the host
+                blocks.
         """
         self.layout = layout
         self.dtype = dtype
@@ -98,27 +97,23 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
-        """Size of the pool in bytes."""
         return self.pool.nbytes
 
     @property
     def states(self) -> torch.Tensor:
-        """The pool's slots as float32, [slot, elements], for recurrent states."""
+        """The pool's slots as float32 [slot, elements], for recurrent states."""
         return self.pool.view(torch.float32)
 
     def group(self, layer: int) -> int:
-        """Return the number of a layer's group; each group has its own block tables and slots."""
+        """Return the number of a layer's group. Each group has its own block tables and slots."""
         return self._places[layer][0]
 
     def shape(self, layer: int) -> KVShape:
-        """Return the number of KV heads and the widths of a layer's keys and values."""
         return self._shapes[layer]
 
     def key(self, layer: int) -> torch.Tensor:
-        """Return the keys of a layer, [slot, kv_head, block_size, key_width], strided.
-
-        On a CPU the elements of a block may be in another order; ``read`` returns them in order.
-        """
+        """Return the keys of a layer, [slot, kv_head, block_size, key_width], strided. On a CPU,
+        the elements of a block may be in another order; ``read`` reorders them."""
         shape = self.shape(layer)
         keys = self._view(self._offset(layer), shape.num_kv_heads, shape.key_width)
         if not (self.layout.fp8 and self.is_native):
@@ -202,10 +197,8 @@ class KVCache:
         rotary_write(qkv, cos, sin, keys, values, slot_mapping, norms, query_head_stride)
 
     def copy_blocks(self, pairs: torch.Tensor) -> None:
-        """Copy whole blocks. ``pairs`` [C, 2] holds (source slot, destination slot).
-
-        All destinations must be distinct, and must not be sources.
-        """
+        """Copy whole blocks. ``pairs`` [C, 2] holds (source slot, destination slot). All
+        destinations must be distinct, and must not be sources."""
         if self.pool.is_cuda:
             from batchinfer.kernels.block_copy import block_copy
 
@@ -225,11 +218,10 @@ class KVCache:
 
     @property
     def rows_per_slot(self) -> int:
-        """Number of rows in ``units`` between the starts of adjacent slots."""
         return self.blocks.stride(0) // (self.layout.block_size * self.unit)
 
     def _offset(self, layer: int) -> int:
-        """Return the offset in elements of a layer's keys in the first slot."""
+        """Return the element offset of a layer's keys in the first slot."""
         part, within = divmod(self._places[layer][1], self._part_elements)
         return part * self.blocks.stride(1) + within
 
@@ -257,7 +249,7 @@ def _allocate(
         if device.type != "cpu":
             return torch.empty(shape, device=device, dtype=dtype)
         # NumPy requests huge pages from Linux; torch does not. Blocks are far apart, so with small
-        # pages every gathered head would cost a TLB miss.
+        # pages a kernel would miss the TLB for every head that it gathers.
         raw = np.empty(num_bytes + _ALIGNMENT, dtype=np.uint8)
         start = -raw.ctypes.data % _ALIGNMENT
         aligned = torch.from_numpy(raw[start : start + num_bytes])
@@ -265,7 +257,7 @@ def _allocate(
         return aligned.view(dtype).view(shape)
     except (MemoryError, RuntimeError) as error:
         raise DeviceError(
-            f"the device has no room for a KV pool of {num_slots} blocks "
+            f"the device has too little memory for a KV pool of {num_slots} blocks "
             f"({num_bytes / 2**30:.2f} GiB)",
             hint="lower engine.num_kv_blocks, engine.kv_cache_memory or "
             "engine.gpu_memory_utilization",

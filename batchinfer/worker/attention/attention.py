@@ -1,8 +1,8 @@
-"""The attention function that transformers' own model classes call, over the paged KV pool.
+"""The attention function that transformers' model classes call: paged attention over the KV pool.
 
 The function is registered with transformers' ``AttentionInterface`` without a mask function, so
-transformers makes no mask. Models do not pass block tables and slot mappings. The function reads
-them from the forward context, which is set while the model runs.
+transformers makes no mask. Models do not pass block tables and slot mappings. The attention
+function reads both from the forward context, which is set while the model runs.
 """
 
 from __future__ import annotations
@@ -35,10 +35,9 @@ from batchinfer.worker.linear_kernels import LinearKernel
 
 ATTENTION_NAME = "batchinfer_paged"
 ATTENTION = "attention"
-"""Key of the attention kernel in a run's table of kernels."""
 _CAUSAL_IN_FULL_ATTENTION = frozenset({"gemma4_text"})
-"""Language models whose full-attention layers are causal even within images. Only their
-sliding-window layers let the tokens of an image attend in both directions."""
+"""Language models in which the tokens of an image attend in both directions only in sliding-window
+layers. Full-attention layers are causal even within images."""
 
 # Arguments that a model may pass and that would change the result, but that paged attention does
 # not support.
@@ -50,10 +49,8 @@ class UnsupportedAttentionError(Exception):
 
 
 class AttentionBackend(Protocol):
-    """Computes the layers' attention on one type of device."""
-
     def begin_step(self, step: Step, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Set the step, and its arrays on the device, that later calls to ``attend`` use."""
+        """Set the step, and its arrays on the device, for later calls to ``attend``."""
         ...
 
     def attend(self, layer: int, query: torch.Tensor, variant: AttentionVariant) -> torch.Tensor:
@@ -73,14 +70,13 @@ class CapturedBackend(AttentionBackend, Protocol):
         shares: bool,
         max_chunks: int,
     ) -> None:
-        """Begin a step without reading the arrays' contents on the host (see
-        ``CudaAttention``)."""
+        """Begin a step like ``CudaAttention.begin_captured``."""
         ...
 
 
 def make_backend(cache: KVCache, like: LinearKernel | None = None) -> AttentionBackend:
-    """Make the attention backend for the pool's device. On a CPU, it uses C kernels if they can be
-    compiled.
+    """Make the attention backend for the pool's device. On a CPU, the backend uses C kernels if
+    they can be compiled.
 
     Args:
         like: kernel of the model's linear layers (see ``NativeAttention``). On a CUDA device,
@@ -96,7 +92,6 @@ def make_backend(cache: KVCache, like: LinearKernel | None = None) -> AttentionB
 
 
 def make_cuda_backend(cache: KVCache, like: LinearKernel | None) -> CapturedBackend:
-    """Make the attention backend for a CUDA device, with ``make_backend``'s arguments."""
     if cache.layout.latent:
         return LatentCudaAttention(cache)
     make = BatchInvariantAttention if _is_batch_invariant(like) else CudaAttention
@@ -111,7 +106,7 @@ def _is_batch_invariant(kernel: LinearKernel | None) -> bool:
 
 @dataclass(frozen=True)
 class AttentionKernel:
-    """The name of the attention kernel and, for a torch kernel, the reason why no C kernel is
+    """The name of an attention kernel. For a torch kernel, also the reason why no C kernel is
     used."""
 
     name: str
@@ -119,8 +114,7 @@ class AttentionKernel:
 
     @classmethod
     def of(cls, cache: KVCache, like: LinearKernel | None = None) -> AttentionKernel:
-        """Return the kernel of the backend that ``make_backend`` chooses. Each kernel may round a
-        row's logits differently."""
+        """Return the kernel of the backend that ``make_backend`` chooses."""
         pool = cache.pool
         if pool.is_cuda:
             return cls("Triton in a fixed order" if _is_batch_invariant(like) else "Triton")
@@ -136,8 +130,8 @@ class AttentionKernel:
         """Return a line for the log of a run.
 
         Args:
-            before: names of the kernels that earlier runs of the job used. The attention kernel has
-                the key ``ATTENTION``.
+            before: names of the kernels that earlier runs of the job used; the attention kernel's
+                key is ``ATTENTION``.
         """
         line = f"attention uses {self.name}{self.why and f': {self.why}'}"
         earlier = before.get(ATTENTION, self.name)
@@ -153,9 +147,7 @@ class ForwardContext:
     cache: KVCache
     backend: AttentionBackend
     tensors: Mapping[str, torch.Tensor]
-    """The step's arrays on the device."""
     adapters: StepAdapters | None = None
-    """Adapters of the step's sequences; None: no sequence has an adapter."""
     has_layer_hooks: bool = False
     """True if forward hooks change the outputs of individual layers, so layers must run one by
     one."""
@@ -175,7 +167,7 @@ current_context = _context.get
 
 @contextmanager
 def forward_context(context: ForwardContext) -> Iterator[None]:
-    """Set the context for attention layers that are called inside the ``with`` block."""
+    """Set the context for attention layers that run inside the ``with`` block."""
     token = _context.set(context)
     try:
         yield
@@ -194,11 +186,7 @@ def paged_attention_forward(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Compute a layer's attention for transformers. Return the output [1, T, Hq, Dv], and None for
-    the attention weights.
-
-    Raises:
-        UnsupportedAttentionError: the model passes a mask, a bias or sparse attention.
-    """
+    the attention weights."""
     _check_call(module, query, attention_mask, kwargs)
     context, layer = current_context(), int(module.layer_idx)  # type: ignore[arg-type]
     num_layers = context.cache.layout.num_layers

@@ -1,4 +1,4 @@
-"""Attention within chunks, computed by a backend for plain causal attention.
+"""Attention within chunks (Llama 4), computed by a backend for plain causal attention.
 
 In Llama 4's chunked layers, a token attends only to itself and to the earlier tokens of its own
 chunk, which has ``attention_chunk_size`` tokens. For these layers, the step is cut at the chunk
@@ -27,16 +27,10 @@ PlainAttention = CpuAttention | NativeAttention | CudaAttention
 
 
 class ChunkedAttention:
-    """Computes attention for a model in which some layers attend only within chunks
-    (``KVLayout.chunks``).
-
-    Args:
-        unchunked: the backend for layers without chunks.
-        chunked: the backend for layers with chunks.
-    """
+    """Computes attention for a model with chunked layers (``KVLayout.chunks``)."""
 
     joins_layers = False
-    """False, because layers that run entirely in C would read the step before it is cut."""
+    """False: layers that run entirely in C would read the step before ``cut_at_chunks`` cuts it."""
 
     def __init__(self, cache: KVCache, unchunked: PlainAttention, chunked: PlainAttention) -> None:
         self._cache, self._unchunked, self._chunked = cache, unchunked, chunked
@@ -53,7 +47,7 @@ class ChunkedAttention:
 
 
 class CapturedChunkedAttention(ChunkedAttention):
-    """``ChunkedAttention`` on a CUDA device, which can also be captured in a graph."""
+    """``ChunkedAttention`` on a CUDA device. CUDA graphs can capture it."""
 
     _unchunked: CudaAttention
     _chunked: CudaAttention
@@ -66,7 +60,7 @@ class CapturedChunkedAttention(ChunkedAttention):
         shares: bool,
         max_chunks: int,
     ) -> None:
-        """Begin a step without reading the arrays' contents on the host, like ``CudaAttention``.
+        """Begin a step like ``CudaAttention.begin_captured``.
 
         Steps for which ``crosses_chunks`` is true must not be replayed.
         """
@@ -87,8 +81,8 @@ def crosses_chunks(step: Step, chunk: int) -> bool:
 def _within_chunks(
     tensors: Mapping[str, torch.Tensor], chunk: int, block_size: int
 ) -> dict[str, torch.Tensor]:
-    """Do the work of ``cut_at_chunks`` on the device, for a step in which no sequence crosses a
-    chunk boundary."""
+    """Compute on the device what ``cut_at_chunks`` returns for a step in which no sequence crosses
+    a chunk boundary."""
     begin = (tensors["context_lens"] - 1).clamp(min=0) // chunk * chunk
     columns = (begin // block_size)[:, None] + torch.arange(
         chunk // block_size, device=begin.device
@@ -106,17 +100,10 @@ def _within_chunks(
 
 
 def cut_at_chunks(step: Step, chunk: int, block_size: int) -> Step:
-    """Return a step in which the context of each sequence is a single chunk.
+    """Return a step in which the context of each sequence is a single chunk of ``chunk`` tokens.
 
-    Args:
-        step: the step to cut. A sequence that computes tokens of several chunks is split into one
-            sequence per chunk.
-        chunk: tokens per chunk, a multiple of ``block_size``.
-        block_size: tokens per block.
-
-    Returns:
-        A step with the same tokens in the same order. Each block table lists the blocks of one
-        chunk.
+    A sequence that computes tokens of several chunks is split into one sequence per chunk. The
+    tokens keep their order. Each block table lists the blocks of one chunk.
     """
     ends = step.context_lens.astype(np.int64)
     starts = ends - np.diff(step.query_starts)
@@ -142,8 +129,8 @@ def cut_at_chunks(step: Step, chunk: int, block_size: int) -> Step:
 
 
 def _shared_within(shared: SharedPrefixes | None, begin: np.ndarray) -> SharedPrefixes | None:
-    """Return the part of the shared prefixes that lies within the sequences' chunks, which begin
-    at the positions ``begin`` [S]."""
+    """Return the part of the shared prefixes that lies in the sequences' chunks. Each sequence's
+    chunk begins at its position in ``begin`` [S]."""
     if shared is None:
         return None
     begins = begin[shared.order]

@@ -20,15 +20,11 @@ _Kind = tuple[int, int, KVShape]
 
 @dataclass
 class _Work:
-    """A work list, and the layers that have used it."""
-
     plan: Any
     layers: set[int] = field(default_factory=set)
 
 
 class CudaAttention:
-    """Attends over the pool's blocks for one step at a time."""
-
     def __init__(self, cache: KVCache) -> None:
         self._cache = cache
 
@@ -52,12 +48,12 @@ class CudaAttention:
         shares: bool,
         max_chunks: int,
     ) -> None:
-        """Begin a step without reading the arrays' contents on the host, so that the captured
-        launches can be replayed after the contents change.
+        """Begin a step without reading the arrays' contents on the host. The captured launches can
+        then be replayed after the contents change.
 
         Args:
             shares: true if the arrays include shared prefixes.
-            max_chunks: largest number of sequences that compute several tokens.
+            max_chunks: largest number of sequences that compute more than one token.
         """
         self._begin(
             tensors,
@@ -72,7 +68,7 @@ class CudaAttention:
     def _begin(self, tensors: Mapping[str, torch.Tensor], *, shares: bool, **bounds: int) -> None:
         self._tensors = tensors
         # With a prompt window, tokens do not see the positions between the prompt and the window.
-        # The kernels cannot hide these positions in pieces that sequences share.
+        # In context pieces that sequences share, the kernels cannot mask these positions.
         self._shares = shares and not any(self._cache.layout.prompt_windows)
         self._bounds: dict[str, Any] = dict(bounds)
         self._work: dict[_Kind, _Work] = {}
@@ -80,8 +76,8 @@ class CudaAttention:
         self._scan_work: Any = None
 
     def scan_work(self) -> Any:
-        """Return the work list of the step's chunks for recurrent layers, or None if these layers
-        must compute token by token."""
+        """Return the work list of the step's chunks for recurrent layers, or None if recurrent
+        layers must compute token by token."""
         from batchinfer.kernels.chunk_scan import plan_scan
 
         if self._bounds["max_query_len"] <= 1:
@@ -125,7 +121,6 @@ class CudaAttention:
         return tables, tensors["query_starts"], tensors["context_lens"]
 
     def _chunk_work(self, layer: int, query: torch.Tensor) -> Any:
-        """Return the work list of the step's chunks. Layers with the same KV shape share it."""
         from batchinfer.kernels.chunk_attention import plan_chunks
 
         if self._bounds["max_query_len"] <= 1:
@@ -138,15 +133,12 @@ class CudaAttention:
         return self._chunks[kind]
 
     def _query_tile(self, layer: int, query: torch.Tensor) -> int:
-        """Return the number of a chunk's query tokens that one program computes."""
         from batchinfer.kernels.attention_loop import Heads
         from batchinfer.kernels.chunk_attention import query_tile
 
         return query_tile(Heads.of(query, self._cache.key(layer), self._cache.value(layer)))
 
     def _decode_work(self, layer: int, query: torch.Tensor, window: int) -> Any:
-        """Return the work list of the step's decodes. Layers with the same window and KV shape
-        share it."""
         from batchinfer.kernels.decode_plan import plan_decode
 
         if self._bounds["min_query_len"] > 1:
@@ -173,8 +165,8 @@ class CudaAttention:
         return window, query.shape[1], self._cache.shape(layer)
 
     def _work_of(self, layer: int, kind: _Kind, plan: Callable[[], Any]) -> Any:
-        """Return the work list for a kind of layer. A layer can use a list only once, because its
-        kernel counts in the list which items it has taken."""
+        """Return the work list for layers of this kind. A layer can use a work list only once,
+        because the kernel counts in the list which items are taken."""
         work = self._work.get(kind)
         if work is None or layer in work.layers:
             work = self._work[kind] = _Work(plan())
@@ -187,7 +179,7 @@ class BatchInvariantAttention(CudaAttention):
     Decodes and chunks use the same kernel, and each sequence reads a shared prefix separately."""
 
     def scan_work(self) -> None:
-        """Return None, because the bits of a chunked scan depend on where chunks begin."""
+        """Return None: the bits of a chunked scan would depend on where chunks begin."""
 
     def attend(self, layer: int, query: torch.Tensor, variant: AttentionVariant) -> torch.Tensor:
         from batchinfer.kernels.batch_invariant_attention import batch_invariant_attention
@@ -208,7 +200,6 @@ class BatchInvariantAttention(CudaAttention):
         return out
 
     def _batch_invariant_work(self, layer: int, query: torch.Tensor, window: int) -> Any:
-        """Return the work list of the step. Layers with the same window and KV shape share it."""
         from batchinfer.kernels.attention_loop import Heads
         from batchinfer.kernels.batch_invariant_attention import (
             batch_invariant_query_tile,
@@ -234,7 +225,8 @@ class BatchInvariantAttention(CudaAttention):
 
 
 class LatentCudaAttention(CudaAttention):
-    """Attends to latents, which all heads share. Each sequence reads a shared prefix separately."""
+    """Attends to latents (MLA), which all heads share. Each sequence reads a shared prefix
+    separately."""
 
     def attend(self, layer: int, query: torch.Tensor, variant: AttentionVariant) -> torch.Tensor:
         """Return the attended latents [T, Hq, rank] of queries [T, Hq, rank + rotary width]."""
@@ -263,14 +255,14 @@ class LatentCudaAttention(CudaAttention):
 
 
 def _planned_window(options: Mapping[str, Any]) -> int:
-    """Return the window to plan a work list for: 0 (the whole context) if tokens also see the
-    prompt outside their window."""
+    """Return the window to plan a work list for. The result is 0 (the whole context) for a layer
+    with a prompt window."""
     return int(options["sliding_window"]) if options["prompt_lens"] is None else 0
 
 
 def shares_pieces(step: Step) -> bool:
-    """Return true if sequences of a step share a prefix that is long enough to be read only
-    once."""
+    """Return true if some sequences of a step share a prefix long enough for the kernels to read it
+    once for all of them."""
     from batchinfer.kernels.decode_plan import DECODE_PIECE
 
     shared = step.shared_prefixes

@@ -2,9 +2,9 @@
 
 DeepSeek-V2 (2024, arXiv:2405.04434, section 2.1) projects the keys and values of all heads from one
 latent ``c`` of a token: ``k_h = W_k,h c`` and ``v_h = W_v,h c``. Because ``<q_h, W_k,h c>`` equals
-``<W_k,h^T q_h, c>``, queries can be projected instead of keys, and attention's output instead of
-values. For each token, the cache then holds only a latent and the rotary part of the key, both of
-which all heads share.
+``<W_k,h^T q_h, c>``, the projection can be applied to queries instead of keys, and to attention's
+output instead of values. The cache then holds only the latent and the rotary part of the key for
+each token. All heads share both.
 """
 
 from __future__ import annotations
@@ -20,15 +20,13 @@ from batchinfer.engine.kv.model_config import Config, text_config
 from batchinfer.errors import ModelError
 
 _PROJECTION = "kv_b_proj"
-"""Name of the projection from latents to keys and values in all of transformers' families."""
 
 
 class LatentProjection(nn.Module):
-    """The projection from latents to keys and values, which is applied to queries and to
-    attention's output instead.
+    """The projection from latents to keys and values, applied to queries and to attention's output.
 
     Args:
-        linear: the projection, without bias; quantized weights are dequantized.
+        linear: the projection, without a bias; a quantized weight is dequantized.
         num_heads: H.
         key_width: elements of a head's key without its rotary part.
     """
@@ -42,7 +40,7 @@ class LatentProjection(nn.Module):
         self._num_heads, self._key_width = num_heads, key_width
 
     def queries(self, query: torch.Tensor) -> torch.Tensor:
-        """Return projected queries that can attend to latents, [T, H, rank + rotary width].
+        """Return queries projected to the latents' space, [T, H, rank + rotary width].
 
         Args:
             query: [H, T, key width + rotary width]; the rotary part is already rotated.
@@ -60,7 +58,6 @@ class LatentProjection(nn.Module):
 
     @property
     def _by_head(self) -> torch.Tensor:
-        """The weight as [H, key width + value width, rank]."""
         return self.weight.view(self._num_heads, -1, self.weight.shape[1])
 
 
@@ -71,8 +68,8 @@ def check_latents(config: Config, device_type: str, adapted: Iterable[str]) -> N
         adapted: names of the layers that the model's adapters change.
 
     Raises:
-        ModelError: the model has no latents, the kernels do not support their width on this device,
-            or an adapter changes the projection from the latent, which is not supported.
+        ModelError: the model has no latents, the device's kernels do not support the latents'
+            width, or an adapter changes the projection from the latent.
     """
     reason, rank = None, text_config(config).get("kv_lora_rank", 0)
     if not has_latent(text_config(config)):
@@ -106,5 +103,6 @@ def _latent_as_key_and_value(
     latent: torch.Tensor,  # [1, 1, T, rank]
     rotary: torch.Tensor,  # [1, 1, T, rotary width]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the key [1, 1, T, rank + rotary width] and the value [1, 1, T, rank] for all heads."""
+    """Return the key [1, 1, T, rank + rotary width] and the value [1, 1, T, rank] that all heads
+    share."""
     return torch.cat((latent, rotary), dim=-1), latent

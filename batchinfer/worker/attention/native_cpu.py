@@ -16,7 +16,6 @@ from batchinfer.worker.linear_kernels import LinearKernel
 
 
 def instructions_for(dtype: torch.dtype, like: LinearKernel | None) -> str:
-    """Return the instruction set for attention over a pool of a supported dtype."""
     available = cpu_attention.available(dtype)
     if like is not None and like.kind == "own" and like.instructions in available:
         return like.instructions
@@ -24,7 +23,7 @@ def instructions_for(dtype: torch.dtype, like: LinearKernel | None) -> str:
 
 
 class NativeAttention:
-    """Attends over the pool's blocks for one step at a time.
+    """Paged attention in C.
 
     Args:
         like: kernel of the model's linear layers. If it is a C kernel, attention uses the same
@@ -36,7 +35,7 @@ class NativeAttention:
         self._cache = cache
         dtype = cache.pool.dtype
         self.kernel = cpu_attention.kernel_of(dtype, instructions_for(dtype, like))
-        """Number that selects the C kernel (see ``kernel_of``)."""
+        """The C kernel's number, from ``kernel_of``."""
         self.joins_layers = dtype == cache.dtype and not any(cache.layout.prompt_windows)
         """True if whole layers can run in C: the pool has the dtype that the layers compute in, and
         no layer has a prompt window (``AttentionVariant.prompt_window``)."""
@@ -81,7 +80,7 @@ class NativeAttention:
         arguments.query_ends = None if ends is None else ends.data_ptr()
 
     def _context(self, layer: int) -> tuple[torch.Tensor, ...]:
-        """Return a layer's keys and values, its group's block tables, the query starts and the
+        """Return a layer's keys and values, its group's block tables, the query starts, and the
         context lengths."""
         tables = self._tables[self._cache.group(layer)]
         return self._cache.key(layer), self._cache.value(layer), tables, *self._lens

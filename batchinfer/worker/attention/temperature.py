@@ -2,8 +2,8 @@
 
 Llama 4's layers without rotary positions multiply queries by ``1 + s * log(1 + floor((p + 1) /
 f))`` (``attn_temperature_tuning``; arXiv:2501.19399). transformers counts p from the first token of
-a row. Here, a row packs the tokens of many sequences, so p must be the token's position in its own
-sequence.
+a row. In this project, a row packs the tokens of many sequences, so p must be the token's position
+in its own sequence.
 """
 
 from __future__ import annotations
@@ -15,12 +15,10 @@ from torch import nn
 
 
 class QueryTemperature(NamedTuple):
-    """Parameters of a layer's attention temperature."""
-
     floor_scale: float
-    """f in the formula: the first f - 1 queries of a sequence are not scaled."""
+    """f in the module's formula: the first f - 1 queries of a sequence are not scaled."""
     attn_scale: float
-    """s in the formula."""
+    """s in the module's formula."""
 
     def of(
         self,
@@ -34,7 +32,8 @@ class QueryTemperature(NamedTuple):
 
 
 def temper_queries(model: nn.Module) -> None:
-    """Make paged attention, instead of the model's layers, scale the queries."""
+    """Disable query scaling in the model's layers, and let paged attention scale the queries
+    instead."""
     for module in model.modules():
         if getattr(module, "attn_temperature_tuning", None) and not getattr(module, "use_rope", 1):
             module.query_temperature = QueryTemperature(module.floor_scale, module.attn_scale)  # type: ignore[arg-type, assignment]

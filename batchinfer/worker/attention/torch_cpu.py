@@ -1,9 +1,9 @@
 """Paged attention on the CPU from torch operations: gather blocks, multiply, softmax, multiply.
 
 The queries of a step become tiles of 1, 16 or 64 tokens of one sequence. Tiles of equal size and
-similar context length form a bucket and are padded to the longest context. Limits keep a bucket's
-padding and its gathered memory small. All layers with the same KV shape and window share one plan
-per step.
+similar context length form a bucket and are padded to the bucket's longest context. A bucket's
+padding and the size of its gathered blocks are limited. All layers with the same KV shape and
+window share one plan per step.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from batchinfer.worker.attention.variant import AttentionVariant
 from batchinfer.worker.kv_cache import KVCache
 
 _TILE_SIZES = (1, 16, 64)
-# Largest number of bytes that a bucket gathers. Keys and values of a larger bucket would be evicted
-# from the processor's cache before they are used.
+# Largest number of bytes that a bucket gathers. A larger bucket's keys and values would leave the
+# processor's cache before attention uses them.
 _BUCKET_BYTES = 4 << 20
-# Overhead of a bucket, expressed as the number of bytes that can be gathered in the same time. A
-# new bucket that avoids less padding than this would save no time.
+# Overhead of a bucket, expressed as the number of bytes that can be gathered in the same time.
+# Starting a new bucket saves time only if it avoids more padding than this.
 _BUCKET_OVERHEAD_BYTES = 512 << 10
 _PADDING_SHARE = 0.125
 
@@ -37,8 +37,9 @@ class CpuAttention:
     """Attends over the pool's blocks for one step at a time.
 
     Buffers for gathered keys, values and scores are kept between calls, because new buffers would
-    cost page faults. Masked scores are overwritten, and values that no query may see are zeroed, so
-    that no stale NaN in the pool reaches an output. Float8 values are converted after gathering.
+    cost page faults. A stale NaN in the pool must not reach an output, so masked scores are
+    overwritten, and values that no query may see are zeroed. Float8 elements are converted after
+    gathering.
     """
 
     def __init__(self, cache: KVCache) -> None:
@@ -127,7 +128,7 @@ class CpuAttention:
         return torch.index_select(source, 0, rows, out=out)
 
     def _buffer(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-        """Return an uninitialized tensor of this shape, in memory that later calls reuse."""
+        """Return an uninitialized tensor in memory that later calls reuse."""
         size = math.prod(shape)
         buffer = self._buffers.get(name)
         if buffer is None or buffer.numel() < size or buffer.dtype != dtype:
@@ -139,8 +140,8 @@ def _share_beside_sinks(
     scores: torch.Tensor,  # [R, Hkv, heads per KV head, Q, C], masked
     sinks: torch.Tensor,  # [Hq]
 ) -> torch.Tensor:  # [R * Hkv, heads per KV head * Q, 1] float32
-    """Return the share of the softmax that remains for the keys. The sink, an additional logit
-    without a value, takes the rest.
+    """Return the share of the softmax that the keys get. The rest goes to the sink, an additional
+    logit without a value.
 
     With the log-sum-exp ``lse`` of the scores, the share is exp(lse) / (exp(lse) + exp(sink)) =
     sigmoid(lse - sink).
@@ -171,10 +172,10 @@ class Bucket:
     queries: slice  # R * Q rows of Plan.tokens
     key_rows: torch.Tensor  # rows of KVCache.units, ordered [R, kv_head, block, unit]
     value_rows: torch.Tensor
-    all_visible: int  # every query sees all positions before this one
+    all_visible: int  # every query sees all positions below this number
     # [R, 1, 1, Q, C - all_visible] bool: true where the query does not see the position.
     hidden: torch.Tensor
-    # Rows of values [R, kv_head, C] between the end of a context and the end of its last block.
+    # Rows of values [R, kv_head, C] after the end of a context, in its last block.
     stale: torch.Tensor
 
 
@@ -216,7 +217,8 @@ def make_plan(
     layer: int = 0,
     prompt_lens: Int32 | None = None,
 ) -> Plan:
-    """Cut the step's queries into buckets, for all layers of a group that have the same KV shape.
+    """Divide the step's queries into buckets, for all layers of a group that have the same KV
+    shape.
 
     A window of 0 means that tokens see their whole context. If ``prompt_lens`` is given, tokens
     also see the first ``prompt_lens`` positions of their sequence, outside the window.
@@ -246,8 +248,8 @@ def make_plan(
 
 
 def _tiles(step: Step, block_size: int, sliding_window: int) -> _Tiles:
-    """Cut every sequence's queries into tiles of the largest size; the remaining queries become one
-    smaller tile."""
+    """Divide each sequence's queries into tiles of the largest size, and a smaller tile for the
+    rest."""
     largest = _TILE_SIZES[-1]
     starts = step.query_starts.astype(np.int64)
     num_queries = np.diff(starts)
@@ -275,8 +277,8 @@ def _tiles(step: Step, block_size: int, sliding_window: int) -> _Tiles:
 
 
 def _rectangles(num_blocks: Ints, block_bytes: int) -> Iterator[Ints]:
-    """Cut block counts, sorted in descending order, into runs whose padding and size are small
-    enough for a bucket. Yield the indices of each run."""
+    """Divide block counts, sorted in descending order, into runs small enough for a bucket. Yield
+    the indices of each run."""
     free_padding = _BUCKET_OVERHEAD_BYTES // block_bytes
     begin = 0
     while begin < len(num_blocks):
@@ -333,8 +335,8 @@ def _bucket(
 def _gather_rows(
     tiles: _Tiles, num_blocks: int, tables: Int32, cache: KVCache, shape: KVShape
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the rows of ``cache.units`` to gather for keys and for values. Rows of the null slot
-    pad the tiles."""
+    """Return the rows of ``cache.units`` to gather for keys and for values. Tiles are padded with
+    rows of the null slot."""
     block = np.arange(num_blocks)
     columns = np.minimum(tiles.first_block[:, None] + block, tables.shape[1] - 1)
     slots = tables[tiles.sequence[:, None], columns].astype(np.int64)
@@ -353,8 +355,8 @@ def _gather_rows(
 
 
 def _stale_values(tiles: _Tiles, columns: Ints, num_kv_heads: int, block_size: int) -> torch.Tensor:
-    """Return the rows of values between the end of each context and the end of its last block.
-    These rows may hold stale NaN."""
+    """Return the rows of values after the end of each context in its last block. These rows may
+    hold stale NaN."""
     end = tiles.end[:, None]
     block_end = -(-end // block_size) * block_size
     tile, column = np.nonzero((columns >= end) & (columns < block_end))

@@ -1,5 +1,3 @@
-"""The variant of attention that a layer computes."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -10,10 +8,8 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class AttentionVariant:
-    """The parameters of a layer's causal softmax attention."""
-
     scale: float
-    """Factor by which the scores are multiplied."""
+    """Factor that multiplies the scores."""
     sliding_window: int = 0
     """Number of positions that a token sees, including its own; 0: all positions."""
     softcap: float = 0.0
@@ -21,19 +17,16 @@ class AttentionVariant:
     sinks: torch.Tensor | None = None
     """[Hq] an additional logit for each head, without a value (gpt-oss)."""
     ignores_query_ends: bool = False
-    """True if no token attends to later tokens, even where ``Step.query_ends`` lets the tokens of
-    an image do so."""
+    """True if attention is causal even where ``Step.query_ends`` lets the tokens of an image attend
+    to later tokens."""
     prompt_window: int = 0
     """Number of positions that a token sees, including its own, in addition to its sequence's
     prompt (Unlimited-OCR); 0: the window hides the prompt too."""
 
     def options(self, prompt_lens: Any) -> dict[str, Any]:
-        """Return the variant as keyword arguments of the kernels.
-
-        Args:
-            prompt_lens: the length of each sequence's prompt, [S]; None: all tokens of the step
-                belong to prompts.
-        """
+        """Return the variant as keyword arguments of the kernels. ``prompt_lens`` [S] holds the
+        length of each sequence's prompt; None means that all tokens of the step belong to
+        prompts."""
         window, is_seen = self.sliding_window, self.prompt_window and prompt_lens is not None
         return {
             "scale": self.scale,

@@ -1,4 +1,4 @@
-"""Captures computations as CUDA graphs, all of which use the same memory."""
+"""Captures computations as CUDA graphs that share one memory pool."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ import torch
 
 from batchinfer.worker.oom import is_out_of_memory
 
-# Integer types, keyed by bytes per element. They stand in for floating-point types, because NumPy
-# has no bfloat16.
+# Integer types, keyed by bytes per element. Floating-point arrays are described as integers,
+# because NumPy has no bfloat16.
 _INTEGERS = {2: "<i2", 4: "<i4"}
 
 Run = Callable[[], tuple[torch.Tensor, ...]]
 Capture = Callable[[Run], Run]
-"""Captures a computation, and returns a function that repeats the computation with the current
-contents of its inputs."""
+"""Captures a computation. The returned function repeats it with the current contents of its
+inputs."""
 
 
 class CaptureRefusedError(RuntimeError):
-    """CUDA refused to end a capture because of an operation in the captured computation."""
+    """CUDA could not end a capture because of an operation in the captured computation."""
 
 
 class CudaCapture:
-    """Captures computations on the current device, and returns functions that repeat them.
+    """Captures computations on the current device.
 
     All graphs use the same memory, so results are valid only until the next replay of any graph.
     """
@@ -38,14 +38,14 @@ class CudaCapture:
         """Capture ``run``, which must have run once before.
 
         Raises:
-            CaptureRefusedError: ``run`` does something that cannot be captured.
+            CaptureRefusedError: ``run`` contains an operation that cannot be captured.
         """
         graph = torch.cuda.CUDAGraph()
         pool = torch.cuda.graph_pool_handle() if self._pool is None else self._pool
         # Restores the current stream. If CUDA refuses to end a capture, torch leaves the capture's
         # stream as the current one.
         here = torch.cuda.stream(torch.cuda.current_stream())
-        # Other threads may use CUDA during the capture, for example those that read files.
+        # Other threads, such as the threads that read files, may use CUDA during the capture.
         capturing = torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local")
         try:
             with here, capturing:
@@ -76,11 +76,11 @@ def _has_ended(graph: torch.cuda.CUDAGraph) -> bool:
 
 
 def _end_allocation(pool: tuple[int, int]) -> None:
-    """Tell torch's allocator that a capture is over, as torch itself does after a capture that CUDA
-    ends.
+    """Tell torch's allocator that a failed capture is over. torch does this itself only after a
+    successful capture.
 
-    Otherwise, the allocator would treat the capture as in progress for the rest of the process: it
-    would not release any unused memory, even when the device's memory is full.
+    Otherwise, the allocator would assume that the capture is in progress for the rest of the
+    process, and would never release unused memory.
     """
     device = torch.cuda.current_device()
     with suppress(RuntimeError):  # the allocation may not have begun
@@ -89,8 +89,7 @@ def _end_allocation(pool: tuple[int, int]) -> None:
 
 
 class _Memory:
-    """A view of a tensor's memory that does not own it (NumPy's CUDA array interface, version
-    3)."""
+    """A non-owning view of a tensor's memory (NumPy's CUDA array interface, version 3)."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.__cuda_array_interface__ = {
@@ -102,6 +101,6 @@ class _Memory:
 
 
 def _alias(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a view that does not own its memory, so that other graphs in the pool can reuse the
+    """Return a non-owning view of a tensor, so that other graphs in the pool can reuse its
     memory."""
     return torch.as_tensor(_Memory(tensor), device=tensor.device).view(tensor.dtype)

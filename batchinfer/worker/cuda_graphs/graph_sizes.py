@@ -1,10 +1,11 @@
-"""Sizes that steps are padded to, so that a few graphs are enough for almost all steps.
+"""The sizes of CUDA graphs. Steps are padded to these sizes, so a few graphs serve almost all
+steps.
 
 Up to about 128 tokens, padding costs nothing, because reading the weights takes longer than the
-arithmetic. Above that, each size is an eighth to a quarter larger than the one before. In a mixed
-step, a padding sequence costs only a row of logits, so the numbers of sequences are spaced farther
-apart than the numbers of tokens. In nine simulated jobs with 32 to 1,024 sequences, 0 to 10 % of
-the computed tokens were padding, and 96 to 100 % of the steps fit one of the sizes.
+arithmetic. Above 128 tokens, each size is an eighth to a quarter larger than the next smaller size.
+In a mixed step, a padding sequence costs only a row of logits, so the numbers of sequences are
+spaced farther apart than the numbers of tokens. In nine simulated jobs with 32 to 1,024 sequences,
+0 to 10 % of the computed tokens were padding, and 96 to 100 % of the steps fit one of the sizes.
 """
 
 from __future__ import annotations
@@ -18,45 +19,43 @@ Kind = Literal["decode", "shared decode", "mixed"]
 any other step."""
 
 MAX_GRAPH_TOKENS = 8192
-"""Largest number of tokens in a step with a graph. A larger step runs longer than the host takes to
-launch its kernels."""
+"""Largest number of tokens in a step with a graph. A larger step needs no graph, because the device
+runs its kernels longer than the host takes to launch them."""
 
 # Pairs (start, step): from `start` sequences on, sizes are `step` apart.
 _DECODE_STEPS = ((64, 32), (256, 64))
 _SMALL_TOKENS = (16, 32, 64, 128)
 _SIZES_PER_OCTAVE = 4
 # There is no size between this number of tokens and the largest step. Steps in this range are rare,
-# because the scheduler fills steps to the largest size while prompts wait. They also gain little
-# from a graph, because the device takes longer to run them than the host takes to launch them.
+# because the scheduler fills steps to the largest size while prompts wait. A graph would also save
+# little time in these steps, because the device runs their kernels longer than the host takes to
+# launch them.
 _DENSE_TOKENS = 4096
 _SEQUENCES_RATIO = 4
 # In a small model, computing a row of logits takes about as long as running a token through the
 # layers, so only a few rows may be padding.
 _MAX_TOKENS_PER_SEQUENCE = 64
 _MOST_PADDED = 1.25
-# These limits allow more chunks than any step of the simulated jobs had. At most half of a launch's
-# programs are idle.
+# Limits on the chunks of a mixed step, above the number of chunks in any step of the simulated
+# jobs. At most half of a launch's programs are idle.
 _CHUNKS, _TOKENS_PER_CHUNK = 64, 32
 
 
 class GraphSize(NamedTuple):
-    """A kind of step, and the numbers of tokens and sequences that it is padded to."""
-
     kind: Kind
     tokens: int
     sequences: int
 
     @property
     def max_chunks(self) -> int:
-        """Largest number of sequences in the step that may compute several tokens. Attention is
-        launched for this number of chunks, and each unused program costs a little time."""
+        """Largest number of sequences in the step that may compute more than one token. Attention
+        is launched for this number of chunks; unused programs cost a little time."""
         if self.kind != "mixed":
             return 0
         return min(self.sequences, max(_CHUNKS, self.tokens // _TOKENS_PER_CHUNK))
 
 
 def all_sizes(max_num_seqs: int, max_tokens: int) -> list[GraphSize]:
-    """Return the sizes to capture, the largest first."""
     decodes = decode_sizes(min(max_num_seqs, max_tokens))
     sizes = [GraphSize("decode", size, size) for size in decodes]
     sizes += [GraphSize("shared decode", size, size) for size in decodes if size > 1]
@@ -69,8 +68,7 @@ def all_sizes(max_num_seqs: int, max_tokens: int) -> list[GraphSize]:
 
 
 def decode_sizes(max_num_seqs: int) -> list[int]:
-    """Return powers of two up to 64, then multiples of 32 and of 64, and finally
-    ``max_num_seqs``."""
+    """Return powers of two up to 64, multiples of 32 and then 64 above, and ``max_num_seqs``."""
     sizes = [1, 2, 4, 8, 16, 32, 64]
     while sizes[-1] < max_num_seqs:
         sizes.append(sizes[-1] + max(step for start, step in _DECODE_STEPS if sizes[-1] >= start))
@@ -96,16 +94,14 @@ def _mixed_sequences(tokens: int, max_num_seqs: int) -> list[int]:
 
 
 class GraphSizes:
-    """Finds the smallest of the captured sizes that is large enough for a step."""
-
     def __init__(self, sizes: Iterable[GraphSize]) -> None:
         self._of_kind: dict[Kind, list[GraphSize]] = {}
         for size in sorted(sizes):
             self._of_kind.setdefault(size.kind, []).append(size)
 
     def least(self, kind: Kind, tokens: int, sequences: int) -> GraphSize | None:
-        """Return the smallest size that holds a step. Return None if there is no such size, or if
-        too many of its tokens would be padding."""
+        """Return the smallest size that is large enough for a step. Return None if no size is, or
+        if too many of its tokens would be padding."""
         sizes = self._of_kind.get(kind, [])
         for size in sizes[bisect_left(sizes, (kind, tokens, sequences)) :]:
             if size.sequences >= sequences:

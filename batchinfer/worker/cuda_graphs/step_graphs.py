@@ -1,4 +1,4 @@
-"""Runs steps as CUDA graphs: one launch instead of hundreds.
+"""Runs steps as CUDA graphs, each with one launch instead of hundreds.
 
 Steps of one size run the same kernels; only the contents of their arrays differ. For each of a few
 sizes, one step is captured, with arrays at fixed addresses, and replayed for every step that fits.
@@ -37,25 +37,17 @@ from batchinfer.worker.oom import raise_out_of_memory
 
 _SECONDS_PER_LINE = 5.0
 _MOST_REFUSED = 2
-"""Number of refused captures after which no more are tried. All sizes run the same operations, so
-CUDA would probably refuse the rest too, and each refused capture leaks memory."""
+"""Number of refused captures after which capturing stops. All sizes run the same operations, so
+CUDA would probably refuse the remaining sizes too, and each refused capture leaks memory."""
 
 
 class StepGraphs:
-    """CUDA graphs of a model's steps, one per size; none before ``capture_all``.
+    """CUDA graphs of a model's steps, one per size. ``capture_all`` makes the graphs.
 
     If a model's forward pass waits for the device, as in some mixture-of-experts models, the model
-    gets no graphs. If CUDA refuses two captures, no more are tried. After any other failure, only
-    the graph of that size is missing. A step whose size has no graph uses the next larger graph, or
-    launches its kernels one by one.
-
-    Args:
-        model: the model, which is called with the same arguments as in ``forward``.
-        max_num_seqs: largest number of sequences in a step.
-        max_graph_tokens: largest number of tokens in a step with a graph.
-        max_model_len: largest number of tokens in a sequence.
-        num_adapters: number of the model's adapters.
-        kernel: kernel of the model's linear layers, which determines the attention backend.
+    gets no graphs. After two refused captures, capturing stops. After any other failed capture,
+    only the graph of that size is missing. A step whose size has no graph uses the next larger
+    graph, or launches its kernels one by one.
     """
 
     def __init__(
@@ -73,7 +65,6 @@ class StepGraphs:
         self._model, self._cache, self._kernel = model, cache, kernel
         self._max_model_len = max_model_len
         self.sizes = all_sizes(max_num_seqs, max_graph_tokens)
-        """The sizes to capture, the largest first."""
         layout = cache.layout
         largest = GraphSize("mixed", self.sizes[0].tokens, max_num_seqs)
         self._inputs = StepInputs(
@@ -91,11 +82,10 @@ class StepGraphs:
 
     @property
     def num_captured(self) -> int:
-        """Number of graphs."""
         return len(self._replays)
 
     def size_for(self, step: Step) -> GraphSize | None:
-        """Return the size whose graph can compute a step; None if there is no such graph."""
+        """Return the size whose graph can compute a step, or None."""
         if step.num_sequences == 0 or step.images or not self._inputs.holds(step):
             return None
         chunks = self._cache.layout.chunks
@@ -114,10 +104,10 @@ class StepGraphs:
         prev_token_ids: torch.Tensor | None = None,
         body_outputs: list[Any] | None = None,
     ) -> torch.Tensor:
-        """Compute a step by replaying a graph.
+        """Compute a step by replaying the graph of ``size``.
 
         Args:
-            step: the step; its block copies must already be queued.
+            step: the step, whose block copies must already be queued.
             size: the size that ``size_for`` returned for the step.
             prev_token_ids: int64 token ids that the previous step sampled;
                 ``step.previous_sample`` indexes them.
@@ -142,8 +132,8 @@ class StepGraphs:
         """Capture a graph for every size, with empty steps.
 
         Args:
-            log: receives a line every few seconds, a line for each reason why captures failed, and
-                a line at the end.
+            log: receives progress every few seconds, each reason why captures failed, and a
+                summary.
             captured: called after each size.
         """
         began = last_line = clock()
@@ -223,7 +213,6 @@ def _listed(sizes: list[GraphSize]) -> str:
 
 
 def _nothing() -> Step:
-    """Return a step without sequences."""
     none, empty = np.empty(0, dtype=np.int32), np.empty(0)
     sampling: dict[str, Any] = {entry.name: empty for entry in fields(SamplingBatch)}
     return Step(

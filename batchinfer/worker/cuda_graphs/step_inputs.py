@@ -14,7 +14,7 @@ from batchinfer.kernels.unpack_block_tables import unpack_block_tables
 from batchinfer.worker.adapter_batch import step_adapters
 from batchinfer.worker.cuda_graphs.graph_sizes import GraphSize
 
-_ALIGNMENT = 16  # in bytes; Triton's kernels load this many at once from aligned addresses
+_ALIGNMENT = 16  # in bytes: the width of a Triton kernel's vector load
 _INT32, _INT64 = np.dtype(np.int32), np.dtype(np.int64)
 _TORCH_DTYPES = {_INT32: torch.int32, _INT64: torch.int64}
 
@@ -22,8 +22,6 @@ Array = npt.NDArray[np.integer[Any]]
 
 
 class _Place(NamedTuple):
-    """Offset, shape and dtype of an array in the buffer that holds a step's arrays."""
-
     offset: int
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
@@ -36,20 +34,17 @@ class _Place(NamedTuple):
 class StepInputs:
     """Device memory for a step's arrays, filled by a single copy.
 
-    The host writes the arrays into one buffer, padded to a size. Padding tokens follow the step's
-    tokens and write no KV (their slot mapping is -1). Padding sequences have no tokens, come last
-    in the order of shared prefixes, and share no prefix. Block tables are at the end of the buffer
-    and are only as long as the step needs. The captured step unpacks them to rows at fixed
-    addresses.
+    The host writes the arrays into one buffer, padded to a graph size. Padding tokens follow the
+    step's tokens and write no KV (their slot mapping is -1). Padding sequences have no tokens and
+    no shared prefix, and come last in the order of shared prefixes. Block tables are at the end of
+    the buffer and are only as long as the step needs. The captured step unpacks them to rows at
+    fixed addresses.
 
     Args:
-        largest: the largest number of tokens and of sequences among all sizes.
-        max_blocks: largest number of blocks of a sequence.
         num_groups: number of layer groups. Each group has its own slot mapping and block tables. A
             model without attention layers has one group, whose tables have no columns.
-        num_adapters: number of the model's adapters. If it is not 0, the arrays of every step
+        num_adapters: number of the model's adapters. If the number is not 0, every step's arrays
             include the tokens of each adapter.
-        slots_per_state: slots of a sequence's recurrent state.
     """
 
     def __init__(
@@ -78,8 +73,8 @@ class StepInputs:
         )
 
     def load(self, step: Step, size: GraphSize, prev_token_ids: torch.Tensor | None) -> None:
-        """Start copying a step's arrays, padded to a size, and the previous samples that the step
-        needs.
+        """Start copying to the device: a step's arrays, padded to a size, and the previous samples
+        that the step needs.
 
         Args:
             prev_token_ids: int64 token ids that the previous step sampled;
@@ -87,7 +82,7 @@ class StepInputs:
         """
         places, tables = self._places(size), _stacked_tables(step)
         start = places["packed_tables"].offset
-        # torch reuses pinned memory only after the copy from it is done.
+        # torch does not reuse the staging memory before the copy from it is done.
         pinned = self._bytes.device.type == "cuda"
         staging = torch.empty(start + tables.nbytes, dtype=torch.uint8, pin_memory=pinned)
         host = staging.numpy()
@@ -107,8 +102,8 @@ class StepInputs:
             self._prev_token_ids[:num_previous].copy_(prev_token_ids[:num_previous])
 
     def of(self, size: GraphSize) -> dict[str, torch.Tensor]:
-        """Return the device arrays of a step of this size. Must be called inside the capture,
-        because it launches kernels."""
+        """Return the device arrays of a step of this size. Call this inside the capture, because it
+        launches kernels."""
         tensors = {
             name: self._bytes[place.offset : place.end]
             .view(_TORCH_DTYPES[place.dtype])
@@ -132,8 +127,8 @@ class StepInputs:
         return self._bytes[self._places(size)["packed_tables"].offset :].view(torch.int32)
 
     def _places(self, size: GraphSize) -> dict[str, _Place]:
-        """Return where the buffer holds each array of a step of this size. Packed block tables have
-        only an offset, because their length varies."""
+        """Return each array's place in the buffer for this size. Packed block tables have only an
+        offset, because their length varies."""
         tokens, sequences = (size.tokens,), (size.sequences,)
         shapes: tuple[tuple[str, tuple[int, ...], np.dtype[Any]], ...] = (
             ("token_ids", tokens, _INT64),
@@ -161,13 +156,13 @@ class StepInputs:
 
 
 def _num_previous(step: Step) -> int:
-    """Return the number of the previous step's samples to copy: all samples up to the last one
+    """Return how many of the previous step's samples to copy: all samples up to the last one
     used."""
     return int(step.previous_sample.max(initial=-1)) + 1
 
 
 def _padded_arrays(step: Step, size: GraphSize) -> dict[str, tuple[Array, int | Array]]:
-    """Return the arrays of a step except its tables, each with its padding value."""
+    """Return the arrays of a step except its block tables, each with its padding value."""
     count = step.num_sequences
     places = np.arange(size.sequences, dtype=np.int32)
     order, shared_lens = places[:count], np.zeros(count, dtype=np.int32)
@@ -194,7 +189,7 @@ def _padded_arrays(step: Step, size: GraphSize) -> dict[str, tuple[Array, int | 
 
 
 def _adapter_arrays(step: Step) -> dict[str, tuple[Array, int | Array]]:
-    """Return the arrays that list the tokens of each adapter, each with its padding value."""
+    """Return the arrays of ``StepAdapters``, each with its padding value."""
     adapters = step_adapters(step)
     tokens, starts = np.empty(0, dtype=np.int64), np.zeros(1, dtype=np.int32)
     if adapters is not None:

@@ -1,4 +1,4 @@
-"""Finds operations that make the host wait for the device, which cannot be captured."""
+"""Finds operations that make the host wait for the device. CUDA graphs cannot capture them."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _WAITS = frozenset(
         *("_unique2", "unique_consecutive", "unique_dim"),
     ]
 )
-# Major compute capabilities for which torch has a bfloat16 kernel that multiplies all experts.
-# Otherwise, torch reads each expert's number of rows on the host, and multiplies the experts one by
-# one.
+# Major compute capabilities for which torch has a bfloat16 kernel that multiplies all experts. On
+# other devices, torch reads each expert's number of rows on the host, and multiplies the experts
+# one by one.
 _GROUPED_MM_MAJORS = (9, 10)
 _HOST_WAITS = "the model makes the host wait for the device"
 _SYNC_ERROR = "called a synchronizing CUDA operation"
@@ -30,11 +30,7 @@ class WaitsForDeviceError(Exception):
 
 
 def run_without_waits(run: Callable[[], object]) -> None:
-    """Run a computation that will be captured, and check that it does not wait for the device.
-
-    Raises:
-        WaitsForDeviceError: the computation makes the host wait for the device.
-    """
+    """Run a computation, and check that it does not wait for the device."""
     with SyncWatch() as watch, _waits_raise():
         run()
     if watch.seen:
@@ -44,8 +40,8 @@ def run_without_waits(run: Callable[[], object]) -> None:
 
 @contextmanager
 def _waits_raise() -> Iterator[None]:
-    """Make torch raise an error when an operation waits for the device, because ``SyncWatch``
-    cannot see inside an operation."""
+    """Make torch raise an error when an operation waits for the device internally, where
+    ``SyncWatch`` cannot see it."""
     if not torch.cuda.is_available():
         yield
         return
@@ -84,8 +80,8 @@ class SyncWatch(TorchDispatchMode):
 
 
 def _reads_a_size(name: str, overload: str, args: Any, kwargs: Mapping[str, Any]) -> bool:
-    """Return true if the host must read the arguments' data to get a number or the result's
-    size."""
+    """Return true if the operation's result is a number on the host, or a tensor whose size depends
+    on data on the device."""
     if name == "where":
         return len(args) == 1
     if name == "repeat_interleave":  # self_int repeats all elements equally often

@@ -1,8 +1,9 @@
 """Attention for encoders, bidirectional or causal, within each sequence of a packed row.
 
-The function is registered with transformers' ``AttentionInterface``, without a mask function, so
-transformers makes no mask. Neighboring sequences of equal length form one batch for torch's
-attention, without padding. The sequences of a step are sorted by length, so there are few batches.
+The attention function is registered with transformers' ``AttentionInterface``, without a mask
+function, so transformers makes no mask. Neighboring sequences of equal length form one batch for
+torch's attention, without padding. The sequences of a step are sorted by length, so there are few
+batches.
 
 MPNet's attention adds a bias that depends on the distance between tokens (Song et al. 2020,
 arXiv:2004.09297). transformers' MPNet classes do not use ``AttentionInterface``, so subclasses
@@ -26,7 +27,7 @@ from batchinfer.worker.attention.attention import UnsupportedAttentionError
 ENCODER_ATTENTION = "batchinfer_encoder"
 
 _UNSUPPORTED = ("position_bias", "softcap", "s_aux", "relative_attention_bias")
-"""Arguments that would change the result, but that this attention does not implement."""
+"""Arguments that would change the result, and that encoder attention does not implement."""
 
 Runs = Sequence[tuple[int, int, int]]
 """Runs of sequences of equal length, as in ``EncoderStep.runs``."""
@@ -36,7 +37,7 @@ _packed: ContextVar[tuple[Runs, bool]] = ContextVar("packed_sequences")
 
 @contextmanager
 def packed_sequences(runs: Runs, *, causal: bool = False) -> Iterator[None]:
-    """Set the packed row's sequences for attention layers that run inside the ``with`` block.
+    """Set the sequences of the packed row for attention layers that run inside the ``with`` block.
 
     Args:
         causal: True if tokens do not attend to later tokens.
@@ -49,7 +50,7 @@ def packed_sequences(runs: Runs, *, causal: bool = False) -> Iterator[None]:
 
 
 def current_runs() -> Runs:
-    """Return the runs of equally long sequences in the packed row.
+    """Return the ``runs`` that ``packed_sequences`` has set.
 
     Raises:
         LookupError: the call is not inside ``packed_sequences``.
@@ -114,7 +115,7 @@ def _band(
     length: int, width: int | None, like: torch.Tensor, *, causal: bool
 ) -> torch.Tensor | None:
     """Return a bias [length, length] that masks tokens at a distance of ``width`` or more, or None
-    if all tokens are closer."""
+    if there are no such tokens."""
     if not width or length <= width:
         return None
     positions = torch.arange(length, device=like.device)
@@ -143,7 +144,7 @@ class _PackedMPNetAttention(MPNetSelfAttention):  # type: ignore[misc]
         position_bias: torch.Tensor | None = None,  # [1, heads, L, L], L: the longest sequence
         **options: Any,
     ) -> Any:
-        """Compute attention within each sequence. Return the output [1, T, width] in a tuple."""
+        """Return the output [1, T, width] in a tuple."""
         packed = _packed.get(None)
         if packed is None:
             return super().forward(hidden_states, attention_mask, position_bias, **options)
@@ -165,7 +166,8 @@ class _PackedMPNetAttention(MPNetSelfAttention):  # type: ignore[misc]
 
 
 class _PackedMPNetEncoder(MPNetEncoder):  # type: ignore[misc]
-    """Computes the distance bias for the longest sequence; shorter sequences use a part of it."""
+    """Computes the distance bias for the longest sequence L. Shorter sequences use a part of the
+    bias."""
 
     def compute_position_bias(self, x: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
         """Return the bias [1, heads, L, L]."""
@@ -176,8 +178,8 @@ class _PackedMPNetEncoder(MPNetEncoder):  # type: ignore[misc]
 
 
 def pack_mpnet(body: PreTrainedModel) -> None:
-    """Make the layers of an MPNet model compute each sequence of a packed row separately. Weights
-    keep their names. Models of other families are not changed."""
+    """Make the layers of an MPNet model compute each sequence of a packed row separately. Does not
+    change models of other families."""
     for module in body.modules():
         if type(module) is MPNetSelfAttention:
             module.__class__ = _PackedMPNetAttention

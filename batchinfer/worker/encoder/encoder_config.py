@@ -29,19 +29,14 @@ from batchinfer.worker.model.weights import choose_dtype
 
 @dataclass(frozen=True)
 class EncoderDescription:
-    """An encoder's description, read from its folder without loading weights."""
-
     folder: Path
     pretrained: PreTrainedConfig
     config: Mapping[str, Any]
-    """The config with its family's defaults filled in."""
     max_model_len: int
-    """Longest text, in tokens."""
     dtype: str
 
     @property
     def vocab_size(self) -> int:
-        """Number of rows of the token embedding."""
         return int(text_config(self.config)["vocab_size"])
 
 
@@ -58,10 +53,8 @@ def is_run_as_encoder(model: ModelConfig) -> bool:
 
 
 def describe_encoder(model: ModelConfig, *, weights_too: bool = False) -> EncoderDescription:
-    """Read and check the folder (or hub id) of a model for which ``is_run_as_encoder`` is true.
-
-    Args:
-        weights_too: fetch the weight files and check their headers.
+    """Read and check the folder (or hub id) of a model for which ``is_run_as_encoder`` is true. If
+    ``weights_too``, also fetch the weight files and check their headers.
 
     Raises:
         ModelError: the model cannot be run as an encoder. The message names the file or the key.
@@ -111,12 +104,8 @@ def _config(folder: Path) -> PreTrainedConfig:
 
 def _longest_text(folder: Path, values: Mapping[str, Any], wanted: int | None) -> int:
     """Return ``wanted`` if set, else the length to which sentence-transformers truncates texts:
-    ``max_seq_length`` of sentence_bert_config.json or, if it is not set, the tokenizer's
-    ``model_max_length``, but not more than the model's positions.
-
-    Raises:
-        ModelError: ``wanted`` exceeds the model's positions, or a file has an invalid length.
-    """
+    ``max_seq_length`` of sentence_bert_config.json, or else the tokenizer's ``model_max_length``,
+    limited to the model's positions."""
     positions = text_config(values).get("max_position_embeddings")
     allowed = None if positions is None else int(positions) - position_offset(values)
     if wanted is not None:

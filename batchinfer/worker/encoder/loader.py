@@ -40,11 +40,11 @@ from batchinfer.worker.self_test import verify
 
 _ANY_KERNELS = KernelRequirements()
 _POOLER = "pooler."
-"""Prefix of the weights of BERT's pooler, a layer that does not change hidden states."""
+"""Prefix of the weights of BERT's pooler. Hidden states do not depend on this layer."""
 _LENGTHS = (1, 2, 5, 17, 33, 64)
 _COUNT = 5
-"""Lengths of the texts that are computed both alone and in a batch. The batch has ``_COUNT`` texts
-of each length."""
+"""Lengths in tokens of the texts that are computed alone and in a batch of ``_COUNT`` texts of each
+length."""
 
 
 class Encoder:
@@ -58,8 +58,8 @@ class Encoder:
 
     def __init__(self, body: PreTrainedModel, offset: int, *, causal: bool = False) -> None:
         self.body, self._offset, self.causal = body, offset, causal
-        # GPT-2 has no segment embeddings. If it received segments, it would use them as token ids
-        # and add the embeddings of these tokens.
+        # GPT-2 has no segment embeddings. If GPT-2 received segments, it would add the embeddings
+        # of the tokens with these ids.
         self._num_segments = int(getattr(body.config, "type_vocab_size", 0) or 0)
         self._takes_segments = (
             self._num_segments > 1
@@ -74,11 +74,7 @@ class Encoder:
         segments: torch.Tensor,  # [T] int64, 1 in the second text of a pair, else 0
         runs: list[tuple[int, int, int]],
     ) -> torch.Tensor:
-        """Compute the hidden states [T, H], in the model's dtype.
-
-        Args:
-            runs: runs of sequences of equal length, as in ``EncoderStep.runs``.
-        """
+        """Return the hidden states [T, H], in the model's dtype."""
         options: dict[str, Any] = {}
         if self._takes_segments:
             options["token_type_ids"] = segments.clamp(max=self._num_segments - 1)[None]
@@ -92,8 +88,8 @@ class Encoder:
         return hidden_states
 
     def states(self, texts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Compute the hidden states [T, H] of texts in one packed row. Each text is a tensor [L] of
-        token ids."""
+        """Return the hidden states [T, H] of texts, each a tensor [L] of token ids, in one packed
+        row."""
         runs, start = [], 0
         for length, group in groupby(map(len, texts)):
             count = len(list(group))
@@ -105,9 +101,9 @@ class Encoder:
     def _places(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Return the index of each token's position embedding, [T].
 
-        In some families, such as RoBERTa, the first token's position follows a padding position. In
-        these families, padding tokens get the padding position and do not advance the positions of
-        later tokens, as in transformers' ``create_position_ids_from_input_ids``.
+        In some families, such as RoBERTa, the first token's position is the number after the
+        padding position. Padding tokens then get the padding position and do not advance the
+        positions of later tokens, as in transformers' ``create_position_ids_from_input_ids``.
         """
         if self._offset == 0:
             return positions
@@ -120,15 +116,12 @@ class Encoder:
 
 @dataclass(frozen=True)
 class LoadedEncoder:
-    """An encoder on its device, ready to run."""
-
     description: EncoderDescription
     encoder: Encoder
     kernels: KernelChoice
     kernel_names: Mapping[str, str]
     """Name of the linear layers' kernel, keyed by the weights' dtype."""
     facts: Mapping[str, Any]
-    """Values for summary.json."""
 
 
 def load_encoder(
@@ -137,9 +130,9 @@ def load_encoder(
     """Check a model folder (or hub id) and load its weights. No code from the folder is run.
 
     Raises:
-        ModelError: the model cannot be run; one line says why and what to do.
-        DeviceError: the weights do not fit into the device's memory, or no kernel meets the
-            requirements.
+        ModelError: the model cannot be run.
+        DeviceError: the weights do not fit into the device's memory, or no kernel meets
+            ``kernels``.
     """
     description = describe_encoder(choice, weights_too=True)
     dtype = getattr(torch, description.dtype)
@@ -205,13 +198,8 @@ def _read(
 
 
 def _checked(description: EncoderDescription, body: PreTrainedModel) -> Encoder:
-    """Make an encoder from a body. Check that two short texts in one packed row get the same hidden
-    states as alone and as in transformers' forward pass.
-
-    Raises:
-        ModelError: packed texts cannot be run or affect each other, or hidden states are not finite
-            or differ from transformers' hidden states.
-    """
+    """Make an encoder from a body. Check that two short texts get the same hidden states in one
+    packed row, alone, and in transformers' forward pass."""
     family = f"{description.folder}/config.json: models of the family {body.config.model_type!r}"
     try:
         causal = not attends_both_ways(description.config)
@@ -251,8 +239,8 @@ def check_encoder_invariance(loaded: LoadedEncoder) -> None:
     ``engine.deterministic`` requires.
 
     Raises:
-        ModelError: the bits differ, or the encoder is on a CUDA device, which does not guarantee
-            equal bits.
+        ModelError: the bits differ, or the encoder is on a CUDA device, where equal bits are not
+            guaranteed.
     """
     encoder, description = loaded.encoder, loaded.description
     lengths = [length for length in _LENGTHS if length <= description.max_model_len]

@@ -1,7 +1,7 @@
 """Runs all layers of a BERT-like encoder in one call to a C function on a CPU.
 
-At MiniLM's width, attention, norms and activations take two fifths of an encoder's time in torch,
-and threads wait for each other after each of these operations.
+With torch, at MiniLM's width, attention, norms and activations take two fifths of an encoder's
+time. Threads also wait for each other after each of these operations.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from batchinfer.worker.linear_kernels import LinearKernel
 from batchinfer.worker.self_test import Swap, swap_verified
 
 TOLERANCE = 0.05
-"""Tolerance for hidden states: far above rounding errors, but far below the difference that
-appears if texts in a packed row affect each other."""
+"""Tolerance for hidden states: far above rounding errors, but far below the differences that arise
+if texts in a packed row affect each other."""
 _ACTIVATIONS: dict[type[nn.Module], str] = {
     GELUActivation: "gelu",
     GELUTanh: "gelu_tanh",
@@ -54,8 +54,7 @@ class NativeEncoderLayers(nn.Module):
     """Runs all layers of an encoder in one call.
 
     Args:
-        parts: modules and settings of each layer; shapes and settings are the same in all layers.
-        kernel: one of the C kernels.
+        parts: modules and settings of each layer. All layers have the same shapes and settings.
     """
 
     def __init__(self, parts: Sequence[_Parts], kernel: LinearKernel) -> None:
@@ -116,10 +115,9 @@ def join_encoder_layers(
     dtype: torch.dtype,
     states: Callable[[], torch.Tensor],
 ) -> bool:
-    """Replace an encoder's layers with ``NativeEncoderLayers`` if hidden states stay the same.
+    """Replace an encoder's layers with ``NativeEncoderLayers`` if its hidden states stay the same.
 
     Args:
-        kernel: kernel of the body's linear layers.
         states: runs the body and returns hidden states [T, H].
 
     Returns:
@@ -137,8 +135,8 @@ def join_encoder_layers(
 
 
 def _parts_of_all(child: nn.Module, kernel: LinearKernel, dtype: torch.dtype) -> list[_Parts]:
-    """Return the parts of each layer, or an empty list if the layers are not like BERT's or differ
-    in shape from each other."""
+    """Return the parts of each layer, or an empty list if some layers are not like BERT's or differ
+    in shape."""
     if not isinstance(child, nn.ModuleList):
         return []
     candidates = [_parts(layer) for layer in child]
@@ -151,8 +149,8 @@ def _parts_of_all(child: nn.Module, kernel: LinearKernel, dtype: torch.dtype) ->
 
 
 def _parts(layer: Any) -> _Parts | None:
-    """Return the parts of a layer of BERT, of a family derived from BERT, or of DistilBERT; None
-    for any other layer."""
+    """Return the parts of a layer of BERT, DistilBERT or a family derived from BERT; None for other
+    layers."""
     try:
         if hasattr(layer, "ffn"):
             attention, mlp = layer.attention, layer.ffn

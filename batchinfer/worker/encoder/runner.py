@@ -18,11 +18,7 @@ from batchinfer.worker.transfer import HostCopy, to_device
 
 
 class ModelEncoder:
-    """Runs steps for an ``EncoderEngine``, and waits for each step.
-
-    Args:
-        threads: threads that compute on a CPU; None on another device.
-    """
+    """Runs the steps of an ``EncoderEngine``, and waits for each step."""
 
     def __init__(
         self, encoder: Encoder, device: torch.device, threads: StepThreads | None = None
@@ -30,11 +26,7 @@ class ModelEncoder:
         self._encoder, self._device, self._threads = encoder, device, threads
 
     def encode(self, step: EncoderStep) -> Float32:
-        """Compute the vectors [S, D] of a step's sequences.
-
-        Raises:
-            OutOfMemory: the device has too little memory for the step.
-        """
+        """Return the vectors [S, D] of a step's sequences."""
         threads = self._threads.step(step.num_tokens) if self._threads else nullcontext()
         with threads, raise_out_of_memory(), torch.inference_mode():
             runs = step.runs()

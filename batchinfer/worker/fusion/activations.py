@@ -1,8 +1,8 @@
 """Activations on a CPU whose bits do not depend on the other rows of a step.
 
-torch computes activations with vector instructions, except for the last few elements of each
-thread's share, which may get different last bits. Which elements these are depends on the number of
-rows and on the number of threads.
+torch computes most elements with vector instructions, but the last few elements of each thread's
+share with other instructions, which may round differently. Which elements come last depends on the
+numbers of rows and threads.
 """
 
 from __future__ import annotations
@@ -30,18 +30,13 @@ _NAMES: dict[type[nn.Module], str] = {
 
 
 class NativeActivation(nn.Module):
-    """Computes an activation in C.
-
-    Args:
-        name: one of ``encoder_layers.ACTIVATIONS``.
-    """
+    """Computes an activation in C."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
         self._name = name
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the activation of x, of any shape."""
         out = x.clone(memory_format=torch.contiguous_format)
         activate(out, self._name)
         return out

@@ -1,10 +1,11 @@
 """Replaces a model's attention, MLPs and norms with fused modules that compute the same results.
 
 A module is a candidate if its submodules have the expected names. To record the candidates' inputs,
-the model runs once on four tokens, at positions from its first to its last. Each candidate is
-copied to float32, so that rounding does not hide differences. The fused module must give the same
-results as the copy for the recorded input: unchanged, scaled down, and scaled up far enough to show
-clipping. Otherwise, the candidate is not replaced, so an unknown family runs as in transformers.
+the model runs once on four tokens, whose positions range from the model's first to its last. Each
+candidate is copied to float32, so that rounding does not hide differences. The fused module must
+give the same results as the copy for the recorded input, and for the input scaled down and scaled
+up (far enough to show clipping). Otherwise, the candidate is not replaced, so an unknown family
+runs as in transformers.
 """
 
 from __future__ import annotations
@@ -41,11 +42,9 @@ _MODERATE = 1.0
 """Largest scale at which attention's outputs are compared. Larger inputs saturate the softmax, so
 that rounding errors decide which key gets all the weight."""
 _TOLERANCE = 2e-5
-"""Tolerance for rounding errors of float32 sums."""
 
 _Factory = Callable[[Any, AttentionVariant | None], nn.Module]
-"""Makes a fused module from transformers' module and, for attention, the variant of attention that
-the module computes."""
+"""Makes a fused module from transformers' module and, for an attention module, its variant."""
 
 
 def fuse(
@@ -58,7 +57,7 @@ def fuse(
 
     Args:
         layout: KV layout of a pool for the model.
-        max_model_len: longest sequence in tokens; positions up to it are tested.
+        max_model_len: longest sequence in tokens; positions are tested up to this length.
         log: receives a line for each kind of module whose fused module raises an error, for example
             because the device cannot run its kernel.
 
@@ -77,8 +76,6 @@ def fuse(
 
 
 class _ModuleFusion:
-    """Tests fused modules on recorded calls to a model's modules."""
-
     def __init__(self, model: nn.Module, layout: KVLayout, max_model_len: int) -> None:
         assert layout.block_size >= len(_TOKENS)
         positions = (0, 1, max_model_len // 2, max_model_len - 1)
@@ -92,11 +89,11 @@ class _ModuleFusion:
         self._calls = {call.module: call for call in calls}
         self._variants = {call.layer: call.variant for call in attention.calls}
         self.errors: dict[str, str] = {}
-        """The first error of a fused module, keyed by the class that it would replace."""
+        """The first error of a fused module, keyed by the class of the replaced module."""
 
     def fuse_children(self, parent: nn.Module) -> None:
         """Replace modules inside ``parent``. An outer module is tried before its children, because
-        a fused module replaces the children too."""
+        its fused module replaces the children too."""
         for name, child in list(parent.named_children()):
             fused = self._fused(child)
             if fused is None:
@@ -105,7 +102,7 @@ class _ModuleFusion:
                 setattr(parent, name, fused)
 
     def _fused(self, module: nn.Module) -> nn.Module | None:
-        """Return a fused module with the same results as ``module``, if there is one."""
+        """Return a fused module that gives the same results as ``module``, or None."""
         call, factories = self._calls.get(module), _factories(module)
         if call is None or not factories:
             return None
@@ -128,8 +125,8 @@ class _ModuleFusion:
 
     def layers_add_plainly(self) -> bool:
         """Return True if layers that add in place give the same results as the model's decoder
-        layers. One layer of each class is compared in float32, because 16-bit logits would not show
-        that a layer scales what it adds to the residual."""
+        layers. One layer of each class is compared in float32. In 16 bits, the logits would not
+        reveal a layer that scales what it adds to the residual."""
         layers = {type(layer): layer for layer in self._calls if fused_layer(layer)}
         for layer in layers.values():
             original = copy.deepcopy(layer).float()
@@ -196,7 +193,7 @@ def _scaled(call: ModuleCall, scale: float) -> tuple[tuple[Any, ...], dict[str, 
 
 
 def _factories(module: Any) -> list[_Factory]:
-    """Return factories of the fused modules that may replace a module, based on its parts."""
+    """Return factories of the fused modules that may replace a module with these submodules."""
     parts = {name for name, _ in module.named_children()}
     if _is_attention(module, parts):
         offsets = _NORM_OFFSETS if "q_norm" in parts else _NORM_OFFSETS[:1]

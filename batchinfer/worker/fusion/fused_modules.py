@@ -1,11 +1,11 @@
 """Attention, gated MLP, norms and decoder layers that read and write memory less often.
 
-Each module replaces a module of transformers and takes the same arguments. The modules do not suit
-all families, so ``fuse`` compares each with the original.
+Each fused module replaces a module of transformers and takes the same arguments. A fused module is
+not correct for every family, so ``fuse`` compares it with the original.
 
 In a layer with Llama's structure, both the attention (or recurrence) and the MLP end with
-``residual + x @ weight.T``. A matrix multiplication can include such an addition at no cost. In
-each layer, this saves two kernel launches, each of which would read two tensors and write one.
+``residual + x @ weight.T``. A matrix multiplication can include the addition at no cost. Each layer
+then launches two fewer kernels, each of which would read two tensors and write one.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ PROBE_TOKENS = (3, 7, 5, 3)
 _MIXERS = {"self_attn", "linear_attn"}
 """Possible names of a layer's token mixer, which is attention or a recurrence."""
 _LAST_LINEARS = ("o_proj", "out_proj")
-"""Possible names of a token mixer's last linear layer."""
 _OTHER_PARTS = {"mlp", "input_layernorm", "post_attention_layernorm"}
 
 
@@ -41,12 +40,11 @@ class FusedAttention(nn.Module):
     positions and the KV write.
 
     If ``q_proj`` has twice as many outputs as ``o_proj`` has inputs, each query head is followed by
-    a gate of its width, whose sigmoid multiplies the head's output (Qwen3-Next, Qwen3.5).
+    a gate of the same width, whose sigmoid multiplies the head's output (Qwen3-Next, Qwen3.5).
 
     Args:
         attention: module with ``q_proj``, ``k_proj``, ``v_proj`` and ``o_proj``, and perhaps with
             both ``q_norm`` and ``k_norm``.
-        variant: arguments with which the original module calls paged attention.
         norm_offset: number added to the weights of the norms.
     """
 
@@ -88,12 +86,8 @@ class FusedAttention(nn.Module):
     def queries_and_gates(
         self, qkv: torch.Tensor, shape: KVShape
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return views of the query heads and their gates, [T, Hq, key_width], in the output of
-        ``qkv_proj``. Without gates, return None for them.
-
-        Args:
-            shape: shape of the layer's keys and values.
-        """
+        """Return views of the query heads, and of their gates or None, [T, Hq, key_width], in the
+        output of ``qkv_proj``."""
         width = shape.key_width
         heads: Any = qkv[:, : qkv.shape[1] - 2 * shape.num_kv_heads * width]
         if not self.is_gated:
@@ -102,7 +96,6 @@ class FusedAttention(nn.Module):
         return query, gate
 
     def head_norms(self) -> HeadNorms | None:
-        """Return the norms of query heads and key heads, if the layer has them."""
         if self.q_norm is None or self.k_norm is None:
             return None
         return HeadNorms(
@@ -127,8 +120,6 @@ class FusedGatedMLP(nn.Module):
 
 
 class FusedRMSNorm(nn.Module):
-    """Root mean square norm over the last dimension."""
-
     def __init__(self, norm: Any, offset: float) -> None:
         super().__init__()
         keep_plain_attributes(self, norm)
@@ -153,7 +144,7 @@ def starts_of(parent: Any, merged_name: str, names: tuple[str, ...]) -> dict[str
 
 
 def norm_eps(norm: Any) -> float:
-    """Return the epsilon of a norm; the attribute's name differs between families."""
+    """Return the epsilon of a norm, whose attribute name differs between families."""
     return float(norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps)
 
 
@@ -230,7 +221,8 @@ def _last_linear(mixer: nn.Module) -> str:
 
 
 def _adding(module: nn.Module, name: str) -> Any:
-    """Return a shallow copy of a module in which the linear layer ``name`` adds to a residual."""
+    """Return a shallow copy of a module, in which an ``AddLinear`` replaces the linear layer
+    ``name``."""
     adding = copy.copy(module)
     adding._modules = {**module._modules, name: AddLinear(getattr(module, name))}
     return adding

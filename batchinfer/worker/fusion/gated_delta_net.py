@@ -19,11 +19,7 @@ from batchinfer.worker.recurrent.gated_delta_net import (
 
 
 class FusedGatedDeltaNet(nn.Module):
-    """Gated DeltaNet with one matrix multiplication for queries, keys, values, gates and decays.
-
-    Args:
-        layer: transformers' layer.
-    """
+    """Gated DeltaNet with one matrix multiplication for queries, keys, values, gates and decays."""
 
     def __init__(self, layer: Any) -> None:
         super().__init__()
@@ -54,7 +50,6 @@ class FusedGatedDeltaNet(nn.Module):
         return all(is_plain(layer.get_submodule(name)) for name in family.projections)
 
     def forward(self, hidden_states: torch.Tensor, **_: Any) -> torch.Tensor:
-        """Run the layer on [1, T, H], and return [1, T, H]."""
         inputs = LayerInputs(*self.in_proj(hidden_states[0]).split(self.widths, dim=1))
         inputs = self._family.projected_again(self, inputs)
         output: torch.Tensor = getattr(self, self.output)(
@@ -63,7 +58,8 @@ class FusedGatedDeltaNet(nn.Module):
         return output[None]
 
     def _keep(self, name: str, module: nn.Module) -> None:
-        """Keep a module of transformers' layer under its name, so that adapters find it."""
+        """Keep a module of transformers' layer under its name there, so that adapters find the
+        module."""
         *parents, name = name.split(".")
         place: nn.Module = self
         for parent in parents:

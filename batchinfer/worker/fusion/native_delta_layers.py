@@ -27,10 +27,10 @@ from batchinfer.worker.self_test import Probe, find_swaps, swap_verified
 
 
 class NativeDeltaLayer(NativeLayers):
-    """Runs a layer in one call to C instead of the many calls that the Python layer needs.
+    """Runs a layer in one call to C. The Python layer needs many calls.
 
-    The results have the same bits as those of the Python layer, which still runs in steps with
-    adapters.
+    The results have the same bits as the Python layer's results. The Python layer still runs in
+    steps with adapters.
 
     Args:
         layer: a ``FusedDecoderLayer`` with a ``FusedGatedDeltaNet`` and packed weights.
@@ -50,7 +50,7 @@ class NativeDeltaLayer(NativeLayers):
         hidden_states: torch.Tensor,  # [1, T, hidden], contiguous
         **options: Any,
     ) -> torch.Tensor:
-        """Run the layer on [1, T, hidden] in place, and return the same tensor."""
+        """Run the layer in place, and return ``hidden_states``."""
         context = current_context()
         if context.adapters is not None:
             return self.run_in_python(hidden_states, **options)
@@ -63,7 +63,7 @@ class NativeDeltaLayer(NativeLayers):
                 self._make_arguments(hidden, context)
             except (MemoryError, RuntimeError):
                 for each in buffers:
-                    each.release()  # leave as much memory as possible for a smaller step
+                    each.release()  # free memory for the smaller step that follows
                 raise
             self._made_for = made_for
         step, tensors = self._step, context.tensors
@@ -76,8 +76,8 @@ class NativeDeltaLayer(NativeLayers):
         return hidden_states
 
     def _make_arguments(self, hidden: torch.Tensor, context: ForwardContext) -> None:
-        """Make the C function's arguments that stay the same for all steps over this pool and
-        workspace. ``DeltaStepArgs`` holds the arguments that change."""
+        """Make the C arguments that stay the same for all steps over this pool and workspace.
+        ``DeltaStepArgs`` holds the others."""
         layer: Any = self.layers[0]
         mixer, workspace = layer.linear_attn, self.workspace
         last = getattr(mixer, mixer.output).linear
@@ -104,8 +104,8 @@ class NativeDeltaLayer(NativeLayers):
 
 @torch.inference_mode()
 def fuse_native_delta_layers(model: nn.Module, layout: KVLayout) -> None:
-    """Replace each fused layer that has a Gated DeltaNet with a native layer, if the bits stay the
-    same. Call this after ``fuse`` and ``pack_linears``."""
+    """Replace each fused layer that has a Gated DeltaNet with a native layer, if the results' bits
+    stay the same. Call this after ``fuse`` and ``pack_linears``."""
     dtype = next(model.parameters()).dtype
     workspace, floats = Workspace(dtype), Workspace(torch.float32)
 

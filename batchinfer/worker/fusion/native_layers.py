@@ -38,13 +38,6 @@ Rotary = tuple[torch.Tensor, torch.Tensor]
 
 
 class NativeLayers(nn.Module):
-    """Layers that run in one call to C.
-
-    Args:
-        layers: ``FusedDecoderLayer``s, which compute the same results in Python.
-        workspace: buffers that all layers of a model share.
-    """
-
     def __init__(self, layers: Sequence[Any], workspace: Workspace) -> None:
         super().__init__()
         keep_plain_attributes(self, layers[0])
@@ -52,19 +45,19 @@ class NativeLayers(nn.Module):
         self.workspace = workspace
 
     def run_in_python(self, hidden_states: torch.Tensor, **options: Any) -> torch.Tensor:
-        """Run the layers on [1, T, hidden] in place, and return the same tensor."""
+        """Run the layers on [1, T, hidden] in place, and return ``hidden_states``."""
         for layer in self.layers:
             hidden_states = layer(hidden_states, **options)
         return hidden_states
 
 
 class NativeDecoderLayers(NativeLayers):
-    """Runs consecutive layers in one call to C. The many calls that the Python layers need take a
-    tenth of a decode step's time.
+    """Runs consecutive layers in one call to C. The Python layers' many calls take a tenth of a
+    decode step's time.
 
-    The results have the same bits as those of the Python layers. The Python layers still run in
-    steps with adapters, which change linear layers' outputs, in steps with images that change the
-    outputs of layers, and over a float8 pool, which the C layers cannot read.
+    The results have the same bits as the Python layers' results. The Python layers still run in
+    steps with adapters, in steps with images that change the outputs of layers (DeepStack), and
+    over a float8 pool, which the C layers cannot read.
 
     Args:
         layers: ``FusedDecoderLayer``s of fused modules with packed weights.
@@ -83,7 +76,7 @@ class NativeDecoderLayers(NativeLayers):
         position_embeddings: Rotary,
         **options: Any,
     ) -> torch.Tensor:
-        """Run the layers on [1, T, hidden] in place, and return the same tensor."""
+        """Run the layers in place, and return ``hidden_states``."""
         context, workspace = current_context(), self.workspace
         backend = context.backend
         has_extras = context.adapters is not None or context.has_layer_hooks
@@ -97,7 +90,7 @@ class NativeDecoderLayers(NativeLayers):
             try:
                 self._make_arguments(hidden_states[0], context)
             except (MemoryError, RuntimeError):
-                workspace.release()  # leave as much memory as possible for a smaller step
+                workspace.release()  # free memory for the smaller step that follows
                 raise
             self._made_for = made_for
         for group, number in self._groups.items():
@@ -106,8 +99,8 @@ class NativeDecoderLayers(NativeLayers):
         return hidden_states
 
     def _make_arguments(self, hidden: torch.Tensor, context: ForwardContext) -> None:
-        """Make the C function's arguments that stay the same for all steps over this pool and
-        workspace. ``StepArgs`` holds the arguments that change."""
+        """Make the C arguments that stay the same for all steps over this pool and workspace.
+        ``StepArgs`` holds the others."""
         layers: list[Any] = [*self.layers]
         numbers = [layer.self_attn.layer for layer in layers]
         groups = [context.cache.group(number) for number in numbers]
@@ -152,7 +145,7 @@ class Workspace:
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.generation = 0
-        """Number that changes when the buffers move."""
+        """Number that changes whenever the buffers are allocated again."""
         self._num_rows = 0  # capacity in tokens
         self._empty = torch.empty(0, dtype=dtype)
         self._buffers: dict[tuple[str, int], torch.Tensor] = {}
@@ -163,7 +156,7 @@ class Workspace:
         self._updated: set[int] = set()  # groups already updated for this step
 
     def begin_step(self, context: ForwardContext, position_embeddings: Rotary) -> None:
-        """Begin a step and reserve buffers for it, unless an earlier layer has begun it."""
+        """Begin a step and reserve its buffers, unless an earlier layer has done so."""
         if (
             self._current
             and self._current[0] is context
@@ -177,8 +170,8 @@ class Workspace:
         self._current = context, position_embeddings
 
     def step_of(self, group: int, layer: int) -> StepArgs:
-        """Return the step arguments of a layer group: the same object in all steps, updated once
-        per step. ``layer`` is any layer of the group."""
+        """Return the step arguments of a layer group, updated once per step, at the same address in
+        all steps. ``layer`` is any layer of the group."""
         step = self._steps.setdefault(group, StepArgs())
         if group not in self._updated:
             self._update(step, group, layer)
@@ -195,26 +188,26 @@ class Workspace:
         context.backend.point_to_step(group, step)
 
     def reserve(self, num_rows: int) -> None:
-        """Make later buffers hold at least ``num_rows`` tokens; may free earlier buffers."""
+        """Make buffers that are taken later large enough for ``num_rows`` tokens. May free earlier
+        buffers."""
         if num_rows > self._num_rows:
             self.release()
             self._num_rows = num_rows
 
     def release(self) -> None:
-        """Free all buffers."""
         self.generation += 1
         self._num_rows = 0
         self._buffers.clear()
         self._current = None
 
     def take(self, name: str, width: int) -> torch.Tensor:
-        """Return an uninitialized buffer [rows, width], the same buffer for equal arguments."""
+        """Return an uninitialized buffer [rows, width]. Equal arguments give the same buffer."""
         if (name, width) not in self._buffers:
             self._buffers[name, width] = self._empty.new_empty(self._num_rows, width)
         return self._buffers[name, width]
 
     def take_padded(self, name: str, width: int) -> torch.Tensor:
-        """Return a buffer as ``take`` does, with padded rows for matrix multiplications."""
+        """Like ``take``, with padded rows for matrix multiplications."""
         if (name, width) not in self._buffers:
             self._buffers[name, width] = gemm.padded_rows(self._num_rows, width, self._empty)
         return self._buffers[name, width]
@@ -222,10 +215,8 @@ class Workspace:
 
 @torch.inference_mode()
 def fuse_native_layers(model: nn.Module, layout: KVLayout) -> None:
-    """Replace each fused layer with a native layer, if the bits stay the same.
-
-    Call this after ``fuse`` and ``pack_linears``.
-    """
+    """Replace each fused layer with a native layer, if the results' bits stay the same. Call this
+    after ``fuse`` and ``pack_linears``."""
     dtype = next(model.parameters()).dtype
     workspace = Workspace(dtype)
 
@@ -239,8 +230,8 @@ def fuse_native_layers(model: nn.Module, layout: KVLayout) -> None:
 
 @torch.inference_mode()
 def join_native_layers(model: nn.Module, layout: KVLayout) -> None:
-    """Join all layers into one call, if they are native, the model calls them consecutively, and
-    the bits stay the same."""
+    """Join all layers into one call, if all are native, the model calls them consecutively, and the
+    results' bits stay the same."""
     probe = Probe(model, layout, PROBE_TOKENS)
 
     def join(layers: Any) -> nn.Module | None:
@@ -258,8 +249,8 @@ def join_native_layers(model: nn.Module, layout: KVLayout) -> None:
 
 
 def decoder_layers_of(model: nn.Module) -> list[nn.Module]:
-    """Return a model's decoder layers, even if they are joined; an empty list if the model's body
-    has no ``layers``."""
+    """Return a model's decoder layers, joined or not; an empty list if the model's body has no
+    ``layers``."""
     return [*layers_of(getattr(body_of(model), "layers", nn.ModuleList()))]
 
 
@@ -273,9 +264,9 @@ def layers_of(modules: nn.ModuleList) -> nn.ModuleList:
 
 
 def _share_one_tensor(calls: list[ModuleCall], layers: list[nn.Module]) -> bool:
-    """Return True if each layer was called once, in order, with the same hidden states (which
-    layers change in place) and the same rotary positions. Both are compared by identity, because
-    rotary values that are equal at the probe's positions may differ at others."""
+    """Return True if each layer was called once, in order, with the same hidden-states tensor
+    (which layers change in place) and the same rotary tensors. The tensors' identity is compared,
+    because equal rotary values at the probe's positions may differ at other positions."""
     hidden, rotary = calls[0].arguments[0], calls[0].options["position_embeddings"]
     return [call.module for call in calls] == layers and all(
         call.arguments[0] is hidden and call.options["position_embeddings"] is rotary
@@ -297,7 +288,7 @@ def _fits(layer: Any, dtype: torch.dtype) -> bool:
 
 
 def parts_fit(layer: Any, linears: Sequence[Any], dtype: torch.dtype) -> bool:
-    """Return True if C functions can run a layer's norms, MLP, and the other ``linears``."""
+    """Return True if C functions can run a layer's norms, MLP and ``linears``."""
     norms, mlp = (layer.input_layernorm, layer.post_attention_layernorm), layer.mlp
     if type(mlp) is not FusedGatedMLP:
         return False
@@ -328,7 +319,6 @@ def mlp_args(
 
 
 def norm_args(norm: FusedRMSNorm, x: torch.Tensor, out: torch.Tensor) -> row_ops.RMSNormArgs:
-    """Return the arguments of a norm of x [T, hidden]."""
     return row_ops.rms_norm_args(x, norm.weight, eps=norm.eps, offset=norm.offset, out=out)
 
 
