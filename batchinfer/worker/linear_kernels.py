@@ -1,13 +1,13 @@
-"""GEMM kernels of linear layers: ways to multiply rows by a weight.
+"""GEMM kernels of linear layers, which multiply rows by a weight.
 
-On a CPU, there are three kinds. ``own`` is this project's C kernel (``kernels/cpu/gemm.c``).
-``onednn`` is oneDNN over weights that it packed, called by the operators that torch's inductor uses
-for frozen weights (torch/_inductor/fx_passes/mkldnn_fusion.py). ``torch`` is
-``torch.nn.functional.linear``, in which oneDNN or BLAS rearranges the weight in every call. Because
-oneDNN's operators are private to torch, each kernel is first tried on a small layer, and not used
-if it fails.
+On a CPU, there are three kinds of kernels. ``own`` is this project's C kernel
+(``kernels/cpu/gemm.c``). ``onednn`` is oneDNN with packed weights, called through the operators
+that torch's inductor uses for frozen weights (torch/_inductor/fx_passes/mkldnn_fusion.py).
+``torch`` is ``torch.nn.functional.linear``, in which oneDNN or BLAS rearranges the weight in every
+call. Because oneDNN's operators are private to torch, each kernel is first tried on a small layer,
+and is not used if this trial fails.
 
-On a CUDA device, the kernel is torch, or a Triton kernel if results must be batch-invariant.
+On a CUDA device, torch multiplies, or a Triton kernel if results must be batch-invariant.
 """
 
 from __future__ import annotations
@@ -32,15 +32,13 @@ LOW_BIT_METHODS: dict[str, Callable[[torch.Tensor], LowBitWeight]] = {
     "int8": Int8Weight.rounded,
     "int4": partial(Int4Weight.rounded, group_size=_INT4_GROUP),
 }
-"""Functions that round a weight [out, in], keyed by the value of ``model.quantization``."""
+"""Functions that round a weight [out, in] to codes, keyed by the value of
+``model.quantization``."""
 FLOAT8_METHOD = "fp8"
 ON_CPU = (*LOW_BIT_METHODS, FLOAT8_METHOD)
-"""Values of ``model.quantization`` that the C kernels support."""
 
 
 class PackedWeight(Protocol):
-    """A weight [out, in] packed for a kernel."""
-
     @property
     def nbytes(self) -> int:
         """Size of the weight's tensors in bytes."""
@@ -53,20 +51,18 @@ class PackedWeight(Protocol):
 
 @dataclass(frozen=True)
 class LinearKernel:
-    """A way to multiply rows by a weight."""
-
     kind: str
-    """A value of ``engine.cpu_kernels``: own, onednn or torch."""
+    """own, onednn or torch, as in ``engine.cpu_kernels``."""
     instructions: str
-    """The instructions that the kernel uses, such as AVX-512. With other instructions, a kernel may
+    """The kernel's instruction set, such as AVX-512. With another instruction set, results may
     round differently."""
     is_batch_invariant: bool
     """True if the bits of a row's result do not depend on the other rows."""
     pack: Callable[[torch.Tensor], PackedWeight]
     takes: Callable[[torch.Tensor], bool] = lambda weight: True
-    """Returns True for a weight [out, in] that the kernel supports."""
+    """Returns True if the kernel supports a weight [out, in]."""
     copies: bool = True
-    """True if the packed weight is a copy, False if it is the weight itself."""
+    """True if a packed weight is a copy, False if it shares the weight's memory."""
 
     @property
     def name(self) -> str:
@@ -76,12 +72,7 @@ class LinearKernel:
 
 
 class OwnWeight(ABC):
-    """A weight for one of this project's kernels, which can also add to an existing output.
-
-    Args:
-        weight: the packed tensor.
-        out_features: number of outputs of the linear layer.
-    """
+    """A weight for one of this project's kernels, which can also add to an existing output."""
 
     def __init__(self, weight: torch.Tensor, out_features: int) -> None:
         self.weight, self._out_features = weight, out_features
@@ -99,8 +90,8 @@ class OwnWeight(ABC):
     def multiply(
         self, rows: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, *, adds: bool
     ) -> None:
-        """Write the result for rows [M, in] to ``out`` [M, out], or add it to ``out`` if
-        ``adds``."""
+        """Write the result for rows [M, in] to ``out`` [M, out]. If ``adds``, add the result to
+        ``out`` instead."""
 
 
 class NativeWeight(OwnWeight):
@@ -117,7 +108,7 @@ def _pack_native(instructions: str, weight: torch.Tensor) -> NativeWeight:
 
 
 def pack_codes(weight: LowBitWeight | Float8GroupedWeight, dtype: torch.dtype) -> NativeWeight:
-    """Pack a quantized weight for the C kernel, for rows of ``dtype``."""
+    """Pack a quantized weight for the C kernel. The kernel will multiply rows of ``dtype``."""
     if isinstance(weight, Float8GroupedWeight):
         return NativeWeight(gemm.pack_float8(weight, dtype), len(weight.codes))
     return NativeWeight(gemm.pack_low_bit(weight), len(weight.codes))
@@ -145,7 +136,7 @@ class _OneDnnWeight:
 class _UnpackedWeight:
     def __init__(self, weight: torch.Tensor) -> None:
         self.nbytes = weight.nbytes
-        self._weight = weight.clone()  # a view may keep a whole file of weights mapped
+        self._weight = weight.clone()  # a view may keep a whole weight file mapped
 
     def times(self, rows: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         return nn.functional.linear(rows, self._weight, bias)
@@ -174,14 +165,12 @@ def linear_kernels(dtype: torch.dtype) -> tuple[LinearKernel, ...]:
 
 
 def codes_kernel(method: str, dtype: torch.dtype) -> LinearKernel | None:
-    """Return the C kernel that multiplies rows of ``dtype`` by quantized weights, if there is one.
+    """Return the C kernel that multiplies rows of ``dtype`` by weights of a quantization method
+    (one of ``ON_CPU``), or None.
 
     For int8 and int4 weights, the kernel rounds rows to int8. Sums are then exact, so every
     processor gives the same bits. For float8 weights, the kernel gives the same bits as the C
     kernel without AMX tiles gives for the dequantized weight.
-
-    Args:
-        method: one of ``ON_CPU``.
     """
     if not _has_native(dtype):
         return None
@@ -231,7 +220,8 @@ def _works(kernel: LinearKernel, dtype: torch.dtype) -> bool:
 
 
 def _capability(dtype: torch.dtype) -> str:
-    """Return the processor's instruction set, which determines the kernels of oneDNN and BLAS."""
+    """Return the processor's instruction set, which determines which kernels oneDNN and BLAS
+    run."""
     amx = getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
     if dtype == torch.bfloat16 and amx():
         return "AMX"

@@ -1,7 +1,7 @@
 """Loads one of transformers' causal language models, and prepares it for paged attention.
 
-Other packages replace parts of the model: attention (``attention``), recurrent layers
-(``recurrent``), modules and layers that can be fused (``fusion``), linear layers (``linear``).
+Packages that replace parts of the model: ``attention``, ``recurrent`` (recurrent layers),
+``fusion`` (modules and layers that can be fused) and ``linear`` (linear layers).
 """
 
 from __future__ import annotations
@@ -78,9 +78,8 @@ class ModelDescription:
     folder: Path
     pretrained: PreTrainedConfig
     config: Mapping[str, Any]
-    """The config with its family's defaults filled in."""
     max_model_len: int
-    """Longest sequence in tokens, prompt and output together."""
+    """Longest sequence in tokens, prompt plus output."""
     eos_token_ids: frozenset[int]
     dtype: str
     lora: tuple[Adapter, ...]
@@ -89,19 +88,18 @@ class ModelDescription:
 
     @property
     def vocab_size(self) -> int:
-        """Number of rows of the token embedding."""
         return int(text_config(self.config)["vocab_size"])
 
     @property
     def adapters(self) -> dict[str, int]:
-        """Numbers of the adapters, counted from 1, keyed by name."""
+        """Numbers of the adapters, from 1, keyed by adapter name."""
         return {adapter.name: number for number, adapter in enumerate(self.lora, start=1)}
 
     def layout(self, block_size: int, kv_cache_dtype: str = "auto") -> KVLayout:
         """Return the layout of the model's KV in blocks of ``block_size`` tokens.
 
         Raises:
-            ModelError: layers attend within chunks, whose length is not a multiple of
+            ModelError: the model has chunked attention, and the chunk length is not a multiple of
                 ``block_size``.
         """
         try:
@@ -119,8 +117,6 @@ class ModelDescription:
 
 @dataclass(frozen=True)
 class LoadedModel(ModelDescription):
-    """A model on its device, ready to run."""
-
     model: torch.nn.Module
     adapter_bytes: int
     kernels: KernelChoice
@@ -140,16 +136,17 @@ def describe_model(
     latent: bool = False,
     weights_too: bool = False,
 ) -> ModelDescription:
-    """Read and check a model folder (or hub id), without its weights. Run no code from the folder.
+    """Read and check a model folder (or hub id), without its weights. No code from the folder is
+    run.
 
     Args:
         device_type: device that the model will run on, ``cpu`` or ``cuda``.
         latent: value of ``engine.latent_cache``.
-        weights_too: fetch the weight files and check their headers. Their dtype then replaces
-            float32 as the default for configs without a dtype.
+        weights_too: fetch the weight files and check their headers. If the config has no dtype, the
+            default is then the files' dtype instead of float32.
 
     Raises:
-        ModelError: the model cannot be run; one line says why and what to do.
+        ModelError: the model cannot be run.
     """
     with phase("fetching the model"):
         wanted = ALL_FILES if weights_too else CONFIG_FILES
@@ -176,8 +173,8 @@ def describe_model(
 
 
 def check_adapter(model: ModelDescription, device_type: str, adapter: Adapter) -> None:
-    """Raise ModelError if the model caches latents and the adapter changes the projection that
-    expands them."""
+    """Raise ModelError if the model caches latents and the adapter changes the projection of
+    latents to keys and values."""
     if model.latent:
         check_latents(model.config, device_type, (target.module for target in adapter.targets))
 
@@ -195,14 +192,13 @@ def load_model(
     No code from the folder is run.
 
     Args:
-        kernels: requirements on the linear layers' kernel.
         latent: value of ``engine.latent_cache``.
         random_weights: use random weights and ignore the folder's weight files.
 
     Raises:
-        ModelError: the model cannot be run; one line says why and what to do.
-        DeviceError: the weights do not fit into the device's memory, or no kernel meets the
-            requirements.
+        ModelError: the model cannot be run.
+        DeviceError: the weights do not fit into the device's memory, or no kernel meets
+            ``kernels``.
     """
     description = describe_model(choice, device.type, latent=latent, weights_too=not random_weights)
     num_bytes = None if random_weights else file_bytes(description.folder)
@@ -261,9 +257,10 @@ def _load(
     quantization: str | None,
     num_bytes: int | None,
 ) -> torch.nn.Module:
-    """Load weight files of ``num_bytes`` bytes, or random weights if ``num_bytes`` is None. For
-    layers that were saved with the requested quantization, the saved codes are kept. If weights
-    will be quantized, most of the separately saved experts are not loaded yet."""
+    """Load weight files of ``num_bytes`` bytes, or make random weights if ``num_bytes`` is None.
+    For layers that were saved with the requested quantization, the saved codes are kept. If weights
+    will be quantized, most experts that are saved in separate tensors are loaded later
+    (``LaterExperts``)."""
     folder = description.folder
     read = partial(
         load_weights,
@@ -292,7 +289,6 @@ def _load(
 
 
 def _later_experts(description: ModelDescription) -> LaterExperts | None:
-    """Return the experts to read when they are packed; None if there are none."""
     saved = quantized_weights(description.folder, description.config)
     if not saved:
         return None
@@ -322,11 +318,8 @@ def _pack(
     quantization: str | None,
     required: KernelRequirements,
 ) -> tuple[KernelChoice, dict[str, str]]:
-    """Quantize weights, and pack them for their kernels.
-
-    Returns:
-        The kernel of weights that are not quantized, and the names of the other kernels by method.
-    """
+    """Quantize weights, and pack them for their kernels. Return the kernel of weights that are not
+    quantized, and the names of the other kernels, keyed by method."""
     dtype, names = getattr(torch, description.dtype), {}
     if device.type == "cpu":
         names = {method: kernel.name for method, kernel in pack_prequantized(model, dtype).items()}
@@ -340,10 +333,10 @@ def _pack(
                 pack_linears(model, chosen.kernel, dtype)
                 pack_experts(model, chosen.kernel, dtype)
                 pack_routers(model, chosen.kernel, dtype)
-        # Copy the tensors that were not packed, because a single tensor from a weight file keeps
-        # the whole file mapped into memory.
+        # Copy the tensors that were not packed. A single tensor from a weight file would keep the
+        # whole file mapped into memory.
         for tensor in (*model.parameters(), *model.buffers()):
-            # Merged weights are not mapped from a file.
+            # Merged weights (inference tensors) are not mapped from a file.
             if not tensor.is_meta and not tensor.is_inference():
                 tensor.data = tensor.data.clone()
         return_freed_memory()
@@ -358,10 +351,11 @@ def _pack(
 
 
 def choose_max_model_len(values: Mapping[str, Any], wanted: int | None) -> int:
-    """Return ``wanted``, or else the longest sequence that the config ``values`` allow, in tokens.
+    """Return ``wanted``, or else the longest sequence in tokens that the config ``values`` allow.
 
     Raises:
-        ModelError: the length is too small or too large, or neither is set.
+        ModelError: the length is too small or too large, or neither ``wanted`` nor the config sets
+            a length.
     """
     allowed = max_positions(values)
     if wanted is None:

@@ -29,9 +29,9 @@ from batchinfer.worker.sampling.sampler import workspace_bytes
 # times up.
 _HIDDEN_COPIES = 8
 _INNER_COPIES = 3
-# Peak memory of transformers' experts, for each selected expert of a token, is the larger of two:
-# four tensors of the hidden width (input, output, weighted output, and weighted output in the
-# tokens' order), or the input and four times the expert's width (gate and up in one tensor,
+# For each selected expert of a token, the peak memory of transformers' experts is the larger of two
+# amounts: four tensors of the hidden width (input, output, weighted output, and weighted output in
+# the tokens' order), or the input and four times the expert's width (gate and up in one tensor,
 # activated gate, and gate times up).
 _EXPERT_COPIES = 4
 # Copies of the logits: the head's output and, in some families, the scaled or capped logits.
@@ -40,8 +40,8 @@ LOGITS_COPIES = 2
 _BYTES_PER_GRAPH = 8 * 2**20  # estimate for a graph of a few hundred kernels
 _GRAPH_SHARE = 1 / 64
 _TABLE_COPIES = 2  # packed tables for the transfer, and tables unpacked to rows of a fixed length
-# Number of tokens in a piece of a context, and the largest size of the partial results that layers
-# with the same window and shape share (`kernels/decode_plan.py`).
+# Number of tokens in a piece of a context, and the largest size of attention's partial results,
+# which layers with the same window and shape share (`kernels/decode_plan.py`).
 _PIECE_TOKENS = 512
 _MAX_PIECES_BYTES = 256 * 2**20
 SCAN_CHUNK = 64  # `kernels/chunk_scan.py`
@@ -53,7 +53,7 @@ _DEFAULT_SWAP_SPACE = EngineConfig.swap_space
 
 
 def activation_elements(config: Mapping[str, Any]) -> int:
-    """Return the number of elements of one token's activations, without its logits."""
+    """Return the number of elements of one token's activations, without logits."""
     text = text_config(config)
     hidden = int(text.get("hidden_size") or text.get("n_embd") or 0)
     inner = _largest(text.get("intermediate_size") or text.get("n_inner") or 4 * hidden)
@@ -63,13 +63,12 @@ def activation_elements(config: Mapping[str, Any]) -> int:
 
 
 def _largest(value: Any) -> int:
-    """Return a number of a config, or the largest one if there is one for each layer (Gemma 3n) or
-    for text and images (Ernie 4.5 VL)."""
+    """Return a config's number. If the value is a list, with a number for each layer (Gemma 3n) or
+    for text and images (Ernie 4.5 VL), return the largest number."""
     return int(max(value) if isinstance(value, list | tuple) else value)
 
 
 def _expert_elements(text: Mapping[str, Any], hidden: int, inner: int) -> int:
-    """Return the number of elements of one token's activations in a layer's selected experts."""
     selected = next((text[name] for name in EXPERTS_PER_TOKEN if text.get(name)), 0)
     width = _largest(text.get("moe_intermediate_size") or inner)
     return _largest(selected) * max(_EXPERT_COPIES * hidden, hidden + _EXPERT_COPIES * width)
@@ -93,7 +92,7 @@ def pieces_bytes(
     layout: KVLayout, config: Mapping[str, Any], *, max_num_seqs: int, max_model_len: int
 ) -> int:
     """Return an upper bound on the bytes of attention's partial results in a step on CUDA. Each
-    piece of a context has partial results; layers with the same window and shape share the
+    piece of a context has partial results. Layers with the same window and shape share this
     memory."""
     heads = int(text_config(config).get("num_attention_heads") or layout.num_kv_heads)
     layers = layout.attention_layers
@@ -116,7 +115,7 @@ def graph_bytes(
     max_model_len: int,
 ) -> int:
     """Return an upper estimate of the bytes of all step graphs and their inputs. The graphs share a
-    memory pool, which is as large as the largest graph needs."""
+    memory pool that is as large as the largest graph needs."""
     sizes = all_sizes(max_num_seqs, max_graph_tokens)
     logits = max_num_seqs * LOGITS_COPIES * int(text_config(config)["vocab_size"])
     elements = sizes[0].tokens * activation_elements(config) + logits
@@ -133,9 +132,9 @@ def max_graph_tokens(
 ) -> int:
     """Return the number of tokens of the largest step with a graph.
 
-    The largest step is halved until its activations take a small share of the device's memory, but
-    keeps at least one token per sequence. Larger steps do not need graphs, because they run longer
-    than the host takes to launch them.
+    The number is halved until the step's activations take a small share of the device's memory, but
+    is at least one token per sequence. Larger steps need no graph, because the device runs their
+    kernels longer than the host takes to launch them.
     """
     tokens = min(engine.max_num_batched_tokens, MAX_GRAPH_TOKENS)
     bytes_each = activation_elements(config) * layout.element_bytes
@@ -149,35 +148,31 @@ class DeviceMemory:
     """Memory of a device after the weights are loaded, in bytes."""
 
     kind: str
-    """Type of the device, ``cpu`` or ``cuda``."""
     free: int
     total: int
     host_free: int | None
-    """Free bytes of the host, or None if unknown; on a CPU, the host is the device."""
+    """Free bytes of the host, or None if unknown. If the device is a CPU, the host is the
+    device."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Sizes of the parts of a device's memory."""
-
     num_blocks: int
     weight_bytes: int
     adapter_bytes: int
     pool_bytes: int
     activation_bytes: int
-    """Estimate for a step of ``max_num_batched_tokens`` tokens; on CUDA it includes
+    """Estimate for a step of ``max_num_batched_tokens`` tokens. On CUDA, the estimate includes
     ``pieces_bytes``."""
     logits_bytes: int
     """Estimate for sampling ``max_num_seqs`` rows, or scoring ``SCORED_ROWS`` prompt tokens."""
     graph_bytes: int
     """Estimate for all step graphs; 0 on a CPU."""
     max_graph_tokens: int
-    """Number of tokens in the largest step with a graph; 0 on a CPU."""
     available_bytes: int
-    """Memory that was free before the model was loaded."""
     num_host_blocks: int
     host_bytes: int
-    """Size of the host's swap space. If the device is a CPU, the space takes no RAM before its
+    """Size of the host's swap space. If the device is a CPU, the swap space takes no RAM before its
     first use."""
 
     def lines(self, quantization: str | None = None) -> list[str]:
@@ -206,14 +201,14 @@ def fit_memory(
     max_model_len: int,
     adapter_bytes: int = 0,
 ) -> MemoryPlan:
-    """Plan the device's memory: size the KV pool and estimate the other parts.
+    """Size the KV pool and estimate the other uses of the device's memory.
 
     The pool has ``num_kv_blocks`` blocks or ``kv_cache_memory`` bytes, if one of them is set.
     Otherwise, on a CUDA device, the engine may use the share ``gpu_memory_utilization`` of the
-    memory, and the pool gets what weights, activations, logits and graphs leave of this share. A
-    CPU's pool is as large as ``max_num_seqs`` sequences of ``max_model_len`` tokens can use, but
-    takes at most a quarter of the free memory. For a model without attention layers, the CPU's pool
-    is twice as large: one half holds the sequences' states, the other half holds snapshots.
+    memory. The pool gets the rest of this share after weights, activations, logits and graphs. On a
+    CPU, the pool is as large as ``max_num_seqs`` sequences of ``max_model_len`` tokens can use, but
+    takes at most a quarter of the free memory. For a model without attention layers, a CPU's pool
+    is twice as large: half of it holds the sequences' states, and half holds snapshots.
 
     Raises:
         DeviceError: the pool does not fit, or cannot hold one block and a recurrent state. The
@@ -231,7 +226,7 @@ def fit_memory(
     if memory.kind == "cuda":
         graph_tokens = max_graph_tokens(engine, layout, config, total)
         graphs = graph_bytes(layout, config, max_graph_tokens=graph_tokens, **sizes)
-        activations += pieces_bytes(layout, config, **sizes)  # steps without a graph need them too
+        activations += pieces_bytes(layout, config, **sizes)  # also needed without graphs
         activations += engine.max_num_batched_tokens * scan_bytes(layout)
         room = int(total * engine.gpu_memory_utilization) - (total - free)
         room -= activations + logits + graphs
@@ -297,9 +292,9 @@ def _hint(engine: EngineConfig, default_key: str) -> str:
 def _host_blocks(
     engine: EngineConfig, layout: KVLayout, memory: DeviceMemory, pool_bytes: int
 ) -> int:
-    """Return the number of blocks that ``swap_space`` holds. The default swap space is limited to
-    a share of the host's free memory. Models with windows have no swap space, because swapping
-    their blocks is not yet supported."""
+    """Return the number of blocks that fit into ``swap_space``. The default swap space is limited
+    to a share of the host's free memory. Models with sliding windows have no swap space, because
+    swapping their blocks is not yet supported."""
     if any(layout.windows):
         return 0
     wanted_bytes = engine.swap_bytes
@@ -329,7 +324,7 @@ def _size(num_bytes: int) -> str:
 
 
 def model_bytes(model: torch.nn.Module) -> int:
-    """Return the bytes of a model's parameters, buffers and packed weights; tied weights count
+    """Return the bytes of a model's parameters, buffers and packed weights. Tied weights count
     once."""
     members = (*model.parameters(), *model.buffers())
     tensors = {t.data_ptr(): t.nbytes for member in members for t in plain_tensors(member)}
@@ -341,7 +336,6 @@ def model_bytes(model: torch.nn.Module) -> int:
 
 
 def device_memory(device: torch.device, loaded_bytes: int) -> DeviceMemory:
-    """Measure the memory of a device that holds ``loaded_bytes`` of weights."""
     free = free_host_bytes()
     if device.type == "cuda":
         return DeviceMemory("cuda", *torch.cuda.mem_get_info(device), free)
@@ -349,7 +343,7 @@ def device_memory(device: torch.device, loaded_bytes: int) -> DeviceMemory:
 
 
 def free_host_bytes() -> int:
-    """Measure how many bytes of memory this process may still allocate.
+    """Return how many bytes of memory this process may still allocate.
 
     This is the host's free memory, or less if the process's control group or address space
     (``ulimit -v``) is limited. Files in the page cache count as free, because the kernel drops them
@@ -374,9 +368,9 @@ def free_host_bytes() -> int:
 def return_freed_memory() -> None:
     """Return freed memory to the operating system, if the C library can (glibc).
 
-    glibc keeps the memory that a thread has freed for this thread, so other threads cannot use it.
-    After several threads had packed a dequantized model of 0.2 billion parameters, the kept memory
-    was twice the size of the model.
+    glibc reserves freed memory for the thread that freed it, so other threads cannot use this
+    memory. After several threads had packed a dequantized model of 0.2 billion parameters, the
+    reserved memory was twice as large as the model.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:

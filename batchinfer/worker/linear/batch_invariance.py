@@ -1,11 +1,11 @@
 """Checks that a loaded model is batch-invariant, as ``engine.deterministic`` requires.
 
-On any device the model runs a few tokens alone, in a batch and in chunks, and all bits must be
-equal. On a CUDA device, this is not enough: torch chooses the order of sums based on the number of
-rows, and may choose another order for numbers of rows that were not tested. Therefore, the names of
-torch's operations are checked too. Only operations whose results cannot depend on the number of
-rows are allowed: pointwise operations, copies, and reductions in which one block of threads reduces
-one row.
+On any device, the model runs a few tokens alone, in a batch and in chunks, and all logits must have
+equal bits. On a CUDA device, this test is not enough: torch chooses the order of sums based on the
+number of rows, and may choose another order for an untested number of rows. On CUDA, the names of
+torch's operations are therefore checked too. Only operations whose results cannot depend on the
+number of rows are allowed: pointwise operations, copies, and reductions in which one block of
+threads reduces one row.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from batchinfer.worker.self_test import Probe, logits_in_chunks
 _STEPS = (((3,), (1, 2, 3, 8, 33)), ((3, 7, 5, 3, 11), (1, 2, 5, 13)))
 """Pairs of (tokens of a sequence, numbers of equal sequences to run in one step)."""
 _CHUNKS = (1, 2)
-"""Sizes of the chunks in which a sequence is computed, in tokens."""
+"""Sizes in tokens of the chunks in which the test computes a sequence."""
 _COPIES = {
     *("arange", "cat", "clone", "constant_pad_nd", "copy_", "dropout", "embedding", "empty"),
     *("empty_like", "empty_strided", "expand_copy", "fill_", "full", "full_like", "gather"),
@@ -32,8 +32,8 @@ _COPIES = {
     *("zero_", "zeros", "zeros_like", "_to_copy", "to"),
 }
 _ONE_BLOCK_PER_ROW = {"layer_norm", "native_layer_norm"}
-"""Reductions in which one block of threads reduces one row. Source: torch's
-aten/src/ATen/native/cuda/layer_norm_kernel.cu."""
+"""Reductions in which one block of threads reduces one row (torch's
+aten/src/ATen/native/cuda/layer_norm_kernel.cu)."""
 _MATMULS = {"matmul", "bmm"}
 _EXPLANATIONS = {"_grouped_mm": " (all experts of a layer at once)"}
 
@@ -43,15 +43,10 @@ def check_batch_invariance(
 ) -> None:
     """Check that a sequence gets the same logits alone, in a batch and in chunks.
 
-    Args:
-        layout: KV layout of the pool that the model will run over.
-        kernel: kernel of the model's linear layers.
-
     Raises:
-        ModelError: the logits differ; or, on a CUDA device, an operation does not guarantee that
-            they are equal.
-        DeviceError: torch is set to round the operands of float32 matrix multiplications
-            to TF32.
+        ModelError: the logits differ, or, on a CUDA device, an operation does not guarantee equal
+            logits.
+        DeviceError: torch is set to round the operands of float32 matrix multiplications to TF32.
     """
     if next(model.parameters()).is_cuda:
         check_operations(model, layout, kernel)
@@ -77,13 +72,7 @@ def check_batch_invariance(
 def check_operations(
     model: torch.nn.Module, layout: KVLayout, kernel: LinearKernel | None = None
 ) -> None:
-    """Check the torch operations that a forward pass calls on a CUDA device.
-
-    Raises:
-        ModelError: the bits of an operation may depend on the number of rows.
-        DeviceError: torch is set to round the operands of float32 matrix multiplications
-            to TF32.
-    """
+    """Check that every torch operation in a forward pass on a CUDA device is batch-invariant."""
     if torch.backends.cuda.matmul.allow_tf32:
         raise DeviceError(
             "engine.deterministic is true, but torch is set to round float32 matrices to TF32",
@@ -115,7 +104,7 @@ class _BatchDependentOperations(TorchDispatchMode):
             func.is_view
             or torch.Tag.pointwise in func.tags
             or name in _COPIES | _ONE_BLOCK_PER_ROW
-            # A product with an inner dimension of 1 sums nothing.
+            # A matrix product with an inner dimension of 1 needs no sum.
             or (name in _MATMULS and args[0].shape[-1] == 1)
         )
         if not is_invariant:

@@ -1,9 +1,9 @@
 """Linear layers with float8 e4m3fn weights in blocks of 128 x 128, on a CUDA device.
 
-An element takes one byte instead of two. This speeds up steps with few rows, which spend most of
-their time reading weights. From compute capability 8.9 on, rows are rounded to float8 too, in
-groups of 128 columns. Tensor cores multiply float8 numbers twice as fast as 16-bit numbers
-(``kernels/fp8_linear.py``).
+A float8 weight takes half as much memory as a 16-bit weight. This speeds up steps with few rows,
+which spend most of their time reading weights. From compute capability 8.9 on, input rows are
+rounded to float8 too, in groups of 128 columns. Tensor cores multiply float8 numbers twice as fast
+as 16-bit numbers (``kernels/fp8_linear.py``).
 """
 
 from __future__ import annotations
@@ -18,16 +18,12 @@ from batchinfer.worker.linear.prequantized_weights import Float8Weight, codes_of
 from batchinfer.worker.linear_kernels import LinearKernel, OwnWeight
 
 _FLOAT8_TENSOR_CORES = 89
-"""First compute capability with float8 matrix instructions."""
+"""Lowest compute capability with float8 matrix instructions."""
 
 
 class Float8PackedWeight(OwnWeight):
-    """A float8 weight for the Triton kernel.
-
-    Args:
-        weight: codes and scales.
-        rows_too: True to round rows to float8 as well.
-    """
+    """A float8 weight for the Triton kernel. If ``rows_too``, input rows are rounded to float8 as
+    well."""
 
     def __init__(self, weight: Float8Weight, *, rows_too: bool) -> None:
         super().__init__(weight.codes, len(weight.codes))
@@ -53,11 +49,8 @@ class Float8PackedWeight(OwnWeight):
 
 
 def fp8_kernel(*, rows_too: bool) -> LinearKernel:
-    """Return the kernel for float8 weights. Each block is scaled so that its largest number is 448.
-
-    Args:
-        rows_too: True to round rows to float8 as well.
-    """
+    """Return the kernel for float8 weights, in which each block is scaled so that its largest
+    number is 448. If ``rows_too``, input rows are rounded to float8 as well."""
 
     def pack(weight: torch.Tensor) -> Float8PackedWeight:
         from batchinfer.kernels.fp8_blocks import quantize_blocks
@@ -69,13 +62,10 @@ def fp8_kernel(*, rows_too: bool) -> LinearKernel:
 
 
 def quantize_fp8(model: Any) -> str:
-    """Round the weights of a model's linear layers to float8, except the output head's.
+    """Round the weights of a model's linear layers to float8, except the output head.
 
     Implements ``model.quantization: fp8``. Call this after layers are fused. Weights that were
     saved in float8 are not rounded again.
-
-    Args:
-        model: transformers' causal language model, on its device.
 
     Returns:
         The name of the kernel for logs and manifests.

@@ -1,10 +1,10 @@
 """Chooses the GEMM kernel of a model's linear layers.
 
-The fastest kernel on one processor may be half as fast on another. On a CPU, kernels are therefore
-timed on the model's shapes, once for each model, processor and version. The result is cached in the
-user's cache folder, like the compiled C kernels. A resumed job keeps the kernel that it began with.
-A deterministic job uses batch-invariant kernels only. On a CUDA device, a deterministic job uses
-the batch-invariant Triton kernel, and other jobs use torch.
+The kernel that is fastest on one processor may be slow on another. On a CPU, kernels are therefore
+timed on the model's shapes, once for each model, processor and version. The timings are cached in
+the user's cache folder, like the compiled C kernels. A resumed job keeps the kernel that it began
+with. A deterministic job uses batch-invariant kernels only. On a CUDA device, a deterministic job
+uses the batch-invariant Triton kernel, and other jobs use torch.
 """
 
 from __future__ import annotations
@@ -33,54 +33,47 @@ Shape = tuple[int, int]
 """A weight's shape: (out_features, in_features)."""
 
 _MIN_SPEEDUP = 1.15
-"""Smallest speedup over the C kernel for which another kernel is chosen. The C kernel is preferred
-because it is batch-invariant and can run whole decoder layers in one call."""
+"""Another kernel is chosen only if its speedup over the C kernel is at least this. The C kernel is
+preferred because it is batch-invariant and can run whole decoder layers in one call."""
 _MIN_TIMED_ELEMENTS = 1 << 22
-"""Smallest number of weight elements for which kernels are timed. For smaller models, the choice
-hardly matters."""
+"""Kernels are timed only for models with at least this number of weight elements. For smaller
+models, the choice hardly matters."""
 _SECONDS = 0.2
-"""Time limit for all measurements, in seconds. Shapes with the largest share of the computation are
-timed first."""
+"""Time limit for all measurements, in seconds. The shapes that take the largest share of the
+computation are timed first."""
 _ROWS = (64, 256)
 """Numbers of rows in a typical decode step, and in a typical prompt step."""
 _ROUNDS = 3
 _MAX_TIMED_ELEMENTS = 1 << 19
-"""Largest number of weight elements that are timed. A larger weight is timed with fewer outputs.
-Multiplying 64 rows then takes at most about half a millisecond."""
+"""Largest number of elements of a timed weight. A larger weight is cut to fewer outputs, so that
+multiplying 64 rows takes at most about half a millisecond."""
 _DTYPE_NAMES = "model.dtype: float32 or bfloat16"
 
 
 @dataclass(frozen=True)
 class KernelRequirements:
-    """A job's requirements for its linear kernel."""
-
     kind: str = "auto"
-    """Value of ``engine.cpu_kernels``."""
     deterministic: bool = False
-    """Value of ``engine.deterministic``: True allows only batch-invariant kernels."""
+    """True allows only batch-invariant kernels (``engine.deterministic``)."""
     pinned: Mapping[str, str] = field(default_factory=dict)
     """Names of the kernels that the job's earlier runs used, keyed by dtype. A deterministic job
-    must use them; other jobs use them if this machine has them."""
+    must use these kernels; other jobs use them if this machine supports them."""
 
 
 @dataclass(frozen=True)
 class KernelChoice:
-    """The chosen kernel and the reason."""
-
     kernel: LinearKernel | None
-    """The kernel; None if torch multiplies by unpacked weights."""
+    """None if torch multiplies by unpacked weights."""
     why: str
     gflops: Mapping[str, float] = field(default_factory=dict)
     """Speeds of the timed kernels in GFLOP/s, keyed by kernel name."""
 
     @property
     def name(self) -> str:
-        """The name in logs and manifests."""
         return "torch" if self.kernel is None else self.kernel.name
 
     @property
     def is_batch_invariant(self) -> bool:
-        """True if the bits of a row do not depend on the other rows of its step."""
         return self.kernel is not None and self.kernel.is_batch_invariant
 
     def __str__(self) -> str:
@@ -97,8 +90,8 @@ def choose_kernel(
     """Choose the kernel for the weights of a model on the CPU.
 
     Raises:
-        DeviceError: this machine lacks a kernel of the required kind, a batch-invariant kernel, or
-            the kernel that a deterministic job's earlier runs used.
+        DeviceError: this machine lacks a kernel that meets the requirements, or the kernel that a
+            deterministic job's earlier runs used.
     """
     with phase("compiling kernels"):  # compiles only the first time on a machine
         kernels = _allowed(linear_kernels(dtype), dtype, required)
@@ -120,7 +113,8 @@ def choose_cuda_kernel(
     """Choose the kernel for the weights of a model on a CUDA device.
 
     Raises:
-        DeviceError: a deterministic job's earlier runs used a kernel that is not available here.
+        DeviceError: a deterministic job's earlier runs used a kernel that this device does not
+            have.
     """
     if not required.deterministic:
         return KernelChoice(None, "the default on CUDA devices")
@@ -219,11 +213,11 @@ def _dtype_name(dtype: torch.dtype) -> str:
 def time_kernels(
     kernels: Sequence[LinearKernel], shapes: Mapping[Shape, int], dtype: torch.dtype
 ) -> dict[str, float]:
-    """Return the speed of each kernel for a model's linear layers, in GFLOP/s, keyed by kernel
+    """Measure the speed of each kernel for a model's linear layers. Return GFLOP/s, keyed by kernel
     name.
 
-    Measures the processor time of one thread. Wall time and the time of several threads also depend
-    on other processes, which once made a slower kernel win. Results are cached.
+    The processor time of one thread is measured. Wall time and the time of several threads also
+    depend on other processes, which once made a slower kernel win. Results are cached.
 
     Args:
         shapes: number of linear layers, keyed by shape.
@@ -271,7 +265,7 @@ def _time_shape(
     x = torch.linspace(1, -1, max(_ROWS) * width).to(dtype).view(-1, width)
     packed = {kernel.name: kernel.pack(weight) for kernel in kernels}
     best = {(name, rows): math.inf for name in packed for rows in _ROWS}
-    # There is one extra round, because kernels prepare for the shape in the first round.
+    # The first round is a warm-up, in which kernels prepare for the shape.
     for number in range(1 + _ROUNDS):
         if number and time.perf_counter() > ends:
             break
@@ -303,7 +297,7 @@ def _cache_path(
 
 
 def _read(path: Path | None, names: set[str]) -> dict[str, float] | None:
-    """Return cached speeds; None if the file does not exist or is damaged."""
+    """Return cached speeds, or None."""
     if path is None:
         return None
     try:

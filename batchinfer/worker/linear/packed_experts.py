@@ -1,10 +1,10 @@
 """Mixture-of-experts layers with packed weights, on a CPU.
 
 All rows of an expert are multiplied at once, as in transformers' ``integrations/moe.py``
-(``grouped_mm_experts_forward``). Unlike transformers, this module packs the weights only once, and
-they may be quantized: in transformers, BLAS rearranges the weights in every step and supports only
-floating-point weights. This module also sums the outputs of a token's experts in a fixed order in
-float32, so the token's bits do not depend on other tokens if the kernel is batch-invariant.
+(``grouped_mm_experts_forward``). In transformers, BLAS rearranges the weights in every step and
+supports only floating-point weights. This module packs the weights only once, and the weights may
+be quantized. It also sums the outputs of a token's experts in a fixed order in float32. With a
+batch-invariant kernel, a token's bits therefore do not depend on other tokens.
 """
 
 from __future__ import annotations
@@ -27,9 +27,7 @@ class ExpertWeights:
     """One weight matrix for each expert of a layer."""
 
     experts: Any
-    """transformers' module."""
     name: str
-    """Name of the module's parameter."""
 
     @property
     def weight(self) -> torch.Tensor:
@@ -47,8 +45,8 @@ class ExpertWeights:
     def packed(
         self, kernel: LinearKernel, dtype: torch.dtype, *, as_saved: bool
     ) -> Iterator[PackedWeight]:
-        """Pack each expert's matrix. If ``as_saved``, pack the codes that were kept for the matrix,
-        if any, without rounding again."""
+        """Pack each expert's matrix. If ``as_saved``, pack the codes that ``keep_expert_codes``
+        kept for the matrix, if any, without rounding again."""
         read = getattr(self.experts, _CODES, {}).get(self.name) if as_saved else None
         for expert, loaded in enumerate(self.weight):
             saved: HostCodes | torch.Tensor | None = read and read(expert)
@@ -65,19 +63,18 @@ def keep_expert_codes(
     """Keep a function that reads one expert's matrix, until the matrix is packed.
 
     Args:
-        name: name of the matrix.
-        read: returns the saved codes; or None if the loaded weight must be rounded; or, if no
-            weight was loaded, a weight [out, in] to round.
+        read: returns the saved codes; None if the loaded weight must be rounded; or, if no weight
+            was loaded, a weight [out, in] to round.
     """
     setattr(experts, _CODES, {**getattr(experts, _CODES, {}), name: read})
 
 
 class PackedExperts(nn.Module):
-    """A layer's experts, with each matrix packed.
+    """A layer's experts, with each matrix packed. The weights of ``experts`` are deleted after
+    packing.
 
     Args:
-        experts: transformers' module; its weights are deleted after packing.
-        as_saved: True to pack the codes that the experts were saved with, if they were kept.
+        as_saved: True to pack the codes that ``keep_expert_codes`` kept, if any.
     """
 
     def __init__(
@@ -89,7 +86,6 @@ class PackedExperts(nn.Module):
         self._packed: list[list[PackedWeight]] = []
         self._biases: list[Sequence[torch.Tensor | None]] = []
         self.nbytes = 0
-        """Bytes of the packed weights."""
         for matrix in matrices_of(experts):
             packed = list(matrix.packed(kernel, dtype, as_saved=as_saved))
             self.nbytes += sum(weight.nbytes for weight in packed)
@@ -97,9 +93,9 @@ class PackedExperts(nn.Module):
             self._biases.append(matrix.biases)
             delattr(experts, matrix.name)
         if hasattr(experts, _CODES):
-            delattr(experts, _CODES)  # the readers of the codes keep the loaded weights alive
+            delattr(experts, _CODES)  # its functions keep the loaded weights alive
         self.experts = experts
-        """transformers' module without its weights; it still has the activation and the biases."""
+        """transformers' module without its weights, but with the activation and the biases."""
 
     def forward(
         self,
@@ -125,8 +121,8 @@ class PackedExperts(nn.Module):
         return total.to(hidden.dtype)
 
     def _times(self, matrix: int, rows: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
-        """Multiply rows, which are sorted by expert, by their experts' matrices. ``counts`` is the
-        number of rows for each expert."""
+        """Multiply rows, sorted by expert, by their experts' matrices. ``counts`` has each expert's
+        number of rows."""
         outputs, first = [], 0
         for count, packed, bias in zip(
             *(counts, self._packed[matrix], self._biases[matrix]), strict=True
@@ -163,14 +159,11 @@ def _is_plain(module: Any) -> bool:
 def pack_experts(
     model: nn.Module, kernel: LinearKernel, dtype: torch.dtype, *, as_saved: bool = False
 ) -> int:
-    """Pack the experts of a model that ``kernel`` supports, one layer after another.
+    """Pack the experts of a model that ``kernel`` supports, one layer after another. Return the
+    number of layers whose experts were packed.
 
     Args:
-        dtype: dtype of the weights to pack.
-        as_saved: True to pack the codes that the experts were saved with, if they were kept.
-
-    Returns:
-        The number of layers whose experts were packed.
+        as_saved: as in ``PackedExperts``.
     """
     count = 0
     for parent, name, experts in expert_modules(model):

@@ -1,10 +1,10 @@
 """Linear layers whose weights are packed once, in the layout that the kernel reads.
 
 In ``torch.nn.functional.linear``, oneDNN or BLAS rearranges the weight in every call. On a
-processor with AVX-512, oneDNN is 1.3 to 2.4 times as fast if the weight is packed once. This
-project's C kernel is up to 1.7 times as fast as packed oneDNN at 8 to 32 rows, and equally fast at
-64 rows. Because processors differ, ``kernel_choice`` times the kernels. On a CUDA device, most
-weights keep their layout, and only the kernel differs.
+processor with AVX-512, oneDNN is 1.3 to 2.4 times as fast if the weight is packed once. At 8 to 32
+rows, this project's C kernel is up to 1.7 times as fast as oneDNN with packed weights; at 64 rows,
+both are equally fast. Because processors differ, ``kernel_choice`` times the kernels. On a CUDA
+device, most weights keep their layout, and only the kernel differs.
 """
 
 from __future__ import annotations
@@ -41,19 +41,15 @@ _METHODS: Mapping[type, str] = {
     Int4Weight: "int4",
     Float8GroupedWeight: FLOAT8_METHOD,
 }
-"""Values of ``model.quantization``, keyed by the type of codes that their kernels read."""
+"""Values of ``model.quantization``, keyed by the type of codes that the method's kernel reads."""
 _HEAD_METHOD = "int8"
-"""Quantization of the output head. With four bits, rounding would often change which logit is the
-largest."""
+"""Quantization of the output head. Rounding the head to four bits would often change which logit is
+the largest."""
 
 
 class PackedLinear(nn.Module):
-    """``x @ weight.T + bias`` over a packed weight.
-
-    Args:
-        linear: a layer that ``kernel`` supports.
-        packed: the layer's weight, if it is already packed for ``kernel``.
-    """
+    """``x @ weight.T + bias`` over a packed weight. ``packed`` is the layer's weight, if it is
+    already packed for ``kernel``."""
 
     def __init__(
         self, linear: nn.Linear, kernel: LinearKernel, packed: PackedWeight | None = None
@@ -62,13 +58,13 @@ class PackedLinear(nn.Module):
         weight = linear.weight.detach()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.bias = None if linear.bias is None else linear.bias.detach()
-        # Model code may read the weight's shape and dtype. If the weight is packed, a meta tensor
-        # provides them without taking memory.
+        # Model code may read the weight's shape and dtype. For a packed weight, a meta tensor has
+        # both and takes no memory.
         self.weight = torch.empty_like(weight, device="meta") if kernel.copies else linear.weight
         self.kernel = kernel
         self.packed = packed or kernel.pack(weight)
         self.nbytes = 0
-        """Bytes of the packed weight without padding; 0 if it is a parameter."""
+        """Bytes of the packed weight without padding; 0 if the weight is a parameter."""
         if kernel.copies:
             quantized = (
                 isinstance(self.packed, OwnWeight) and self.packed.weight.dtype != weight.dtype
@@ -77,7 +73,6 @@ class PackedLinear(nn.Module):
 
     @property
     def native(self) -> NativeWeight | None:
-        """The packed weight if it is packed for the C kernel, else None."""
         return self.packed if isinstance(self.packed, NativeWeight) else None
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> None:
@@ -88,7 +83,6 @@ class PackedLinear(nn.Module):
             residual += self.packed.times(x, self.bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Compute the layer's output [..., out_features] for x [..., in_features]."""
         rows = x if x.dim() == 2 and x.stride(1) == 1 else x.reshape(-1, self.in_features)
         out = self.packed.times(rows, self.bias)
         return out if x.dim() == 2 else out.view(*x.shape[:-1], self.out_features)
@@ -112,11 +106,8 @@ def merged(*linears: nn.Linear) -> nn.Linear:
 
 
 def replace_linears(model: nn.Module, make: Callable[[nn.Linear], nn.Module | None]) -> int:
-    """Replace a model's linear layers one at a time, so that each layer's weight is freed before
-    the next layer is packed.
-
-    Args:
-        make: returns a layer's replacement, or None to keep the layer.
+    """Replace the linear layers for which ``make`` returns a replacement. Layers are replaced one
+    at a time, so that each layer's weight is freed before the next layer is packed.
 
     Returns:
         The number of replaced layers.
@@ -133,11 +124,8 @@ def replace_linears(model: nn.Module, make: Callable[[nn.Linear], nn.Module | No
 def pack_linears(
     model: nn.Module, kernel: LinearKernel, dtype: torch.dtype, but: nn.Module | None = None
 ) -> int:
-    """Pack the linear layers of a model that ``kernel`` supports, except the layer ``but``.
-
-    Returns:
-        The number of packed layers.
-    """
+    """Pack the linear layers of a model that ``kernel`` supports, except the layer ``but``. Return
+    the number of packed layers."""
 
     def pack(linear: nn.Linear) -> PackedLinear | None:
         fits = linear is not but and packs(linear, kernel, dtype)
@@ -163,15 +151,13 @@ def quantize_packed(model: Any, method: str, dtype: torch.dtype) -> LinearKernel
     are fused. The output head gets int8 weights, or keeps its dtype with ``fp8``.
 
     An int8 weight has a scale for each output; an int4 weight has a scale and a zero point for
-    every 64 columns of an output. Before an input row is multiplied by such a weight, the row is
-    rounded to int8 with a scale that makes its largest number 127. (torchao's
-    ``Int8DynamicActivationInt8WeightConfig`` makes it 127.5, so results differ by the rounding
+    every 64 columns of an output. Before an input row is multiplied by an int8 or int4 weight, the
+    row is rounded to int8 with a scale that makes its largest number 127. (torchao's
+    ``Int8DynamicActivationInt8WeightConfig`` scales to 127.5, so its results differ by the rounding
     error.) A float8 weight has a scale for each 128 x 128 block, and input rows are not rounded.
 
     Args:
-        model: transformers' causal language model.
         method: one of ``linear_kernels.ON_CPU``.
-        dtype: dtype of the weights.
 
     Returns:
         The layers' kernel.
@@ -198,7 +184,6 @@ def quantize_packed(model: Any, method: str, dtype: torch.dtype) -> LinearKernel
 
 
 def no_linears(model: Any) -> ModelError:
-    """Return the error for a model that has no linear layers to quantize."""
     return ModelError(
         f"model.quantization: models of the family {model.config.model_type!r} have no linear "
         "layers that can be quantized",
@@ -209,11 +194,8 @@ def no_linears(model: Any) -> ModelError:
 def pack_prequantized(model: nn.Module, dtype: torch.dtype) -> dict[str, LinearKernel]:
     """Pack the linear layers whose codes were kept (``prequantized_weights.keep_codes``).
 
-    Call this after layers are fused and before ``pack_linears`` packs the other layers. If there is
-    no kernel for ``dtype``, the weights stay floating-point numbers.
-
-    Args:
-        dtype: dtype of the model's weights.
+    Call this after layers are fused and before ``pack_linears`` packs the other layers. If no
+    kernel supports ``dtype``, the weights stay floating-point numbers.
 
     Returns:
         The kernels used, keyed by ``int8``, ``int4`` or ``fp8``.

@@ -1,12 +1,12 @@
-"""Makes the choice and the weights of a token's experts independent of other tokens, on a CPU.
+"""Makes a token's chosen experts and their weights independent of other tokens, on a CPU.
 
-A router of transformers is a module that multiplies rows by its parameter ``weight`` with
+In transformers, a router is a module that multiplies rows by its parameter ``weight`` with
 ``torch.nn.functional.linear``, in the model's dtype or in float32. BLAS may add in an order that
-depends on the number of rows, so routers get the C kernel of other linear layers.
+depends on the number of rows, so routers use the same C kernel as other linear layers.
 
-``torch.sigmoid`` computes whole vectors with other instructions than the elements that are left at
-the end of a tensor, so the last bit of an element depends on the size of the tensor. The scores of
-some routers and the gates of shared experts are padded to whole vectors.
+``torch.sigmoid`` uses vector instructions, except for the elements after the last whole vector, so
+the last bit of an element depends on the size of the tensor. The scores of some routers and the
+gates of shared experts are padded to whole vectors.
 """
 
 from __future__ import annotations
@@ -22,9 +22,11 @@ from batchinfer.worker.linear.packed_linear import PackedLinear
 from batchinfer.worker.linear_kernels import LinearKernel, PackedWeight, linear_kernels
 
 _PADDED = 64
-"""Multiple of the number of elements that torch's loops compute as vectors: four of AVX-512."""
+"""A multiple of the number of elements per iteration of torch's vector loops (four AVX-512
+vectors)."""
 _ONE_THREAD = 1 << 14
-"""Number of elements that torch computes in one thread. Otherwise, it would split them anywhere."""
+"""torch computes up to this number of elements in one thread. With more elements, the boundaries
+between threads could fall inside a vector."""
 _SIGMOIDS = (torch.sigmoid, torch.Tensor.sigmoid, nn.functional.sigmoid)
 _CASTS = (torch.Tensor.type, torch.Tensor.float, torch.Tensor.to)
 
@@ -47,17 +49,15 @@ class Scores(torch.Tensor):
 
 
 class RouterWeight(torch.Tensor):
-    """A router's weight [experts, hidden], which ``linear`` multiplies with a C kernel.
-
-    For all other functions, it is an ordinary tensor.
+    """A router's weight [experts, hidden]. ``torch.nn.functional.linear`` multiplies by this weight
+    with a C kernel; all other functions treat it as an ordinary tensor.
     """
 
     packed: Mapping[torch.dtype, PackedWeight]
-    """The packed weight, keyed by the dtype of the rows that it multiplies."""
+    """The packed weight for each dtype of the multiplied rows."""
 
     @property
     def all_bytes(self) -> int:
-        """Bytes of the weight and of its packed copies, without padding."""
         copies = sum(dtype.itemsize for dtype in self.packed)
         return int(self.numel() * (self.dtype.itemsize + copies))
 
@@ -95,18 +95,11 @@ def _linear(
 
 
 def pack_routers(model: nn.Module, kernel: LinearKernel, dtype: torch.dtype) -> int:
-    """Pack the routers of layers with packed experts, if ``kernel`` is batch-invariant.
-
-    Args:
-        kernel: kernel for rows of ``dtype``.
-        dtype: the model's dtype.
-
-    Returns:
-        The number of packed routers.
-    """
+    """Pack the routers of layers with packed experts, if ``kernel`` (for rows of ``dtype``) is
+    batch-invariant. Return the number of packed routers."""
     count = 0
     for router in list(_routers(model)) if kernel.is_batch_invariant else ():
-        weight = router.weight.detach().clone()  # a view would keep its file mapped into memory
+        weight = router.weight.detach().clone()  # a view would keep the weight file mapped
         kernels = {torch.float32: linear_kernels(torch.float32)[0], dtype: kernel}
         if all(one.is_batch_invariant and one.takes(weight) for one in kernels.values()):
             packed = {rows: one.pack(weight.to(rows)) for rows, one in kernels.items()}
@@ -121,7 +114,6 @@ def pack_routers(model: nn.Module, kernel: LinearKernel, dtype: torch.dtype) -> 
 
 
 def _mixtures(model: nn.Module) -> Iterator[Any]:
-    """Yield the parent of each layer's packed experts."""
     for parent in model.modules():
         if any(isinstance(child, PackedExperts) for child in parent.children()):
             yield parent

@@ -2,8 +2,8 @@
 
 A checkpoint may hold the matrices of a layer's experts in one tensor, or one tensor for each
 expert. transformers joins separate tensors when it loads them: first the matrices of one expert
-that share an input, then all experts of a layer. This module finds each tensor by its name, and
-uses it only if it dequantizes to the loaded numbers, bit for bit.
+that share an input, then all experts of a layer. This module finds each quantized tensor by its
+name, and uses the tensor only if it dequantizes to exactly the loaded numbers.
 """
 
 from __future__ import annotations
@@ -67,19 +67,19 @@ KEPT: Mapping[str, Kinds] = {
     "fp8": (Float8Weight,),
 }
 """Types of codes that are kept, keyed by the value of ``model.quantization``. On a CPU, float8
-codes are kept as ``Float8GroupedWeight`` instead."""
+codes are kept as ``Float8GroupedWeight``."""
 _KEPT_OF_EXPERTS: Mapping[str, Kinds] = {
     "int8": (*KEPT["int8"], Int4Weight),
     "int4": (Int4Weight,),
     "fp8": (Float8GroupedWeight,),
 }
-"""Types of codes that are kept for experts on a CPU. Codes with fewer bits than requested are kept
-too."""
+"""Types of codes that are kept for experts on a CPU, including codes with fewer bits than
+requested."""
 _GROUPED: Mapping[int, type[Int4Weight | Int8GroupedWeight]] = {
     4: Int4Weight,
     8: Int8GroupedWeight,
 }
-"""Types of weights with groups of inputs, keyed by the number of bits."""
+"""Types of grouped weights, keyed by the number of bits."""
 _INT8_MAX, _UINT8_MIDDLE = 127, 128
 _FLOAT8_NAN = 0x7F  # bits of a float8 e4m3fn NaN, without the sign
 _GROUP_MULTIPLE = 8  # the kernels need groups whose size is a multiple of this
@@ -90,11 +90,7 @@ _AsCodes = Callable[[Any], HostCodes | None]
 
 def quantized_weights(folder: Path, config: Mapping[str, Any]) -> dict[str, list[Quantized]]:
     """Read the headers of a checkpoint's quantized weights. Return the weights, keyed by
-    ``in_layers(name)``.
-
-    Args:
-        config: values of the folder's config.json.
-    """
+    ``in_layers(name)``. ``config`` holds the values of config.json."""
     saved_as = choose_format(saved_section(config))
     if saved_as is None:
         return {}
@@ -111,14 +107,12 @@ def keep_prequantized(
 ) -> int:
     """Keep the saved codes of linear layers, if the kernels of ``method`` can read them.
 
-    Call this before layers are fused. A layer is skipped if these kernels cannot read its codes
-    (because of the number of bits, unequal groups, or the size of float8 blocks). It is also
-    skipped if its loaded numbers differ from the saved numbers, because loading rearranged them.
+    Call this before layers are fused. A layer is skipped if the kernels cannot read its codes
+    (because of the number of bits, unequal groups, or the size of float8 blocks). A layer is also
+    skipped if its loaded numbers differ from the saved numbers, for example because loading
+    rearranged them.
 
     Args:
-        model: the model as it was loaded from the folder.
-        config: values of the folder's config.json.
-        method: a key of ``KEPT``.
         device_type: device whose kernels will multiply, ``cpu`` or ``cuda``.
 
     Returns:
@@ -141,8 +135,8 @@ def keep_prequantized(
 
 
 def _reader(weight: Quantized, kinds: Kinds, loaded: torch.Tensor) -> ReadCodes | None:
-    """Return a function that reads a saved weight's codes. Return None if the codes have none of
-    the types ``kinds``, or do not dequantize to ``loaded``."""
+    """Return a function that reads a saved weight's codes. Return None if the codes' type is not in
+    ``kinds``, or if the codes do not dequantize to ``loaded``."""
 
     def read() -> Any:
         low_bit = weight.read_low_bit()
@@ -157,11 +151,7 @@ def _reader(weight: Quantized, kinds: Kinds, loaded: torch.Tensor) -> ReadCodes 
 def _keep_experts(
     model: nn.Module, saved: Mapping[str, Sequence[Quantized]], as_codes: _AsCodes
 ) -> None:
-    """Keep functions that read the codes of a model's experts, until the experts are packed.
-
-    Args:
-        saved: weights of the checkpoint, keyed by ``in_layers(name)``.
-    """
+    """Keep functions that read the codes of a model's experts, until the experts are packed."""
     separate = SeparateExperts(saved)
     experts = {module for _, _, module in expert_modules(model)}
     for name, module in model.named_modules():
@@ -221,7 +211,7 @@ def as_codes(weight: LowBitCodes) -> Codes | None:
 
 
 def _from_table(weight: TableWeight) -> Int4Weight | None:
-    """Convert a weight with a lookup table to one with a table of int8 numbers.
+    """Convert a weight with a float32 lookup table to a weight with an int8 table.
 
     The new table is exact if all entries are small multiples of the smallest nonzero entry.
     Otherwise, the entries are scaled so that the largest becomes 127, and rounded.
@@ -243,7 +233,7 @@ def _from_table(weight: TableWeight) -> Int4Weight | None:
 
 
 def _float8(weight: BlockWeight) -> Float8Weight | None:
-    """Convert a weight to 128 x 128 blocks; a single scale is repeated for each block."""
+    """Convert a weight to 128 x 128 blocks. A single scale is repeated for each block."""
     if weight.codes.dtype != torch.float8_e4m3fn:
         return None
     if weight.scales.numel() == 1:
@@ -265,7 +255,7 @@ def _low_bit(weight: IntegerWeight) -> LowBitWeight | None:
     outputs, groups = len(weight.numbers), weight.scales.shape[1]
     numbers = weight.numbers
     zeros = torch.zeros(1, 1, dtype=torch.int8) if weight.zeros is None else weight.zeros
-    if numbers.dtype == torch.int8:  # flipping the top bit adds 128, which gives uint8
+    if numbers.dtype == torch.int8:  # flipping the top bit adds 128, so int8 becomes uint8
         numbers, zeros = (part.view(torch.uint8) ^ _UINT8_MIDDLE for part in (numbers, zeros))
     zeros = zeros.to(torch.uint8)  # [out or 1, groups or 1]
     scales = weight.scales.float().expand(outputs, groups).contiguous()
@@ -282,8 +272,8 @@ def _low_bit(weight: IntegerWeight) -> LowBitWeight | None:
 
 
 def _grouping(weight: IntegerWeight) -> tuple[int, torch.Tensor | None] | None:
-    """Return the number of inputs in a group, and the order that makes the inputs of each group
-    adjacent (None if they already are). Return None if groups have unequal sizes."""
+    """Return the number of inputs in a group, and the order that makes each group's inputs adjacent
+    (None if the inputs are already in this order). Return None if groups have unequal sizes."""
     inputs, groups = weight.numbers.shape[1], weight.scales.shape[1]
     if weight.group_of is None:
         padded = -(-inputs // _GROUP_MULTIPLE) * _GROUP_MULTIPLE

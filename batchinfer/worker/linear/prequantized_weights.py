@@ -1,8 +1,8 @@
 """Quantized codes of a checkpoint, kept with linear layers until the layers are packed.
 
-A quantized checkpoint is loaded as floating-point numbers, so that any device and every check can
-compute with it. If the codes are kept too, layers are packed from these codes, without rounding
-again.
+A quantized checkpoint is loaded as floating-point numbers, so that every device and every check can
+use the model. If the quantized codes are kept too, layers are packed from these codes, without
+rounding again.
 """
 
 from __future__ import annotations
@@ -32,11 +32,8 @@ class Float8Weight:
 
     @classmethod
     def joined(cls, weights: Sequence[Float8Weight]) -> Float8Weight:
-        """Concatenate the outputs of weights.
-
-        Raises:
-            ValueError: a weight's number of outputs is not a multiple of the block size.
-        """
+        """Concatenate the outputs of weights, whose numbers of outputs must be multiples of the
+        block size."""
         if any(len(weight.codes) % BLOCK for weight in weights):
             raise ValueError(f"only weights with a multiple of {BLOCK} outputs can be joined")
         codes, scales = (
@@ -45,7 +42,6 @@ class Float8Weight:
         return cls(codes, scales)
 
     def dequantized(self) -> torch.Tensor:
-        """Return the weight [out, in] in float32."""
         return dequantize_blocks(self.codes, self.scales)
 
 
@@ -53,8 +49,8 @@ HostCodes = Int8Weight | GroupedWeight | Float8GroupedWeight
 """Codes that the CPU kernels multiply by."""
 Codes = HostCodes | Float8Weight
 ReadCodes = Callable[[], Codes | None]
-"""Reads codes only when a layer is packed, so that they take no memory earlier. Copies of the layer
-share the function."""
+"""Reads a layer's codes when the layer is packed, so that the codes take no memory earlier. Copies
+of the layer share this function."""
 
 
 def keep_codes(linear: nn.Linear, read: ReadCodes) -> None:
@@ -69,15 +65,15 @@ def codes_of(linear: nn.Linear) -> Codes | None:
 
 
 def join_codes(joined: nn.Linear, linears: Sequence[nn.Linear]) -> None:
-    """Keep the codes of ``linears`` for a layer that concatenates their outputs."""
+    """Keep the codes of ``linears`` for ``joined``, which concatenates their outputs."""
     readers: list[ReadCodes | None] = [getattr(linear, _NAME, None) for linear in linears]
     if None not in readers:
         keep_codes(joined, lambda: joined_codes([read and read() for read in readers]))
 
 
 def joined_codes(codes: Sequence[Codes | None]) -> Any:
-    """Concatenate the outputs of several weights' codes. Return None if some codes are missing, or
-    if they differ in type, groups or order."""
+    """Concatenate the codes of several weights along their outputs. Return None if some codes are
+    missing, or if codes differ in type, groups or order."""
     kind: Any = type(codes[0])
     if codes[0] is None or any(type(part) is not kind for part in codes):
         return None

@@ -1,10 +1,10 @@
 """Experts of a quantized checkpoint that are saved in separate tensors.
 
 transformers joins the experts of a layer when it loads them, in the model's dtype. All layers
-together then take several times the memory of the quantized weights. ``LaterExperts`` therefore
-loads a model without most of its experts: only the first layers, which are compared with
-transformers' results, have their experts. The other experts are read one at a time, when they are
-packed.
+together would then take several times as much memory as the quantized weights. ``LaterExperts``
+therefore loads a model without most of its experts. Only the first layers, which are compared with
+transformers' results, get their experts at once. The other experts are read one at a time, when
+they are packed.
 """
 
 from __future__ import annotations
@@ -25,29 +25,26 @@ from batchinfer.worker.model.shallow_copy import num_copied_layers
 _LAYER = re.compile(r"layers\.(\d+)\.")
 _EXPERT = re.compile(r"(layers\.\d+\.)(?:.*\.)?experts\.(\d+)\.(\w+)\.weight")
 _DRAFT_PREFIX = "mtp."
-"""Prefix of the layers that predict later tokens, which have numbers like the model's layers."""
+"""Prefix of multi-token-prediction layers, whose numbers would otherwise be confused with those of
+the model's layers."""
 _PARTS: Mapping[str, tuple[tuple[str, ...], ...]] = {
     "gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")),
     "up_proj": (("up_proj",), ("w3",)),
     "down_proj": (("down_proj",), ("w2",)),
 }
-"""Possible names of the weights that make up each matrix of an expert, in the order of their
-outputs."""
+"""Possible names of the weights that are concatenated to each matrix of an expert, in this
+order."""
 
 
 def in_layers(name: str) -> str:
-    """Return a tensor's or module's name without the part before ``layers.``, which differs between
+    """Return a tensor's or module's name from ``layers.`` on. The part before differs between
     classes."""
     is_draft = name.startswith(_DRAFT_PREFIX)
     return name if is_draft else name[max(name.find("layers."), 0) :]
 
 
 class SeparateExperts:
-    """Saved weights of experts.
-
-    Args:
-        saved: quantized weights of the checkpoint, keyed by ``in_layers(name)``.
-    """
+    """The saved weights of experts, keyed by ``in_layers(name)``."""
 
     def __init__(self, saved: Mapping[str, Sequence[Quantized]]) -> None:
         self._layers: defaultdict[str, dict[tuple[int, str], Quantized]] = defaultdict(dict)
@@ -58,7 +55,7 @@ class SeparateExperts:
 
     def weights(self, module: str, matrix: ExpertWeights, expert: int) -> Sequence[Quantized]:
         """Return the saved weights that make up an expert's matrix, in the order of their outputs.
-        The sequence is empty if some are missing, or if they do not have the matrix's shape.
+        Return an empty sequence if a weight is missing or does not have the matrix's shape.
 
         Args:
             module: name of the experts' module in the model.
@@ -77,12 +74,13 @@ class SeparateExperts:
 
 
 def joined_weight(weights: Sequence[Quantized], dtype: torch.dtype) -> torch.Tensor:
-    """Read and dequantize weights, and concatenate their outputs, [out, in] in ``dtype``."""
+    """Read and dequantize weights, and concatenate their outputs to a tensor [out, in] in
+    ``dtype``."""
     return torch.cat([weight.read(torch.float32) for weight in weights]).to(dtype)
 
 
 class LaterExperts:
-    """The experts that are not loaded with the model, but read when they are packed.
+    """The experts that are not loaded with the model, but read one at a time when they are packed.
 
     Args:
         model: transformers' model on the ``meta`` device.
@@ -100,7 +98,6 @@ class LaterExperts:
         self._taken: list[tuple[nn.Module, str, Any]] = []
 
     def __bool__(self) -> bool:
-        """True if the model has such experts."""
         return bool(self._layers)
 
     def _has_all(self, name: str, experts: Any) -> bool:
@@ -111,16 +108,12 @@ class LaterExperts:
         )
 
     def are_in(self, tensor: str) -> bool:
-        """Return True if a tensor of the checkpoint belongs to such an expert."""
         match = _EXPERT.fullmatch(in_layers(tensor))
         return match is not None and match[1] in self._layers
 
     def take_out(self, model: nn.Module) -> None:
-        """Replace the modules of the experts, so that transformers does not load them.
-
-        Args:
-            model: transformers' new model, whose tensors are on the ``meta`` device.
-        """
+        """Replace the modules of these experts in a new model on the ``meta`` device, so that
+        transformers does not load their weights."""
         names = _names(model)
         self._taken = [
             (parent, child, experts)
@@ -131,16 +124,16 @@ class LaterExperts:
             setattr(parent, child, nn.Module())
 
     def put_back(self) -> None:
-        """Put the modules back. Until they are packed, their weights are ``meta`` tensors, and
-        their outputs are 0."""
+        """Put the experts' modules back. Before they are packed, their weights are ``meta``
+        tensors, and their outputs are 0."""
         for parent, child, experts in self._taken:
             experts.forward = _no_output
             setattr(parent, child, experts.eval().requires_grad_(False))
         self._taken = []
 
     def names_fit(self, model: nn.Module) -> bool:
-        """Return True if the saved weights of a layer that was loaded, when put together as in
-        ``SeparateExperts``, are the weights that transformers loaded for its first expert."""
+        """Return True if the first expert of a loaded layer has the weights that
+        ``SeparateExperts`` would put together."""
         names = _names(model)
         for _, _, experts in expert_modules(model):
             matrices = matrices_of(experts)
@@ -154,11 +147,8 @@ class LaterExperts:
 
 
 def check_packed(model: nn.Module) -> None:
-    """Check that all experts that were not loaded have been packed.
-
-    Raises:
-        ModelError: the kernel does not support some experts.
-    """
+    """Raise ModelError if some experts were neither loaded nor packed, because the kernel does not
+    support them."""
     names = _names(model)
     for _, _, experts in expert_modules(model):
         if any(matrix.weight.is_meta for matrix in matrices_of(experts)):

@@ -32,7 +32,6 @@ _DTYPES = ("F64", "F32", "BF16", "F16")
 _ROUTED = re.compile(r"\bexperts\b")
 _MATCH_SECONDS = 1.0
 _KEEPS_BASE = frozenset({"gaussian", "eva", "orthogonal"})
-"""Initializations that do not change the base model's weights."""
 _TRAINING_KEYS = frozenset(
     [
         *("task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path"),
@@ -41,7 +40,7 @@ _TRAINING_KEYS = frozenset(
         "ensure_weight_tying",
     ]
 )
-"""Keys that do not affect the results of a trained adapter."""
+"""Keys of adapter_config.json that do not affect the results of a trained adapter."""
 _KNOWN_KEYS = frozenset(
     [
         *("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "fan_in_fan_out"),
@@ -60,9 +59,6 @@ class LoraConfig:
 
     Layer names are matched as in peft (peft/tuners/tuners_utils.py, peft/utils/other.py). Matching
     has a time limit, because patterns from an untrusted folder could take forever.
-
-    Raises:
-        NotSupportedError: a key has a value that is not supported.
     """
 
     def __init__(self, values: Mapping[str, Any]) -> None:
@@ -83,7 +79,6 @@ class LoraConfig:
         self._values = values
 
     def rank(self, module: str) -> int:
-        """Return the rank of a layer's factors."""
         rank = self._number(module, "rank_pattern", "r", 8)
         if not float(rank).is_integer() or rank < 1:
             raise NotSupportedError(f"a rank is {rank}; ranks must be whole numbers, 1 or more")
@@ -95,8 +90,7 @@ class LoraConfig:
         return alpha / (math.sqrt(rank) if self._values.get("use_rslora") else rank)
 
     def targets(self, linears: Collection[str], head: str) -> Iterator[str]:
-        """Yield the names of the linear layers that the adapter changes according to its
-        configuration.
+        """Yield the names of the linear layers that the configuration names.
 
         Args:
             head: name of the output head, which ``all-linear`` does not include.
@@ -166,23 +160,18 @@ class Linears:
     """The linear layers of the model that an adapter was trained on."""
 
     shapes: Mapping[str, tuple[int, int]]
-    """Each layer's ``in_features`` and ``out_features``, keyed by the layer's name."""
     head: str
-    """Name of the output head."""
     body: str
-    """Name of this model's body."""
+    """Name of the body in the model that the adapter was trained on."""
     loaded_body: str
-    """Name of the body in the loaded model, which lacks parts such as a vision tower."""
+    """Name of the body in the loaded model, which has no vision tower."""
 
     def loaded_name(self, module: str) -> str:
-        """Return a layer's name in the loaded model."""
         return self.loaded_body + module.removeprefix(self.body)
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A layer that an adapter changes."""
-
     saved: str
     """Name of the layer in the adapter's file."""
     module: str
@@ -195,14 +184,14 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """An adapter that was checked to fit the model. Its weights are not read yet."""
+    """An adapter that fits the model, before its weights are read."""
 
     name: str
     file: Path
     targets: tuple[Target, ...]
 
     def nbytes(self, element_bytes: int) -> int:
-        """Return the size of all factors in bytes, at ``element_bytes`` bytes per element."""
+        """Return the size of all factors at ``element_bytes`` bytes per element."""
         elements = (t.rank * (t.in_features + t.out_features) for t in self.targets)
         return sum(elements) * element_bytes
 
@@ -210,7 +199,7 @@ class Adapter:
         """Read a layer's factors in float32: A [rank, in], and B [out, rank] times the scale.
 
         Raises:
-            ModelError: the file was changed after it was checked.
+            ModelError: the adapter's file was changed after it was checked.
         """
         try:
             with safe_open(self.file, framework="pt") as file:
@@ -224,7 +213,6 @@ class Adapter:
 
 
 def linears_of(config: PreTrainedConfig) -> Linears:
-    """Return the linear layers of the model that transformers builds for a config."""
     model, body, loaded_body = whole_on_meta(config)
     head = model.get_output_embeddings()
     shapes, head_name = {}, ""

@@ -1,12 +1,13 @@
 """Adds LoRA adapters to the linear layers of a loaded model, using forward hooks.
 
 Implements LoRA (Hu et al. 2021, https://arxiv.org/abs/2106.09685). A layer computes ``x @
-weight.T`` for every row of a step; the weight may have any format. Then its hook adds ``(x @ A.T) @
-B.T`` to the rows of each adapter in the step. Adapters also work with fused layers.
+weight.T`` for every row of a step, with a weight of any format. Then the layer's hook adds ``(x @
+A.T) @ B.T`` to the rows of each adapter in the step. Fused layers support adapters too.
 
-On a CPU, adapters are computed one after another, each with two small matrix multiplications for
-all of its rows (the idea of SGMV, Chen et al. 2023, https://arxiv.org/abs/2310.18547). On a CUDA
-device, each kernel launch computes all adapters. Rows without an adapter do not change.
+On a CPU, adapters are computed one after another. Each adapter takes two small matrix
+multiplications for all of its rows (the idea of SGMV, Chen et al. 2023,
+https://arxiv.org/abs/2310.18547). On a CUDA device, each kernel launch computes all adapters. Rows
+without an adapter do not change.
 """
 
 from __future__ import annotations
@@ -31,20 +32,16 @@ _TOKENS = (3, 7)
 
 
 class Factors(NamedTuple):
-    """One adapter's two matrices for a slice of a layer's outputs."""
+    """One adapter's matrices A and B for a slice of a layer's outputs."""
 
     down: torch.Tensor  # [rank, in], A
     up: torch.Tensor  # [out, rank], B times the adapter's scale
     start: int
-    """Index of the slice's first output."""
 
 
 class LoraSum(nn.Module):
     """Forward hook that adds the adapters' outputs to one linear layer's output, on a CPU.
-
-    Args:
-        kernel: kernel for the adapters' matrices; None for torch.
-    """
+    ``kernel`` multiplies by the adapters' matrices; None: torch."""
 
     def __init__(self, kernel: LinearKernel | None) -> None:
         super().__init__()
@@ -52,7 +49,6 @@ class LoraSum(nn.Module):
         self._by_adapter: dict[int, _LayerFactors] = {}
 
     def put(self, adapter: int, factors: list[Factors]) -> None:
-        """Register an adapter's factors."""
         layer_factors = _LayerFactors(factors, self._kernel)
         self._by_adapter[adapter] = layer_factors
         self.add_module(str(adapter), layer_factors)
@@ -92,7 +88,6 @@ class _LayerFactors(nn.Module):
 
 
 def _linear(weight: torch.Tensor, kernel: LinearKernel | None) -> nn.Module:
-    """Return a linear layer without bias, packed for ``kernel`` if it supports the weight."""
     out_features, in_features = weight.shape
     linear = nn.Linear(in_features, out_features, bias=False, device="meta")
     linear.weight = nn.Parameter(weight, requires_grad=False)
@@ -109,9 +104,9 @@ class _Slice(NamedTuple):
 class StackedLoraSum(nn.Module):
     """Forward hook that adds the adapters' outputs to one linear layer's output, on a CUDA device.
 
-    All adapters' factors are stacked in one tensor. The kernels read each adapter's row indices on
-    the device, so CUDA graphs can capture their launches. Adapters with a lower rank or fewer
-    slices are padded with zeros.
+    The factors of all adapters are stacked in one tensor; adapters with a lower rank or fewer
+    slices are padded with zeros. The kernels read each adapter's row indices on the device, so CUDA
+    graphs can capture the launches.
     """
 
     def __init__(self) -> None:
@@ -122,7 +117,7 @@ class StackedLoraSum(nn.Module):
         self._ups: dict[_Slice, torch.Tensor] = {}  # [adapters, out, rank] each
 
     def put(self, adapter: int, factors: list[Factors]) -> None:
-        """Register an adapter's factors, which are copied."""
+        """Copy an adapter's factors."""
         self._factors[adapter] = factors
         self._stack(factors[0].down)
 
@@ -175,8 +170,7 @@ def _slice_of(factors: Factors) -> _Slice:
 def _as_matrices(
     layer: nn.Module, x: torch.Tensor, output: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a layer's input and output as matrices [T, in] and [T, out], with a row for each
-    token.
+    """Return a layer's input and output as matrices [T, in] and [T, out].
 
     Raises:
         RuntimeError: the layer's input does not have a row for each token of the step.
@@ -191,12 +185,10 @@ class AdapterLoader:
     """Loads more adapters into a model between calls to ``LLM.generate``.
 
     Args:
-        layout: KV layout of a pool for the model.
-        numbers: numbers of the model's adapters, keyed by name.
+        numbers: number of each adapter of the model, keyed by name.
         check: raises an error if the model's settings do not allow an adapter.
-        added: called with the new number of adapters after each load. A load makes captured graphs
-            invalid.
-        kernel: kernel for the adapters' matrices; None for torch.
+        added: called with the new number of adapters after each load, which invalidates captured
+            graphs.
     """
 
     def __init__(
@@ -214,7 +206,6 @@ class AdapterLoader:
         self._check, self._added = check, added
         self._last = len(numbers)
         self.numbers = dict(numbers)
-        """Numbers of all adapters, keyed by name, for ``Request.adapter``."""
 
     def load(self, name: str, path: str) -> None:
         """Add the adapter in a folder or hub repository, while no step is running.
@@ -225,7 +216,7 @@ class AdapterLoader:
         """
         (adapter,) = read_adapters({name: path}, self._config)
         self._check(adapter)
-        self._last += 1  # if an error follows, no request will use this number
+        self._last += 1  # if loading fails below, no request uses this number
         add_adapters(self._model, self._layout, [adapter], self._kernel, first=self._last)
         self.numbers[name] = self._last
         self._added(self._last)
@@ -240,12 +231,6 @@ def add_adapters(
     first: int = 1,
 ) -> None:
     """Read the adapters' weights and add them to the model, numbered from ``first``.
-
-    Args:
-        model: the model; its layers may be fused.
-        layout: KV layout of a pool for the model.
-        adapters: adapters that fit the model's config.
-        kernel: kernel for the adapters' matrices; None for torch.
 
     Raises:
         ModelError: an adapter changes layers that do not support adapters.
@@ -286,7 +271,7 @@ def _add_adapter(
 
 def _current_module(model: nn.Module, name: str) -> tuple[Any, int]:
     """Return the module that computes a linear layer after fusion, and the index of the layer's
-    first output in the module's outputs."""
+    first output in that module."""
     module: Any = model
     parts = name.split(".")
     for at, part in enumerate(parts):
@@ -301,7 +286,7 @@ def _current_module(model: nn.Module, name: str) -> tuple[Any, int]:
 
 
 def _check_called(model: nn.Module, layout: KVLayout, number: int, adapter: Adapter) -> None:
-    """Run a few tokens to check that an adapter's layers get all rows of a step."""
+    """Run a few tokens, to check that an adapter's layers get a row for each token."""
     probe = Probe(model, layout, _TOKENS, num_sequences=2, adapters=(number, 0))
     try:
         probe.logits()

@@ -23,8 +23,8 @@ def body_of(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def last_of_body(model: torch.nn.Module) -> torch.nn.Module:
-    """Return the module that the model's ``forward`` calls for hidden states: the body, or its
-    decoder, as in OPT."""
+    """Return the module that the model's ``forward`` calls for hidden states: the body, or the
+    body's decoder (OPT)."""
     body = body_of(model)
     decoder = getattr(body, "decoder", None)
     return decoder if isinstance(decoder, torch.nn.Module) else body
@@ -45,9 +45,8 @@ class PooledHandle:
     """Handle of a step whose result includes hidden states.
 
     Args:
-        pending: handle of the rest of the step's result.
-        output: output of the model's body, which begins with its hidden states [1, T, H] after
-            the final norm.
+        output: output of the model's body, which begins with its hidden states [1, T, H] after the
+            final norm.
         tokens: [E] indices of the tokens whose hidden states are returned.
     """
 
@@ -62,7 +61,8 @@ class PooledHandle:
         """Return the step's result with hidden states, float32 [E, H].
 
         Raises:
-            OutOfMemory: the device had too little memory for the step, and reports it only now.
+            OutOfMemory: the device had too little memory for the step, and reports this only when
+                waited for.
         """
         hidden_states: Float32 = self._copy.wait().astype(np.float32, copy=False)
         return replace(self._pending.result(), hidden_states=hidden_states)

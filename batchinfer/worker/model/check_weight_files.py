@@ -40,7 +40,6 @@ def check_weights(folder: Path) -> dict[str, str]:
 
 
 def file_bytes(folder: Path) -> int:
-    """Return the size in bytes of the folder's safetensors files."""
     return sum((folder / name).stat().st_size for name in weight_files(folder))
 
 

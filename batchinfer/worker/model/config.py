@@ -61,7 +61,7 @@ def check_family(folder: Path, raw: Mapping[str, Any]) -> str:
 
 
 def config_of(folder: Path) -> Any:
-    """Let transformers read a folder's config. transformers may raise errors of any type."""
+    """Let transformers read a folder's config. Errors may be of any type."""
     with quiet_transformers():
         return AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
 
@@ -70,7 +70,8 @@ def load_config(folder: Path, runner: Runner = "generate") -> PreTrainedConfig:
     """Return the folder's config, and check that its family can be run.
 
     The runner ``pooling`` also accepts a body that was saved without an output head, or with a
-    classification head. The embeddings then serve as the output head, whose logits are not used.
+    classification head. The token embeddings then serve as the output head, whose logits are not
+    used.
 
     Raises:
         ModelError: config.json is missing or broken, or the family cannot be run.
@@ -95,8 +96,8 @@ def load_config(folder: Path, runner: Runner = "generate") -> PreTrainedConfig:
 
 
 def _add_quantization(folder: Path, config: PreTrainedConfig) -> None:
-    """Add the ``quantization_config`` of a checkpoint by an older ModelOpt, which describes it only
-    in hf_quant_config.json."""
+    """Add the missing ``quantization_config`` to the config of a checkpoint by an older ModelOpt,
+    which describes the quantization only in hf_quant_config.json."""
     path = folder / "hf_quant_config.json"
     if saved_section(config.to_dict()) or (saved := read_json(path)) is None:
         return
@@ -114,7 +115,6 @@ def _add_quantization(folder: Path, config: PreTrainedConfig) -> None:
 
 
 def _check_filled(config: PreTrainedConfig) -> None:
-    """Check the config's values, including its family's defaults."""
     values = config.to_dict()
     check_values(values)
     layout = _layout(values)
@@ -141,7 +141,7 @@ def _check_class(folder: Path, config: PreTrainedConfig, runner: Runner) -> None
     if key := changed_logits(config):
         raise ModelError(f"{family} cannot be run: they scale or cap their logits ({key})")
     saved = config.architectures or [whole_class.__name__]
-    if hasattr(config, "auto_map"):  # its architectures name the model's own code, which is not run
+    if hasattr(config, "auto_map"):  # architectures names code that is never run
         saved = [whole_class.__name__]
     task = headless_names(config).get(saved[0])
     if whole_class.__name__ not in saved and task is not None:

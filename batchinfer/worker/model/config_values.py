@@ -1,8 +1,8 @@
 """Checks the values of a config.json before a model is built from them.
 
-The values determine how long loops run and how much memory is allocated, so this module limits
-them. The limits are far above the sizes of any real model. transformers, and the comparison with
-the shapes of the weights, check everything else.
+The values determine how long loops run and how much memory is allocated, so this module limits the
+values. The limits are far above the sizes of real models. transformers checks everything else, and
+so does the comparison with the shapes of the weights.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _LISTS = ("layer_types", "layers_block_type", "architectures")
 
 
 class BadValueError(Exception):
-    """A config value is invalid; the message names its key."""
+    """The message names the config key with the invalid value."""
 
 
 def readable(text: object, most: int = 300) -> str:
@@ -55,11 +55,8 @@ def readable(text: object, most: int = 300) -> str:
 
 
 def check_values(config: Mapping[str, Any]) -> None:
-    """Check the values of a config.json and of its ``text_config``.
-
-    Raises:
-        BadValueError: a value is invalid. The message names the key.
-    """
+    """Check the values of a config.json and of its ``text_config``. Raise BadValueError if one is
+    invalid."""
     _check_depth(config)
     for key, value in config.items():
         _check_kind(key, value)
@@ -73,11 +70,8 @@ def check_values(config: Mapping[str, Any]) -> None:
 
 
 def check_derived(num_heads: int, layout: KVLayout, num_positions: int | None) -> None:
-    """Check numbers that depend on several values: query heads, KV layout, longest sequence.
-
-    Raises:
-        BadValueError: a number is invalid. The message names the keys that determine it.
-    """
+    """Check numbers that depend on several values: query heads, KV layout, longest sequence. The
+    message of BadValueError names the keys that determine an invalid number."""
     if layout.attention_layers:
         _check_heads(num_heads, layout)
     if num_positions is not None and num_positions > MAX_POSITIONS:
@@ -116,7 +110,7 @@ _KINDS: tuple[tuple[Collection[str], Callable[[Any], bool], str], ...] = (
     (_ROPE_NUMBERS, lambda value: not isinstance(value, str), "a number"),
     (_LISTS, _is_list_of_strings, "a list of strings, or null"),
 )
-"""Triples of (keys, check of their values, description of valid values)."""
+"""Triples (keys, function that checks a value, description of valid values)."""
 
 
 def _check_kind(key: str, value: Any) -> None:
@@ -126,7 +120,8 @@ def _check_kind(key: str, value: Any) -> None:
 
 
 def _check_rope(name: str, values: Mapping[str, Any]) -> None:
-    """Check the parameters of rotary positions. Some configs have them for each layer type."""
+    """Check the parameters of rotary positions. Some configs have separate parameters for each
+    layer type."""
     for key, value in values.items():
         if isinstance(value, Mapping):
             _check_rope(f"{name}.{key}", value)

@@ -1,10 +1,10 @@
 """Extracts the language model, with its output head, from a multimodal model.
 
 A multimodal wrapper (``Qwen3VLForConditionalGeneration``, ``Mistral3ForConditionalGeneration``) has
-a language model and towers for images and sound. Text prompts do not need the towers, so the towers
-are not built or loaded. transformers' wrapper class, without its towers, loads the weights, because
-it knows all names in published checkpoints. The language model is then taken out of the wrapper and
-run like any other causal model.
+a language model and towers for images and sound. Text prompts do not need the towers, so towers are
+neither built nor loaded. transformers' wrapper class, without its towers, loads the weights,
+because the class knows all tensor names in published checkpoints. The language model is then taken
+out of the wrapper and run like any other causal model.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def is_wrapper(config: PreTrainedConfig) -> bool:
 def causal_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
     """Return the class of the causal language model to run; None if the model generates no text.
 
-    For the language models of some wrappers, transformers has no causal class. In this case, make
-    a class from the body and a head, and register it with transformers.
+    For the language models of some wrappers, transformers has no causal class. In this case, a
+    class is made from the body and a head, and registered with transformers.
     """
     text = type(config.get_text_config()) if is_wrapper(config) else type(config)
     if is_wrapper(config) and text not in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -60,10 +60,9 @@ def causal_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
 
 
 def changed_logits(config: PreTrainedConfig) -> str | None:
-    """Return the config key that makes a wrapper scale or cap its logits, or None.
-
-    Always return None if transformers has a causal class for the language model. Only the causal
-    classes made by this module ignore such keys.
+    """Return the config key that makes a wrapper scale or cap its logits, or None. The result is
+    also None if transformers has a causal class for the language model, because only the causal
+    classes that this module makes ignore such keys.
     """
     if not getattr(causal_class(config), "has_added_head", False):
         return None
@@ -72,8 +71,8 @@ def changed_logits(config: PreTrainedConfig) -> str | None:
 
 
 def saved_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
-    """Return the transformers class that weights were saved from; None if the class generates no
-    text."""
+    """Return the transformers class that the weights were saved from; None if this class generates
+    no text."""
     if not is_wrapper(config):
         return causal_class(config)
     listed = [mapping[type(config)] for mapping in _WRAPPERS if type(config) in mapping]
@@ -83,9 +82,8 @@ def saved_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
 
 
 def headless_names(config: PreTrainedConfig) -> dict[str, str]:
-    """Map the names of the family's classes without an output head to the task that each can run.
-    The mapping has the body's class and the class with a classification head. It is empty for
-    wrappers."""
+    """Return the names of the family's classes without an output head: the body and the classifier.
+    The values are the tasks that the classes can run. For wrappers, the mapping is empty."""
     if is_wrapper(config):
         return {}
     tasks = {"embed": MODEL_MAPPING, "classify": MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING}
@@ -94,7 +92,6 @@ def headless_names(config: PreTrainedConfig) -> dict[str, str]:
 
 
 def language_model_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Return the config of the causal model to build for a config."""
     causal_class(config)  # registers a class if transformers has none
     return config.get_text_config() if is_wrapper(config) else config
 
@@ -105,14 +102,13 @@ def read_language_model(
     change: Callable[[nn.Module], None] | None = None,
     **options: Any,
 ) -> Any:
-    """Load the causal model of a config, without towers. Return the model and transformers' report
-    on loading it.
+    """Load the causal model of a config, without towers. Return the model and transformers' loading
+    report.
 
     Args:
         folder: the model's folder; None if ``options`` contains the tensors (``state_dict``).
         change: changes the new model, whose tensors are on the ``meta`` device, before its weights
             are loaded.
-        options: options of ``from_pretrained``.
     """
     is_whole = not is_wrapper(config)
     model_class = causal_class(config) if is_whole else saved_class(config)
@@ -133,7 +129,7 @@ def language_model(wrapper: PreTrainedModel) -> nn.Module:
 
 
 def whole_on_meta(config: PreTrainedConfig) -> tuple[PreTrainedModel, str, str]:
-    """Build the model whose layer names are used in checkpoints and adapters, without its towers.
+    """Build the model, without its towers, whose layer names checkpoints and adapters use.
 
     Returns:
         The model on the ``meta`` device, the name of its body, and the name of the body in the
@@ -157,7 +153,7 @@ def _name(model: PreTrainedModel, part: nn.Module) -> str:
 
 
 def _body_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
-    """Return the class of a wrapper's language model, even if transformers does not list it."""
+    """Return the class of a wrapper's language model, even if transformers' mappings lack it."""
     listed: type[PreTrainedModel] | None = MODEL_MAPPING.get(type(config.get_text_config()), None)
     wrapper_class = saved_class(config)
     if listed is not None or wrapper_class is None:
@@ -168,7 +164,6 @@ def _body_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
 
 
 def _extract(wrapper: PreTrainedModel) -> PreTrainedModel:
-    """Make a causal model from a wrapper's language model and head."""
     config = wrapper.config.get_text_config()
     head, embeddings = wrapper.get_output_embeddings(), wrapper.get_input_embeddings()
     config.tie_word_embeddings = head.weight is embeddings.weight
@@ -182,8 +177,6 @@ def _extract(wrapper: PreTrainedModel) -> PreTrainedModel:
 def _changed(
     model_class: type[PreTrainedModel], change: Callable[[nn.Module], None]
 ) -> type[PreTrainedModel]:
-    """Return a subclass that calls ``change`` for each new model."""
-
     class Changed(model_class):  # type: ignore[misc]
         def __init__(self, config: PreTrainedConfig) -> None:
             super().__init__(config)
@@ -195,7 +188,7 @@ def _changed(
 def _named_like(
     model_class: type[PreTrainedModel], subclass: type[PreTrainedModel]
 ) -> type[PreTrainedModel]:
-    """Give a subclass the name and module of its class. transformers uses these to look up the
+    """Give a subclass the name and module of ``model_class``, by which transformers looks up the
     rules for renaming tensors."""
     subclass.__name__ = subclass.__qualname__ = model_class.__name__
     subclass.__module__ = model_class.__module__
@@ -208,11 +201,11 @@ def _without_towers(wrapper_class: type[PreTrainedModel]) -> type[PreTrainedMode
     class Wrapper(wrapper_class):  # type: ignore[misc]
         def __init__(self, config: PreTrainedConfig) -> None:
             if not hasattr(config, "pad_token_id"):
-                # Llama 4's wrapper reads this attribute, but its config lacks it.
+                # Llama 4's wrapper reads this attribute, which its config lacks.
                 config.pad_token_id = None
             if getattr(config, "vision_config", None) is not None:
                 # Vision towers with SAM choose their attention class by this name. Any valid name
-                # will do, because the towers are deleted below.
+                # works, because the towers are deleted below.
                 config.vision_config._attn_implementation = "eager"
             super().__init__(config)
             _keep(self, [language_model(self), self.get_output_embeddings()])
@@ -221,7 +214,8 @@ def _without_towers(wrapper_class: type[PreTrainedModel]) -> type[PreTrainedMode
 
 
 def _keep(module: nn.Module, kept: list[nn.Module]) -> bool:
-    """Delete submodules, except ``kept`` and their parents. Return True if the module is kept."""
+    """Delete submodules, except ``kept`` and their parents. Return True if the module itself is
+    kept."""
     if any(module is each for each in kept):
         return True
     for name, child in list(module.named_children()):
@@ -231,7 +225,6 @@ def _keep(module: nn.Module, kept: list[nn.Module]) -> bool:
 
 
 def _with_head(body_class: type[PreTrainedModel], config_class: Any) -> type[PreTrainedModel]:
-    """Make a causal language model class from a body and an output head without a bias."""
     family_class: Any = body_class.__base__
 
     class WithHead(family_class):  # type: ignore[misc]

@@ -1,7 +1,7 @@
 """Builds the model of a config.json without memory for its weights, to check that it can be built.
 
-If transformers cannot build a model, its errors do not name the key with the wrong value. A search
-therefore removes or changes one key at a time, until the model can be built.
+If transformers cannot build a model, its error does not name the key with the wrong value.
+``blame`` therefore removes or changes one key at a time, until the model can be built.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ _PARAMETERS_PER_BYTE = 4
 """Largest number of parameters per byte of a file: two with 4 bits each, doubled because a tied
 output head is counted twice."""
 _SMALL = 1 << 22
-"""Models with at most this number of parameters always fit in memory. Their shapes are compared
-with those in the weight files when they are loaded."""
+"""The size of a model with at most this number of parameters is not compared with the size of its
+files, because it fits in memory. Loading compares the shapes."""
 _SEARCH_S = 3.0
-"""Time limit of the search, in seconds of processor time, which other processes do not affect."""
+"""Time limit of the search for a key, in seconds of processor time (which does not depend on other
+processes)."""
 _TOKENS = 4
 
 
 def build_on_meta(config: PreTrainedConfig, **options: Any) -> nn.Module:
-    """Build the causal model of a config on the ``meta`` device, without memory for weights."""
     with quiet_transformers(), torch.device("meta"):
         model = AutoModelForCausalLM.from_config(language_model_config(config), **options)
     assert isinstance(model, nn.Module)
@@ -77,11 +77,7 @@ def check_buildable(folder: Path, config: PreTrainedConfig, file_bytes: int | No
 
 
 def runs_on_meta(config: PreTrainedConfig) -> None:
-    """Build the model and compute the shapes of a few tokens' logits.
-
-    Raises:
-        Exception: of any type, from the model's code.
-    """
+    """Build the model and compute the shapes of a few tokens' logits. Errors may be of any type."""
     # torch computes the shapes of grouped matrix multiplications for bfloat16 only.
     model = build_on_meta(config, dtype=torch.bfloat16, attn_implementation="eager")
     with torch.inference_mode():
@@ -96,7 +92,7 @@ def blame(folder: Path, attempt: Callable[[PreTrainedConfig], object]) -> str:
     """
     until = time.thread_time() + _SEARCH_S
     raw = read_config(folder)
-    if _succeeds(attempt, raw):  # the config is not the cause
+    if _succeeds(attempt, raw):  # config.json is not the cause
         return ""
     for name, value, changed in _changes(raw):
         if time.thread_time() > until:
@@ -116,7 +112,7 @@ def _succeeds(attempt: Callable[[PreTrainedConfig], object], raw: Mapping[str, A
 
 
 def _changes(raw: Mapping[str, Any]) -> Iterator[tuple[str, Any, dict[str, Any]]]:
-    """Yield each key, its value, and a config in which the family's default or 1 replaces the
+    """Yield each key, its value, and a config in which the family's default or 1 replaces this
     value."""
     for key, value in raw.items():
         if key != "model_type":
@@ -129,6 +125,5 @@ def _changes(raw: Mapping[str, Any]) -> Iterator[tuple[str, Any, dict[str, Any]]
 
 
 def described(error: Exception) -> str:
-    """Return the type and the text of a library's error, on one line."""
     text = readable(error)
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -10,7 +10,7 @@ from typing import Any
 from batchinfer.errors import ModelError, one_line
 
 CONFIG_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
-"""Patterns of a hub repository's files that configure the model and its tokenizer."""
+"""Patterns of the files that configure a model and its tokenizer."""
 ALL_FILES = (*CONFIG_FILES, "*.safetensors")
 
 
@@ -24,8 +24,6 @@ def resolve_folder(
     """Return the model's folder: ``name`` itself, or the folder that it was downloaded to.
 
     Args:
-        revision: revision of the hub's repository.
-        patterns: patterns of the files to download.
         key: configuration key with the name, for messages.
 
     Raises:
@@ -62,8 +60,8 @@ def _check_files(folder: Path, patterns: tuple[str, ...]) -> None:
 
 
 PUBLISHED_WITH_CODE = frozenset({"deepseek_v3", "kimi_linear", "paddleocr_vl", "unlimited_ocr"})
-"""Families whose published models refer to their own code, because they were published before
-transformers had a class for them. The class from transformers runs instead."""
+"""Families whose published models refer to their own code, because they are older than
+transformers' class. transformers' class runs instead of that code."""
 
 
 def read_config(folder: Path) -> dict[str, Any]:
