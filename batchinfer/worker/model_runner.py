@@ -22,18 +22,19 @@ from batchinfer.worker.sampling.output import SampleHandle
 from batchinfer.worker.vision.image_embeddings import ImageEmbeddings
 
 Sample = Callable[[torch.Tensor, SamplingBatch], SampleHandle]
-"""Draws the samples of a step from its logits [R, vocabulary]."""
+"""Draws a step's samples from logits [R, vocabulary]."""
 
 
 class ModelRunner:
     """Runs steps on a model; implements the engine's ``Runner``.
 
-    On CUDA, a step is queued on the current stream. The host does not wait for it, because the next
-    step reads the sampled token ids on the device. On the CPU, ``submit`` computes the step.
+    On CUDA, a step is queued on the current stream. The host does not wait for the step, because
+    the next step reads the sampled token ids on the device. On the CPU, ``submit`` computes the
+    step.
 
     Args:
         kernel: kernel of the model's linear layers; attention uses the same instructions.
-        images: embeds images; None if the model takes only text.
+        images: computes the embeddings of images; None if the model takes only text.
     """
 
     def __init__(
@@ -55,8 +56,8 @@ class ModelRunner:
         self._images = images
 
     def recapture(self, capture: Callable[[], StepGraphs | None]) -> None:
-        """Replace the graphs. The old graphs are freed before ``capture`` makes the new ones,
-        because the memory plan has room for only one set."""
+        """Replace the graphs. The old graphs are freed before ``capture`` makes new graphs, because
+        the memory plan reserves memory for only one set."""
         self._graphs = None
         self._graphs = capture()
 
@@ -96,8 +97,8 @@ class ModelRunner:
         return pending
 
     def device_bytes(self) -> int:
-        """Return the number of bytes in use: torch's count on CUDA, or the size of the weights and
-        the pool on a CPU."""
+        """Return the number of bytes in use on the device: torch's count on CUDA; on a CPU, the
+        size of the weights and the pool."""
         if self._cache.pool.is_cuda:
             return int(torch.cuda.memory_allocated(self._cache.pool.device))
         return model_bytes(self._model) + self._cache.nbytes

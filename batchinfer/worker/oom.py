@@ -24,7 +24,8 @@ class raise_out_of_memory:  # noqa: N801
     """Turns an out-of-memory error inside the ``with`` block into ``OutOfMemory``.
 
     Frees the tensors that the failed functions held, and the CUDA memory that torch has reserved
-    but does not use. This is a class, because a generator would cost each step a microsecond.
+    but does not use. ``raise_out_of_memory`` is a class, because a generator would cost each step a
+    microsecond.
     """
 
     def __enter__(self) -> None:

@@ -1,7 +1,7 @@
 """Row-wise operations for tensors on any device; ``kernels/reference.py`` defines their results.
 
-They run in Triton on a CUDA device. On a CPU, they run in C if a compiler is installed, otherwise
-in torch.
+On a CUDA device, the operations run in Triton. On a CPU, they run in C if a compiler is installed,
+otherwise in torch.
 """
 
 from __future__ import annotations
@@ -20,13 +20,11 @@ from batchinfer.kernels.cpu.gemm import padded_rows
 
 @dataclass(frozen=True, slots=True)
 class HeadNorms:
-    """Weights of the root mean square norms of query heads and key heads."""
-
     query: torch.Tensor  # [D]
     key: torch.Tensor  # [D]
     eps: float
     offset: float
-    """Number added to the weights: 1 for Gemma, else 0."""
+    """Number added to the norms' weights: 1 for Gemma, else 0."""
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, *, eps: float, offset: float) -> torch.Tensor:
@@ -68,7 +66,7 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
 def sigmoid_mul(x: torch.Tensor, gate: torch.Tensor) -> None:
     """Multiply the contiguous tensor x [T, H, D] in place by the sigmoid of ``gate`` [T, H, D].
 
-    On a CUDA device, torch computes this, and rounds the sigmoid to x's dtype.
+    On a CUDA device, torch computes the product, and rounds the sigmoid to x's dtype.
     """
     if x.is_cuda:
         x *= gate.sigmoid()
@@ -86,14 +84,15 @@ def rotary_write(
     norms: HeadNorms | None,
     query_head_stride: int = 0,
 ) -> None:
-    """Rotate the queries of ``qkv`` in place, and store its rotated keys and its values.
+    """Rotate the queries of ``qkv`` in place, and store the rotated keys and the values in the
+    caches.
 
     Args:
         query_head_stride: distance S between query heads in elements; 0: D.
 
     Raises:
-        ValueError: shapes or dtypes do not match. They are checked here, because a model's code
-            passes the arguments, and the kernels only get pointers.
+        ValueError: shapes or dtypes do not match. The check is here, because kernels only get
+            pointers.
     """
     width, rotary_width = key_cache.shape[3], cos.shape[-1]
     weights = [] if norms is None else [norms.query, norms.key]
@@ -125,7 +124,6 @@ def rotary_write(
 
 
 def head_norm_options(norms: HeadNorms | None) -> dict[str, Any]:
-    """Return the norms as arguments of the kernels' ``rotary_write``."""
     if norms is None:
         return {"q_norm": None, "k_norm": None, "eps": 0.0, "offset": 0.0}
     options = {"q_norm": norms.query, "k_norm": norms.key}

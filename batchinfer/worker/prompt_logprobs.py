@@ -25,7 +25,7 @@ from batchinfer.worker.transfer import to_device
 
 SCORED_ROWS = 256
 """Rows of logits to compute at a time: enough for the head to run at full speed. The memory plan
-includes them even if ``engine.max_num_seqs`` is smaller."""
+includes this number of rows even if ``engine.max_num_seqs`` is smaller."""
 
 
 class PromptScorer:
@@ -33,8 +33,8 @@ class PromptScorer:
     if the model's class does so.
 
     Args:
-        model: transformers' causal language model: a body, and a head that is applied to the rows
-            of hidden states that ``logits_to_keep`` selects.
+        model: transformers' causal language model. Its ``logits_to_keep`` selects the rows of
+            hidden states for the head.
         rows: rows of logits to compute at a time.
     """
 
@@ -44,11 +44,7 @@ class PromptScorer:
 
     @torch.inference_mode()
     def __call__(self, output: Any, tokens: ScoredTokens) -> SampleHandle:
-        """Score the tokens of a step.
-
-        Args:
-            output: output of the model's body.
-            tokens: P tokens to score.
+        """Score the P tokens of a step, given the output of the model's body.
 
         Returns:
             A handle that returns the tokens as if they had been sampled, with ranks [P] and
@@ -67,7 +63,7 @@ class PromptScorer:
         return SampleHandle(on["ids"], logprobs.values[:, 0], ~torch.cat(finite), logprobs)
 
     def _head(self, rows: Tensor, num_tokens: int) -> Tensor:
-        unused_ids = rows.new_zeros((1, num_tokens))  # Gemma 4 needs the number of ids
+        unused_ids = rows.new_zeros((1, num_tokens))  # Gemma 4 reads how many ids there are
         output = self._model(input_ids=unused_ids, use_cache=False, logits_to_keep=rows)
         logits: Tensor = output.logits[0]
         return logits
@@ -76,8 +72,8 @@ class PromptScorer:
 def _score_tokens(
     logits: Tensor, ids: Tensor, tokens: ScoredTokens, span: slice
 ) -> tuple[Reported, Tensor]:
-    """Return the log-probabilities of a span of ``tokens`` from their logits [P, V], and bool [P],
-    False for rows whose logits are not finite. ``ids`` [P] are the tokens on the device."""
+    """Return the log-probabilities of a span of P ``tokens`` from their logits [P, V], and bool
+    [P], False for rows whose logits are not finite. ``ids`` [P] are the tokens on the device."""
     count, vocab = logits.shape
     chunk = workspace_rows(vocab, logits.device.type)
     stats, _ = row_stats(logits, chunk)
@@ -107,8 +103,6 @@ def _body_output(body: torch.nn.Module, output: Any) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class ScoredHandle:
-    """Handle of a step that also scores prompt tokens."""
-
     sampled: SampleHandle
     scored: SampleHandle
 
@@ -116,6 +110,7 @@ class ScoredHandle:
         """Return the samples and the scored tokens on the host.
 
         Raises:
-            OutOfMemory: the device had too little memory for the step, and reports it only now.
+            OutOfMemory: the device had too little memory for the step. On CUDA, this error appears
+                only when the result is read.
         """
         return replace(self.sampled.result(), scored=self.scored.result())

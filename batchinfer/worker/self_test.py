@@ -34,23 +34,17 @@ from batchinfer.worker.transfer import to_device
 
 
 def verify(before: torch.Tensor, after: torch.Tensor, tolerance: float) -> bool:
-    """Return True if the results have the same shape and ``differing_rows`` finds no difference."""
+    """Return True if ``before`` and ``after`` have the same shape and ``differing_rows`` finds no
+    difference."""
     return before.shape == after.shape and not differing_rows(before, after, tolerance).any()
 
 
 def differing_rows(before: torch.Tensor, after: torch.Tensor, tolerance: float) -> torch.Tensor:
-    """Find rows whose difference between ``before`` and ``after`` has a norm of more than
-    ``tolerance`` times the norm of the row in ``before``.
+    """Return bool [...], True for rows [..., width] in which the norm of ``after - before`` exceeds
+    ``tolerance`` times the norm of ``before``.
 
-    Rows of ``before`` with NaN or infinite values never count as different: a job already reports
-    them, as the row error ``nan_logits``.
-
-    Args:
-        before: rows [..., width].
-        after: rows of the same shape.
-
-    Returns:
-        bool [...], True for rows that differ.
+    Rows of ``before`` with NaN or infinite values never count as different, because a job reports
+    them as the row error ``nan_logits``.
     """
     before, after = before.float(), after.float()
     same: torch.Tensor = (after - before).norm(dim=-1) <= tolerance * before.norm(dim=-1)
@@ -58,8 +52,6 @@ def differing_rows(before: torch.Tensor, after: torch.Tensor, tolerance: float) 
 
 
 class Swap(NamedTuple):
-    """A module that will replace ``parent``'s child ``name``."""
-
     parent: nn.Module
     name: str
     module: nn.Module
@@ -71,7 +63,7 @@ def swap_verified(
     before: torch.Tensor,
     tolerance: float,
 ) -> bool:
-    """Swap all of the modules if the model's results stay the same; otherwise, swap none of them.
+    """Swap all modules if the model's results stay the same; otherwise, swap none.
 
     If every row has NaN or infinite values, the modules are not swapped, because the results cannot
     be compared.
@@ -92,7 +84,7 @@ def swap_verified(
             return True
     except torch.OutOfMemoryError:
         raise
-    except Exception:  # the model's code uses attributes that the replacement lacks
+    except Exception:  # for example, the model's code reads an attribute that the replacement lacks
         pass
     _put(originals)
     return False
@@ -118,7 +110,6 @@ class Probe:
 
     Args:
         token_ids: tokens of each sequence.
-        positions: positions of the tokens; by default 0, 1, 2, ...
         adapters: number of each sequence's adapter; None for the base model.
         dtype: dtype of the pool; default: the weights' dtype.
         kernel: kernel of the linear layers, which determines the attention backend.
@@ -148,11 +139,8 @@ class Probe:
         self.backend = make_backend(self.cache, kernel)
 
     def logits(self, backend: AttentionBackend | None = None) -> torch.Tensor:
-        """Run the model and return its logits [tokens of all sequences, vocabulary].
-
-        Args:
-            backend: attention backend to use instead of ``self.backend``.
-        """
+        """Run the model, by default with ``self.backend``. Return logits [tokens of all sequences,
+        vocabulary]."""
         return forward(self._model, self.cache, backend or self.backend, self._step)
 
     @contextmanager
@@ -171,7 +159,7 @@ def logits_in_chunks(
     ends: Iterable[int],
     kernel: LinearKernel | None = None,
 ) -> torch.Tensor:
-    """Return the logits [T, vocabulary] of one sequence that is computed in several steps.
+    """Compute one sequence in several steps. Return its logits [T, vocabulary].
 
     Args:
         ends: total number of tokens computed after each step.
@@ -190,7 +178,7 @@ def logits_in_chunks(
 def _one_group(layout: KVLayout) -> KVLayout:
     """Return a layout in which one block table serves all layers.
 
-    Layer groups only save memory for tokens that have left a sliding window, and probes are short.
+    Probes do not need layer groups, which only save the memory of tokens outside a sliding window.
     """
     return replace(layout, groups=())
 
@@ -204,10 +192,10 @@ def probe_step(
     positions: Sequence[int] | None = None,
 ) -> Step:
     """Make a step that computes the logits of all tokens of equal sequences, and samples nothing.
-    The pool's first slots hold recurrent states; the next slots hold each sequence's blocks.
+    The pool's first slots hold recurrent states. The following slots hold each sequence's blocks.
 
     Args:
-        start: index of the first token to compute; the tokens before it are in the pool.
+        start: index of the first token to compute; earlier tokens are already in the pool.
         positions: positions of the computed tokens, by default their indices.
     """
     indices = np.arange(start, len(token_ids))
@@ -237,16 +225,13 @@ def probe_step(
 
 
 def probe_block_size(config: Config, most: int) -> int:
-    """Return the block size of a probe's pool: ``most``, or less if layers attend within chunks,
-    whose length must be a multiple of the block size. A job's ``engine.block_size`` has no effect
-    on probes."""
+    """Return the block size of a probe's pool: ``most``, or less if the length of attention chunks
+    is not a multiple of ``most``. A job's ``engine.block_size`` has no effect on probes."""
     chunk = text_config(config).get("attention_chunk_size")
     return math.gcd(most, chunk) if isinstance(chunk, int) else most
 
 
 class ModuleCall(NamedTuple):
-    """A call to a module: its arguments and its result."""
-
     module: nn.Module
     arguments: tuple[Any, ...]
     options: Mapping[str, Any]
@@ -255,8 +240,8 @@ class ModuleCall(NamedTuple):
 
 @contextmanager
 def record_calls(modules: Iterable[nn.Module]) -> Iterator[list[ModuleCall]]:
-    """Record calls to the modules inside the ``with`` block. A call is recorded when it returns;
-    arguments are not copied."""
+    """Record calls to the modules inside the ``with`` block, each when it returns. Arguments are
+    not copied."""
     calls: list[ModuleCall] = []
 
     def record(*call: Any) -> None:
@@ -271,8 +256,6 @@ def record_calls(modules: Iterable[nn.Module]) -> Iterator[list[ModuleCall]]:
 
 
 class AttentionCall(NamedTuple):
-    """A layer's call to paged attention."""
-
     layer: int
     query: torch.Tensor
     variant: AttentionVariant

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-_ALIGNMENT = 16  # bytes; enough for views of any dtype and for vector loads
+_ALIGNMENT = 16  # in bytes; enough for every dtype and for vector loads
 
 
 def to_device(
@@ -37,7 +37,7 @@ def to_device(
 
 
 class HostCopy:
-    """A copy of a tensor to the host, which the constructor starts. A tensor on the CPU is not
+    """A copy of a tensor to the host, started by the constructor. A tensor on the CPU is not
     copied. On CUDA, the copy to pinned memory runs in the current stream, followed by an event.
     torch keeps the pinned memory until the copy is done, even if ``wait`` is never called."""
 

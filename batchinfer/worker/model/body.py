@@ -61,8 +61,8 @@ class PooledHandle:
         """Return the step's result with hidden states, float32 [E, H].
 
         Raises:
-            OutOfMemory: the device had too little memory for the step, and reports this only when
-                waited for.
+            OutOfMemory: the device had too little memory for the step. On CUDA, this error appears
+                only when the result is read.
         """
         hidden_states: Float32 = self._copy.wait().astype(np.float32, copy=False)
         return replace(self._pending.result(), hidden_states=hidden_states)

@@ -1,8 +1,8 @@
 """Checks the quantization of a checkpoint, and quantizes weights with torchao.
 
 torchao replaces only the weights of transformers' modules, so the logits are the same as in
-transformers. The embedding and the output head keep their dtype, as in transformers. The package
-``quantized`` dequantizes weights of other formats when they are loaded.
+transformers. The embedding and the output head keep their dtype, as in transformers. Weights in
+formats other than torchao's are dequantized by the package ``quantized`` when they are loaded.
 """
 
 from __future__ import annotations
@@ -23,14 +23,13 @@ _SAVED_TYPES = (
     "IntxWeightOnlyConfig",
     "Int8DynamicActivationIntxWeightConfig",
 )
-"""torchao configurations whose checkpoints can be loaded. Each was tested on a CPU."""
+"""torchao configurations whose checkpoints can be loaded, all tested on a CPU."""
 _PLAIN_TYPES = ("torch.dtype", "MappingType", "PerRow", "PerGroup", "PerAxis", "PerTensor")
 _PARTS = ("Algorithm", "Format", "Preference", "Granularity")
 _GROUPS = (128, 64, 32)
 _TORCHAO = "torchao"
 _MAX_SHOWN = 60
 TORCHAO_METHODS = ("int8_weight_only", "int4_weight_only")
-"""Values of ``model.quantization`` that torchao implements."""
 
 
 def check_quantization(config: Mapping[str, Any], wanted: str | None, device_type: str) -> None:
@@ -89,11 +88,8 @@ def _check_torchao(saved: Mapping[str, Any]) -> None:
 
 
 def quantization_of(config: Mapping[str, Any], wanted: str | None) -> str | None:
-    """Return a description of a model's quantization, or None if the model is not quantized.
-
-    The description names the checkpoint's format and ``wanted`` (``model.quantization``), or
-    torchao's type.
-    """
+    """Return a description of a model's quantization: the checkpoint's format and ``wanted``
+    (``model.quantization``), or torchao's type. Return None if the model is not quantized."""
     saved = saved_section(config)
     saved_as = choose_format(saved)
     if saved_as is not None:
@@ -162,7 +158,7 @@ def is_plain(linear: object) -> TypeGuard[nn.Linear]:
 
 
 def plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the tensor itself, or the tensors that a quantized tensor consists of."""
+    """Yield the tensors that a quantized tensor consists of, or an ordinary tensor itself."""
     if hasattr(tensor, "__tensor_flatten__"):
         names, _ = tensor.__tensor_flatten__()
         for name in names:
@@ -200,7 +196,6 @@ def _require_torchao() -> None:
 
 
 def _types_in(value: Any) -> Iterator[str]:
-    """Yield the names of the classes in a saved configuration."""
     if isinstance(value, Mapping):
         if "_type" in value:
             yield str(value["_type"])

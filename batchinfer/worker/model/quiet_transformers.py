@@ -18,7 +18,7 @@ def quiet_transformers(
     FutureWarnings.
 
     Args:
-        show_share: called with the progress that the bars would show, from 0 to 1.
+        show_share: called with the progress, from 0 to 1, that the hidden progress bars would show.
     """
     verbosity = logging.get_verbosity()
     bars = logging.is_progress_bar_enabled()
@@ -44,7 +44,8 @@ def quiet_transformers(
 
 
 def _shared(items: Any, show_share: Callable[[float], None]) -> Iterator[Any]:
-    """Yield the items of a progress bar, and report the share of the items that were consumed."""
+    """Yield the items of a progress bar, and call ``show_share`` with the share of consumed
+    items."""
     for done, item in enumerate(items):
         show_share(done / len(items))
         yield item

@@ -1,7 +1,8 @@
 """Copies the first layers of a model, and shortens their sliding windows to a few tokens.
 
 A family's code treats all layers of a kind alike. Comparing the first layer of each kind with
-transformers is therefore enough, and takes a hundredth of the time.
+transformers' layers is therefore enough, and takes a hundredth of the time that a whole model would
+take.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ _SHORT_CHUNK = 8
 """Length of a shortened chunk, in tokens: a multiple of the block size in ``family_check``."""
 _WINDOW = re.compile(r"\w*window(_size)?")
 _MAX_VOCAB_SIZE = 4096
-"""Largest vocabulary of the copy. With the whole vocabulary, most of its weights would be
-embeddings."""
+"""Largest vocabulary of the copy. With the model's whole vocabulary, most of the copy's weights
+would be embeddings."""
 _NOT_BY_LAYER = frozenset({"ssm_multipliers"})
 """Lists in configs whose entries do not belong to layers, even if a list has as many entries as the
 model has layers."""
 _NOT_OF_KIND = frozenset({"layer_idx", "_is_hf_initialized"})
-"""Attributes of modules in which layers of a kind may differ. transformers sets the second when it
-loads a module."""
+"""Attributes of modules in which layers of a kind may differ. transformers sets
+``_is_hf_initialized`` when it loads a module."""
 _MAX_COPIED_BYTES = 2 << 30
 _SHARE_OF_FREE = 0.25
 
@@ -45,11 +46,12 @@ class ShallowCopy:
     windows: Mapping[str, int]
     """The whole model's sliding windows that the copy shortens, in tokens, keyed by config key."""
     in_float32: bool
-    """True if the weights are copies in float32, False if they are shared with the whole model."""
+    """True if the copy has its own float32 weights, False if it shares the whole model's
+    weights."""
 
     @property
     def window(self) -> int:
-        """Shortest sliding window of the copy, in tokens; 0 if it has no window."""
+        """Shortest sliding window of the copy, in tokens; 0 without windows."""
         return min((*self.windows.values(), _SHORT_WINDOW)) if self.windows else 0
 
 
@@ -60,10 +62,10 @@ def shallow_copy(model: PreTrainedModel, max_model_len: int, free_bytes: int) ->
         max_model_len: longest sequence, in tokens; windows of at least this size are not shortened.
         free_bytes: free memory of the device. If the copy takes at most a quarter of this memory
             and at most 2 GiB, it is in float32, so that rounding does not hide differences.
-            Otherwise it shares the model's weights.
+            Otherwise, the copy shares the model's weights.
 
     Raises:
-        Exception: the copy cannot be built. The model's code may raise any type of error.
+        Exception: the model's code may raise errors of any type.
     """
     config = copy.deepcopy(model.config)
     text = config.get_text_config()
@@ -93,8 +95,8 @@ def _shorten_windows(text: Any, max_model_len: int) -> dict[str, int]:
 
 
 def _keep_layers(text: Any, count: int) -> None:
-    """Cut the config, and its lists with an entry for each layer, to the first ``count`` layers.
-    Keep a layer of every type, unless layers differ in shape."""
+    """Limit the config, and the config's lists with an entry for each layer, to the first ``count``
+    layers. Keep a layer of every type, unless layers differ in shape."""
     num_layers, values = text.num_hidden_layers, text.to_dict()
     shapes = values.get("per_layer_config") or {}
     types = _layer_types(text, values)
@@ -120,14 +122,14 @@ def _cut_vocabulary(text: Any) -> None:
 
 
 def _layer_types(text: Any, values: Mapping[str, Any]) -> list[str]:
-    # Some families do not list layer types, but derive them from other keys.
+    # Some families do not list their layer types, but derive the types from other keys.
     listed = {"layer_types", "layers_block_type"} & values.keys()
     return list(dict.fromkeys(text.layer_types or ())) if listed else []
 
 
 def num_copied_layers(model: PreTrainedModel) -> int:
-    """Return the number of layers that ``shallow_copy`` copies from the start. They include a layer
-    of each kind.
+    """Return how many of the first layers ``shallow_copy`` copies. The copied layers include each
+    kind.
 
     Beyond ``_MAX_LAYERS``, a layer is included only if no earlier layer has modules of the same
     classes. In Bamba, for example, layer 9 is the first attention layer.
@@ -147,7 +149,6 @@ def num_copied_layers(model: PreTrainedModel) -> int:
 
 
 def _kind(layer: nn.Module) -> list[Any]:
-    """Return values that are equal for layers of the same kind."""
     return [
         (
             name,
@@ -169,8 +170,8 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _fill(model: nn.Module, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None) -> None:
-    """Replace the tensors of a model on the ``meta`` device with those that have the same names in
-    ``tensors``. Tied weights stay tied."""
+    """Replace the tensors of a model on the ``meta`` device with ``tensors`` of the same names.
+    Tied weights stay tied."""
     cast: dict[int, torch.Tensor] = {}
     for prefix, module in model.named_modules():
         for members in (module._parameters, module._buffers):

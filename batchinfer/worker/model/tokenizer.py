@@ -1,8 +1,8 @@
 """Loads a model folder's tokenizer and its end-of-sequence ids.
 
-Before the job's process loads a tokenizer file, a separate process tries to load it. Native code
-reads the file's patterns and tables, and a bad file can make it loop forever, run out of memory or
-crash. In the job's process, a crash would end the job without a message.
+Before the job's process loads a tokenizer file, a separate process tries to load the file. Native
+code reads the file's patterns and tables, and a bad file can make this code loop forever, run out
+of memory or crash. In the job's process, a crash would end the job without a message.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ _MARKUP = re.compile(r"<.*>|\[.*\]", re.DOTALL)
 
 _CPU_S = 60
 _WALL_S = 600
-"""Limit of elapsed time, in seconds, for a process that sleeps or gets no processor time."""
+"""Limit in seconds on the elapsed time of the separate process, in case it sleeps or gets no
+processor time."""
 _MEMORY_BYTES = 4 << 30
 _PANICKED = 3
-# sys.path is replaced before other imports. It begins with the current folder, whose modules could
-# otherwise be imported instead of the intended ones.
+# sys.path is replaced before other imports, because it begins with the current folder, whose
+# modules could shadow the intended ones.
 _TRIAL_CODE = f"""
 import sys
 path, sys.path[:] = sys.argv[1], sys.argv[2:]
@@ -64,15 +65,13 @@ _ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1", "RU
 
 @dataclass(frozen=True, slots=True)
 class TokenizerParts:
-    """The parts of a tokenizer that ``batchinfer.text`` needs."""
-
     backend: Tokenizer
     chat_template: str | None
     special_tokens: Mapping[str, str]
     """Texts of special tokens, keyed by role, such as ``{"bos_token": "<s>"}``, for chat
     templates."""
     control_tokens: frozenset[str]
-    """Texts of the added tokens that have a special meaning for the model."""
+    """Texts of the added tokens that have a special meaning for the model, such as role markers."""
     clean_up_tokenization_spaces: bool
     has_token_type_ids: bool
     """True if token type ids mark the tokens of a pair's second text."""
@@ -84,14 +83,13 @@ def load_tokenizer(
     """Load the tokenizer of a model folder or hub id. No code from the folder is run.
 
     Args:
-        revision: revision of the hub's repository.
         key: configuration key with the name, for messages.
 
     Raises:
         ModelError: the tokenizer is missing, needs its own code, or has damaged files.
     """
     folder = resolve_folder(name, revision, CONFIG_FILES, key=key)
-    # Check config.json first. If it is damaged, transformers would blame the tokenizer.
+    # Check config.json first. If config.json is damaged, transformers would blame the tokenizer.
     read_json(folder / "config.json")
     if "auto_map" in (read_json(folder / "tokenizer_config.json") or {}):
         raise ModelError(
@@ -151,7 +149,7 @@ def eos_token_ids(folder: Path, config: Mapping[str, Any], vocab_size: int) -> f
     else from the tokenizer.
 
     Raises:
-        ModelError: the ids are not token ids of the model. The message names the file and the key.
+        ModelError: an id is not in the model's vocabulary. The message names the file and the key.
     """
     sources: tuple[tuple[str, Mapping[str, Any] | None], ...] = (
         ("generation_config.json: ", read_json(folder / "generation_config.json")),
@@ -179,10 +177,6 @@ def eos_token_ids(folder: Path, config: Mapping[str, Any], vocab_size: int) -> f
 
 def check_vocabulary(folder: Path, tokenizer: str | None, vocab_size: int) -> None:
     """Check that a model has embeddings for all token ids in tokenizer.json, if that file exists.
-
-    Args:
-        tokenizer: value of ``model.tokenizer``.
-        vocab_size: number of rows of the model's token embedding.
 
     Raises:
         ModelError: embeddings are missing, or the tokenizer does not exist.
@@ -214,7 +208,7 @@ def _backend(folder: Path) -> Tokenizer | None:
 
 
 def _chat_template(template: Any) -> str | None:
-    """Return the chat template, or the template named default if there are several."""
+    """Return the chat template. If there are several, return the template named default."""
     if isinstance(template, Mapping):
         template = template.get("default")
     return template if isinstance(template, str) else None
@@ -235,7 +229,8 @@ def _control_tokens(backend: Tokenizer) -> frozenset[str]:
 
 def try_tokenizer(path: Path) -> None:
     """Load a tokenizer.json and decode each of its tokens, in a process with limits on time and
-    memory, once for each file content. Do nothing if this Python cannot start processes.
+    memory. The result is cached by the file's content. Do nothing if this Python cannot start
+    processes.
 
     Raises:
         ModelError: the process crashed or exceeded its limits.
@@ -251,7 +246,7 @@ def try_tokenizer(path: Path) -> None:
 
 @functools.lru_cache(maxsize=64)
 def _trial_problem(path: Path, digest: bytes) -> str:
-    """Return why the process failed, as the predicate of a sentence; "" if it did not fail.
+    """Return why the process failed, as the predicate of a sentence, or "" after a success.
 
     Args:
         digest: hash of the file's content, for the cache.

@@ -1,5 +1,4 @@
-"""Loads a model's weights, or makes random weights, and sets the LongRoPE frequencies for all
-steps."""
+"""Loads a model's weights, or makes random weights, and fixes the LongRoPE frequencies."""
 
 from __future__ import annotations
 
@@ -40,11 +39,7 @@ _SEPARATE_EXPERT = re.compile(r"\bexperts\.\d+\.")
 
 
 class LaterWeights(Protocol):
-    """Modules whose weights are not loaded with the model."""
-
-    def are_in(self, tensor: str) -> bool:
-        """Return True if a tensor of the checkpoint belongs to such a module."""
-        ...
+    def are_in(self, tensor: str) -> bool: ...
 
     def take_out(self, model: torch.nn.Module) -> None:
         """Remove the modules from a new model on the ``meta`` device."""
@@ -60,7 +55,7 @@ def choose_dtype(wanted: str, values: Mapping[str, Any], saved: Mapping[str, str
         saved: dtype of each tensor in the weight files, as safetensors writes it.
 
     Raises:
-        ModelError: models cannot be run in the dtype that the model is saved in.
+        ModelError: the model is saved in a dtype in which models cannot be run.
     """
     if wanted != "auto":
         return wanted
@@ -90,12 +85,12 @@ def load_weights(
     """Load transformers' causal language model from the folder, onto the device.
 
     Args:
-        max_model_len: longest sequence in tokens, which decides LongRoPE frequencies.
+        max_model_len: longest sequence in tokens, which determines the LongRoPE frequencies.
         quantization: value of ``model.quantization``.
         show_share: called with the share of the weights that is loaded, from 0 to 1.
-        random: True to use random initial weights instead of the folder's files. These weights are
-            the same in every run on a device.
-        later: modules to load the model without.
+        random: True to use random initial weights instead of the folder's files. The random weights
+            are the same in every run on a device.
+        later: modules whose weights are not loaded now.
 
     Raises:
         ModelError: the files cannot be read or do not match the config, or ``random`` is set for a
@@ -138,7 +133,7 @@ def _make_random(config: PreTrainedConfig, dtype: str, device: torch.device) -> 
 
 @contextmanager
 def loading_errors(folder: Path) -> Iterator[None]:
-    """Turn errors of a model's code and of libraries into errors that name the folder."""
+    """Turn errors inside the ``with`` block into errors that name the folder."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -157,14 +152,15 @@ def loading_errors(folder: Path) -> Iterator[None]:
 
 
 def load_options(dtype: torch.dtype, attention: str) -> dict[str, Any]:
-    """Return options of ``from_pretrained`` that load safetensors files and run no code."""
+    """Return ``from_pretrained`` options with which only safetensors files are loaded and no code
+    is run."""
     return {
         "dtype": dtype,
         "attn_implementation": attention,
         "use_safetensors": True,
         "trust_remote_code": False,
         "local_files_only": True,
-        "ignore_mismatched_sizes": True,  # ``check_loaded`` names tensors of wrong shape
+        "ignore_mismatched_sizes": True,  # ``check_loaded`` reports wrong shapes
         "output_loading_info": True,
     }
 
@@ -177,17 +173,16 @@ def read_weights(
     attention: str = ATTENTION_NAME,
     later: LaterWeights | None = None,
 ) -> tuple[PreTrainedModel, Mapping[str, Any], set[str]]:
-    """Read a model from its weight files. Weights in one of ``METHODS`` are dequantized one at a
-    time as they are loaded; transformers reads all others itself.
+    """Read a model from its weight files. Weights in a format of ``METHODS`` are dequantized one at
+    a time while they are loaded; transformers reads all other weights itself.
 
     Args:
         read: ``from_pretrained`` of the model's class.
         attention: name of the attention function in transformers.
-        later: modules of a quantized checkpoint to read the model without.
+        later: modules of a quantized checkpoint whose weights are not read yet.
 
     Returns:
-        The model, transformers' report on loading it, and the names of tensors that the model
-        may lack.
+        The model, transformers' loading report, and the names of tensors that the model may lack.
     """
     options = load_options(getattr(torch, dtype), attention)
     saved_as = choose_format(saved_section(config.to_dict()))
@@ -195,7 +190,7 @@ def read_weights(
         return *read(folder, config=config, **options), set()
     config = deepcopy(config)
     for part in (config, config.get_text_config()):
-        # Otherwise, transformers would make quantized layers.
+        # With this attribute, transformers would make quantized layers.
         vars(part).pop("quantization_config", None)
     paths = [folder / name for name in weight_files(folder)]
     tensors = dequantized_tensors(paths, saved_as, options["dtype"])
@@ -206,9 +201,9 @@ def read_weights(
 
 
 def _unused_head(model: PreTrainedModel) -> set[str]:
-    """Return the names of the output head's tensors if a model was saved without a head. The
-    model's task does not use the head, but transformers reports these tensors as missing in
-    families whose head cannot be tied to the embeddings."""
+    """Return the names of the output head's tensors if a model was saved without a head. In
+    families whose head cannot be tied to the embeddings, transformers reports these tensors as
+    missing, although the model's task does not use the head."""
     saved = model.config.architectures or [""]
     if saved[0] not in headless_names(model.config):
         return set()
@@ -218,7 +213,7 @@ def _unused_head(model: PreTrainedModel) -> set[str]:
 
 def _misplaced(model: PreTrainedModel, unused: Collection[str]) -> list[str]:
     """Return the ``unused`` tensors that belong to the model's layers, embeddings or output head.
-    Ignoring these tensors would change the model's output.
+    Such a model's output would be wrong.
 
     Other unused tensors do not matter: value heads, classifiers and draft layers; masks and rotary
     frequencies that older versions of transformers saved; and extra layers that predict later
@@ -261,7 +256,7 @@ def check_loaded(
     unused = _misplaced(model, set(report["unexpected_keys"]) - set(optional))
     remedy = "take config.json and the safetensors files from the same model, or fetch it again"
     mismatched = sorted(report["mismatched_keys"])
-    # Mismatched tensors are also listed as missing.
+    # transformers also lists mismatched tensors as missing.
     missing = report["missing_keys"] - {name for name, *_ in mismatched} - _unused_head(model)
     if missing:
         problem = f"{len(missing)} tensors are missing from the weight files: {_some(missing)}"
@@ -303,8 +298,8 @@ def _shape(size: Collection[int]) -> str:
 
 def fix_longrope(model: torch.nn.Module, max_model_len: int) -> None:
     """Choose the LongRoPE frequencies for ``max_model_len`` tokens, once for all steps.
-    transformers chooses them by the largest position in a batch, so other rows of the batch could
-    change a row's output. Models without LongRoPE stay as they are.
+    transformers chooses the frequencies by the largest position in a batch, so other rows of the
+    batch could change a row's output. Models without LongRoPE do not change.
 
     Raises:
         ModelError: the frequencies cannot be fixed.
@@ -324,8 +319,8 @@ def _fix(module: torch.nn.Module, max_model_len: int) -> None:
     like = frequencies.new_zeros(1)
     alone = torch.tensor([[0, 1]], device=frequencies.device)
     with_last = torch.tensor([[0, 1, max_model_len - 1]], device=frequencies.device)
-    # A call with the last position makes transformers choose the frequencies. Once the rope_type
-    # is "default", transformers keeps them.
+    # A call with the last position makes transformers choose the frequencies. Once the rope_type is
+    # "default", transformers keeps these frequencies.
     module(like, position_ids=with_last)
     module.rope_type = "default"  # type: ignore[assignment]
     expected = module(like, position_ids=with_last)
@@ -339,7 +334,6 @@ def _fix(module: torch.nn.Module, max_model_len: int) -> None:
 
 
 def uses_longrope(config: Any) -> bool:
-    """Return True if a config's language model uses LongRoPE."""
     text = getattr(config, "get_text_config", lambda: config)()
     rope = getattr(text, "rope_parameters", None) or {}
     entries = [rope, *(entry for entry in rope.values() if isinstance(entry, Mapping))]

@@ -23,18 +23,18 @@ class LayerInputs(NamedTuple):
     gate: torch.Tensor
     """[T, Hv * Dv] gate of the output."""
     decay: torch.Tensor
-    """[T, Hv * decay_width] numbers from which the decay is computed."""
+    """[T, Hv * decay_width] inputs of the decay's formula."""
     beta: torch.Tensor
     """[T, Hv] logits of the write strength."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """Names of the parts of a Gated DeltaNet layer in one of transformers' families. The parts of
-    submodules have dotted names."""
+    """Names of the parts of a Gated DeltaNet layer in one of transformers' families. A part inside
+    a submodule has a dotted name."""
 
     qkv: tuple[str, ...] = ("in_proj_qkv",)
-    """Projections whose outputs are queries, keys and values, in this order."""
+    """Projections that compute queries, keys and values, in this order."""
     gate: str = "in_proj_z"
     decay: str = "in_proj_a"
     beta: str = "in_proj_b"
@@ -43,22 +43,21 @@ class Family:
     key_heads: str = "num_k_heads"
     key_width: str = "head_k_dim"
     second_gate: str = ""
-    """Projection that is applied to the output of ``gate``; empty: none."""
+    """Projection of the output of ``gate``; empty: none."""
     second_decay: str = ""
-    """Projection that is applied to the output of ``decay``; empty: none."""
+    """Projection of the output of ``decay``; empty: none."""
     decay_module: str = ""
-    """Module with the constants of the decay; empty: the layer itself."""
+    """Submodule with the constants of the decay; empty: the layer itself."""
     by_key_head: bool = False
-    """True if two projections compute all inputs, with their outputs ordered by key head."""
+    """True if two projections compute all inputs, and order their outputs by key head."""
 
     @property
     def projections(self) -> tuple[str, ...]:
-        """All projections of the layer's input, in the order of ``LayerInputs``."""
+        """Projections of the layer's input, in the order of ``LayerInputs``."""
         return (*self.qkv, self.gate, self.decay, self.beta)
 
     @property
     def second_projections(self) -> tuple[str, ...]:
-        """Projections of the outputs of other projections."""
         return tuple(name for name in (self.second_gate, self.second_decay) if name)
 
     def projected_again(self, module: Any, inputs: LayerInputs) -> LayerInputs:
@@ -112,7 +111,7 @@ FAMILIES = {
 
 
 def forward(self: Any, hidden_states: torch.Tensor, **_: Any) -> torch.Tensor:
-    """Run the layer on [1, T, H] instead of its own forward pass, and return [1, T, H]."""
+    """Run the layer on [1, T, H] in place of transformers' ``forward``, and return [1, T, H]."""
     family = FAMILIES[type(self).__name__]
     if (weights := getattr(self, "_paged_weights", None)) is None:
         weights = self._paged_weights = weights_of(self, family)
@@ -122,11 +121,8 @@ def forward(self: Any, hidden_states: torch.Tensor, **_: Any) -> torch.Tensor:
 
 
 def run_layer(inputs: LayerInputs, weights: GatedDeltaWeights, layer: int) -> torch.Tensor:
-    """Run the part of a layer between its projections, and return [T, Hv * Dv].
-
-    Args:
-        layer: number of the layer in the model.
-    """
+    """Run the part of a layer between its projections, and return [T, Hv * Dv]. ``layer`` is the
+    layer's number in the model."""
     out = torch.empty(inputs.gate.shape, dtype=inputs.gate.dtype, device=inputs.gate.device)
     compute = choose_kernel(
         out,
@@ -141,7 +137,7 @@ def run_layer(inputs: LayerInputs, weights: GatedDeltaWeights, layer: int) -> to
 
 
 def weights_of(layer: Any, family: Family) -> GatedDeltaWeights:
-    """Return the weights of transformers' layer, except those of projections."""
+    """Return the weights of transformers' layer, without projections."""
     norm, decay = getattr(layer, family.norm), layer.get_submodule(family.decay_module)
     return GatedDeltaWeights(
         conv=layer.conv1d.weight[:, 0].T.float().contiguous(),

@@ -14,11 +14,11 @@ from batchinfer.worker.recurrent import short_conv
 from batchinfer.worker.recurrent.paged_states import choose_kernel, paged_states
 
 LAYERS = ("FalconMambaMixer", "JambaMambaMixer", "MambaMixer")
-"""Names of transformers' classes. Some have norms after ``x_proj``."""
+"""Names of transformers' classes. Some classes have norms after ``x_proj``."""
 
 
 def forward(self: Any, hidden_states: torch.Tensor, **_: Any) -> torch.Tensor:
-    """Run the layer on [1, T, H] instead of its own forward pass, and return [1, T, H]."""
+    """Run the layer on [1, T, H] in place of transformers' ``forward``, and return [1, T, H]."""
     if getattr(self, "_paged_weights", None) is None:
         self._paged_weights = short_conv.weights_of(self.conv1d, silu=True), weights_of(self)
     conv, weights = self._paged_weights

@@ -24,7 +24,7 @@ LAYERS = (
 
 
 def forward(self: Any, hidden_states: torch.Tensor, **_: Any) -> torch.Tensor:
-    """Run the layer on [1, T, H] instead of its own forward pass, and return [1, T, H]."""
+    """Run the layer on [1, T, H] in place of transformers' ``forward``, and return [1, T, H]."""
     if (weights := getattr(self, "_paged_weights", None)) is None:
         weights = self._paged_weights = weights_of(self)
     scales = getattr(self, "mup_vector", None)  # Falcon-H1 scales inputs and outputs
@@ -53,7 +53,7 @@ def forward(self: Any, hidden_states: torch.Tensor, **_: Any) -> torch.Tensor:
 
 
 def weights_of(layer: Any) -> Mamba2Weights:
-    """Return the weights of transformers' layer, except those of projections."""
+    """Return the weights of transformers' layer, without projections."""
     norm = layer.norm if hasattr(layer.norm, "weight") else None
     bias = layer.conv1d.bias
     low, high = layer.time_step_limit

@@ -19,22 +19,17 @@ Kernel = Callable[..., None]
 def choose_kernel(
     like: torch.Tensor, conv_width: int, *, triton: Kernel, native: Kernel, reference: Kernel
 ) -> Kernel:
-    """Return the kernel for a device and dtype, or the reference if no kernel supports them.
-
-    Args:
-        like: a tensor of the layer's dtype and device.
-        conv_width: width of the layer's convolution.
-    """
+    """Return the kernel for the dtype and device of ``like`` and the width of the layer's
+    convolution. Return the reference if no kernel supports them."""
     if like.is_cuda:
         return triton
     return native if supports(like.dtype, conv_width) else reference
 
 
 def paged_states(layer: int, *, has_scan: bool = False) -> PagedStates:
-    """Return the states of the current step's sequences.
+    """Return the states of the current step's sequences in ``layer``.
 
     Args:
-        layer: number of the layer in the model.
         has_scan: True if the layer has a chunked scan on a CUDA device.
     """
     context = current_context()
@@ -55,7 +50,8 @@ def paged_states(layer: int, *, has_scan: bool = False) -> PagedStates:
 
 @functools.cache
 def places_of(layout: StateLayout, number: int) -> StatePlaces:
-    """Return where slots hold the state of recurrent layer ``number``, counted from 0."""
+    """Return where slots hold the state of recurrent layer ``number`` (0, 1, ... among recurrent
+    layers)."""
     shape, matrices, convolutions = layout.shape, layout.matrices, layout.convolutions
     return StatePlaces(
         columns=matrices.piece_elements // shape.key_width,

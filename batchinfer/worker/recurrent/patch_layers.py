@@ -1,8 +1,8 @@
 """Patches a model's recurrent layers to keep their state in the KV pool.
 
-transformers' own forward pass of a recurrent layer ignores where sequences begin in a packed row,
-so the layer's ``forward`` method is replaced. The layer keeps its projections, which other modules
-quantize, pack and extend with adapters.
+In transformers, a recurrent layer's ``forward`` ignores where sequences begin in a packed row, so
+this module replaces the method. The layer keeps its projections, so that they can be quantized,
+packed and extended with adapters.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _FORWARDS: dict[str, Callable[..., torch.Tensor]] = {
     **dict.fromkeys(mamba2.LAYERS, mamba2.forward),
     **dict.fromkeys(short_conv.LAYERS, short_conv.forward),
 }
-"""Forward passes, keyed by the name of transformers' class. They take and return [1, T, H]."""
+"""Functions that replace ``forward``, keyed by the name of transformers' class."""
 
 
 def page_recurrent_state(model: nn.Module) -> None:
@@ -36,6 +36,6 @@ def page_recurrent_state(model: nn.Module) -> None:
 
 
 def _name_layer(attention: Any, _: Any, options: dict[str, Any]) -> None:
-    """Set ``layer_idx`` of an attention module, which several layers share, to the running
-    layer."""
+    """Set ``layer_idx`` of an attention module that several layers share to the running layer's
+    number."""
     attention.layer_idx = options["layer_idx"]

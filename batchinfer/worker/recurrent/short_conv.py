@@ -13,11 +13,10 @@ from batchinfer.kernels.cpu import causal_conv as native
 from batchinfer.worker.recurrent.paged_states import choose_kernel, paged_states
 
 LAYERS = ("Lfm2ShortConv", "Lfm2MoeShortConv", "Lfm3ShortConv")
-"""Names of transformers' classes."""
 
 
 def forward(self: Any, hidden_states: torch.Tensor, **_: Any) -> torch.Tensor:
-    """Run the layer on [1, T, H] instead of its own forward pass, and return [1, T, H]."""
+    """Run the layer on [1, T, H] in place of transformers' ``forward``, and return [1, T, H]."""
     if (weights := getattr(self, "_paged_weights", None)) is None:
         weights = self._paged_weights = weights_of(self.conv, silu=False)
     before, after, values = self.in_proj(hidden_states[0]).chunk(3, dim=1)
@@ -38,7 +37,6 @@ def convolve(
 
     Args:
         inputs: [T, channels].
-        layer: number of the layer in the model.
         before: [T, channels] factors by which the inputs are multiplied, or None.
         after: [T, channels] factors by which the outputs are multiplied, or None.
     """
@@ -55,7 +53,6 @@ def convolve(
 
 
 def weights_of(conv: torch.nn.Conv1d, *, silu: bool) -> CausalConvWeights:
-    """Return the weights of transformers' convolution."""
     return CausalConvWeights(
         conv=conv.weight[:, 0].T.float().contiguous(),
         bias=None if conv.bias is None else conv.bias.float().contiguous(),

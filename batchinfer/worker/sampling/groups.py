@@ -1,4 +1,4 @@
-"""Splits a step's samples into groups that are drawn in one call.
+"""Splits a step's samples into groups, each of which is drawn in one call.
 
 D = number of distributions in a group. Samples that draw from the same row of logits with the same
 parameters share a distribution.
@@ -16,7 +16,7 @@ from batchinfer.engine.step import Bool, Int64, SamplingBatch
 
 @dataclass(frozen=True, slots=True)
 class SampleGroup:
-    """Samples in ascending order; samples of the same distribution are adjacent."""
+    """Samples in ascending order. Samples that share a distribution are adjacent."""
 
     samples: Int64  # [k] index into the batch's K samples
     starts: Int64  # [D + 1] start of each distribution's samples in ``samples``, then the end
@@ -37,7 +37,7 @@ def group_samples(
 ) -> Iterator[SampleGroup]:
     """Split the ``chosen`` [K] samples into groups of at most ``max_distributions``.
 
-    Samples whose logits are ``edited`` [K] do not share a distribution.
+    Samples whose logits are ``edited`` [K] do not share distributions.
     """
     samples = np.flatnonzero(chosen)
     if len(samples) == 0:

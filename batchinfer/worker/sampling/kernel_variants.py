@@ -17,7 +17,7 @@ from batchinfer.config import SamplingParams
 from batchinfer.engine.step import SamplingBatch, SamplingColumns
 
 _Unset = Mapping[str, tuple[object, ...]]
-"""For each parameter, the values that have no effect."""
+"""The values of each sampling parameter that have no effect."""
 _NO_EDITS: _Unset = {
     "presence_penalty": (0.0,),
     "frequency_penalty": (0.0,),
@@ -33,27 +33,21 @@ _NO_GRAMMARS: _Unset = {"structured_outputs": (None,), "max_reasoning_tokens": (
 
 
 class KernelVariant(NamedTuple):
-    """Variant of the sampling kernels that a launch uses."""
-
     edited: bool
     """True if logits are edited before the draw."""
     draws: bool
     """True if some samples have a temperature above 0."""
     filters: bool
-    """True if top-k or top-p filters tokens for some of these samples."""
+    """True if top-k or top-p filters the tokens of some samples with a temperature above 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingVariants:
-    """All variants that steps with given sampling parameters may launch."""
-
     launches: frozenset[KernelVariant]
     mask_words: int
-    """Number of 32-bit words in a row's token mask; 0: no grammar restricts any sample."""
+    """Number of 32-bit words in a row's token mask; 0 without grammars."""
     scores: bool
-    """True if log-probabilities of prompts are computed."""
     forced_tokens: bool
-    """True if tokens are given instead of drawn."""
     num_logprobs: int
     """Largest number of alternatives; -1: no log-probabilities."""
 
@@ -66,10 +60,9 @@ class SamplingVariants:
         own: Collection[str] = (),
         forced_tokens: bool = False,
     ) -> SamplingVariants:
-        """Return the variants for steps whose samples have any of these parameters.
+        """Return the variants for steps whose samples have parameters among ``params``.
 
         Args:
-            vocab: size of the model's vocabulary.
             own: names of parameters that each row may override.
             forced_tokens: true if every sample's token is given.
         """
@@ -99,8 +92,8 @@ class SamplingVariants:
         )
 
     def batches(self) -> Iterator[SamplingBatch]:
-        """Yield a batch with one row of logits for each variant. Only the first batch has a token
-        mask, if masks are used."""
+        """Yield a batch with one row of logits for each variant. If masks are used, only the first
+        batch has a token mask."""
         masks: dict[str, Any] = {}
         if self.mask_words:
             words = np.full((1, self.mask_words), -1, np.int32)
@@ -133,8 +126,8 @@ class SamplingVariants:
 
 
 def _are_set(params: SamplingParams, own: Collection[str], unset: _Unset) -> set[bool]:
-    """Return {True} if one of these parameters has an effect in every row, {False} if none has an
-    effect in any row, and {True, False} if this may differ between rows."""
+    """Return {True} if one of the ``unset`` parameters has an effect in every row, {False} if none
+    has an effect in any row, and {True, False} if rows may differ."""
     fixed = {name: values for name, values in unset.items() if name not in own}
     if any(getattr(params, name) not in values for name, values in fixed.items()):
         return {True}

@@ -1,6 +1,6 @@
 """Edits logits before temperature is applied: masks, biases, bans, allowed ids, penalties.
 
-The meaning and order of these edits follow vLLM's ``v1/sample/sampler.py`` and
+The meaning and order of the edits follow vLLM's ``v1/sample/sampler.py`` and
 ``model_executor/layers/utils.py``. A ban is a bias of -inf.
 """
 
@@ -25,11 +25,11 @@ _Change = Callable[[Tensor, SamplingBatch, Int64], None]
 def run_processors(logits: Tensor, processed: Sequence[ProcessedRow]) -> None:
     """Run users' functions on their rows of ``logits`` [R, V], in place.
 
-    If functions set logits of a row to +inf, only the tokens with these logits remain, and they are
-    equally likely.
+    If a function sets logits of a row to +inf, only the tokens with logits of +inf remain, and all
+    of them are equally likely.
 
     Raises:
-        TypeError, ValueError: a function returns something other than logits.
+        TypeError, ValueError: a function does not return a tensor of the logits' shape.
     """
     for item in processed:
         row = logits[item.row].float()
@@ -51,7 +51,7 @@ def run_processors(logits: Tensor, processed: Sequence[ProcessedRow]) -> None:
 
 
 def edited_samples(batch: SamplingBatch) -> Bool:
-    """Return bool [K], True where a processor changes the sample's logits."""
+    """Return bool [K], True for samples whose logits a processor changes."""
     edited = np.zeros(len(batch.logits_rows), np.bool_)
     for samples, _ in LOGITS_PROCESSORS:
         edited[samples(batch)] = True
@@ -63,7 +63,7 @@ def edit_logits(logits: Tensor, batch: SamplingBatch, heads: Int64) -> None:
 
     Args:
         logits: float32 [D, V]; row d belongs to sample ``heads[d]``.
-        batch: parameters of all samples; samples that are not in ``heads`` are ignored.
+        batch: parameters of all samples; only the samples in ``heads`` are used.
         heads: [D] sample of each row.
     """
     rows = np.full(len(batch.logits_rows), -1)
@@ -147,9 +147,9 @@ LOGITS_PROCESSORS: tuple[tuple[_Samples, _Change], ...] = (
     (lambda batch: batch.allowed_samples, _keep_allowed),
     (_penalized_samples, _penalize),
 )
-"""The processors in the order in which they are applied. Each is a pair: a function that returns
-the samples that the processor applies to, and a function that changes their logits. The second
-function gets the row of each sample, [K]; -1 = no row."""
+"""The processors in the order in which they are applied, each a pair of functions. The first
+function returns the samples that the processor applies to. The second function changes these
+samples' logits, given each sample's row [K] (-1: no row)."""
 
 
 def _rewrite(
@@ -158,14 +158,12 @@ def _rewrite(
     token_ids: Tensor,  # int64 [P, n], padded with -1
     change: Callable[[Tensor, Tensor], Tensor],
 ) -> None:
-    """Replace the logits of ``token_ids`` with ``change(ids, logits of the ids)``, all [P, n].
-
-    A token that is listed twice is written twice with the same value, so the order of writes does
-    not matter.
+    """Replace the logits of ``token_ids`` with ``change(ids, logits of the ids)``, all [P, n]. A
+    token that is listed twice gets the same value twice, so the order of writes does not matter.
     """
     if token_ids.shape[1] == 0:
         return
-    # Padding repeats a token of the same row. If a row has only padding, its logits do not change.
+    # Padding repeats a token of the same row. The logits of a row with only padding do not change.
     stand_in = token_ids.amax(dim=1, keepdim=True)
     ids = torch.where(token_ids >= 0, token_ids, stand_in.clamp(min=0))
     at = logits[rows, ids]

@@ -1,7 +1,7 @@
 """Logits and log-probabilities of the tokens that a result reports.
 
-R = rows of logits, K = samples, V = vocabulary size, L and W = largest numbers of alternatives and
-of named ids per sample.
+R = rows of logits, K = samples, V = vocabulary size, L = largest number of alternatives per sample,
+W = largest number of named ids per sample.
 """
 
 from __future__ import annotations
@@ -20,20 +20,18 @@ from batchinfer.worker.transfer import to_device
 
 
 class RowStats(NamedTuple):
-    """Statistics of rows of logits, from one pass over them."""
-
     maximum: Tensor  # float32 [R]; NaN or infinite if the row is not usable
     max_logprob: Tensor  # float32 [R] log-probability of the most likely token
 
     def logprobs(self, rows: Tensor, logits: Tensor) -> Tensor:
-        """Return the log-probabilities of ``logits`` [K, any], which are from ``rows`` [K]."""
+        """Return the log-probabilities of ``logits`` [K, ...], which come from ``rows`` [K]."""
         return (logits - self.maximum[rows][:, None]) + self.max_logprob[rows][:, None]
 
 
 def row_stats(logits: Tensor, chunk: int) -> tuple[RowStats, Tensor]:
     """Return statistics of the rows of ``logits`` [R, V], and the id of each row's most likely
-    token (the lowest id of equally likely tokens), int64 [R]. If the logits must be converted to
-    float32, ``chunk`` rows are processed at a time."""
+    token, int64 [R] (the lowest id if tokens are equally likely). If the logits must be converted
+    to float32, ``chunk`` rows are processed at a time."""
     if logits.is_cuda or cpu_attention.supports(logits.dtype):
         return _row_stats_by_kernel(logits)
     compute = _row_stats_by_kernel if cpu_attention.supports(torch.float32) else _row_stats_by_torch
@@ -58,16 +56,14 @@ def _row_stats_by_kernel(logits: Tensor) -> tuple[RowStats, Tensor]:
 
 
 def empty_stats(logits: Tensor) -> RowStats:
-    """Return uninitialized statistics, which a kernel fills in.
-
-    Each tensor is a separate allocation, because Triton would compile another variant of the kernel
-    for an address that is not aligned.
+    """Return uninitialized statistics for a kernel. Each tensor is a separate allocation, because
+    Triton would compile another variant of the kernel for an unaligned address.
     """
     return RowStats(*(logits.new_empty(len(logits), dtype=torch.float32) for _ in range(2)))
 
 
 class Reported(NamedTuple):
-    """Logits or log-probabilities to report for K samples, on their device."""
+    """Logits or log-probabilities to report for K samples, on the samples' device."""
 
     # Float32 [K, 1 + L + W] values of the drawn token, the most likely tokens and the named tokens.
     values: Tensor
@@ -91,8 +87,7 @@ def look_up(
         logits: [R, V].
         rows: [K] row of each sample.
         token_ids: int64 [K] on the device.
-        wanted: [K] number of most likely tokens to report; -1: report nothing, not even the rank of
-            the sample's token.
+        wanted: [K] number of most likely tokens to report; -1: report nothing, not even a rank.
         named_token_ids: [K, W] ids below V, padded with -1; the value of padding is -inf.
         num_top: L, at most V.
         chunk: number of rows to process at a time.
@@ -130,9 +125,9 @@ def _named_logits(logits: Tensor, rows: Tensor, token_ids: Int32) -> Tensor:
 def _top_logits(
     logits: Tensor, rows: Int32, wanted: Int32, num_top: int, chunk: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the most likely tokens [K, L] of each sample's row, best first, and their logits.
-    Equally likely tokens are ordered by id. Samples without log-probabilities get ids 0 and logits
-    -inf."""
+    """Return the most likely tokens [K, L] of each sample's row, best first, and the tokens'
+    logits. Equally likely tokens are ordered by id. Samples without log-probabilities get ids 0 and
+    logits -inf."""
     ids = torch.zeros((len(rows), num_top), dtype=torch.int64, device=logits.device)
     values = torch.full(ids.shape, -torch.inf, device=logits.device)
     asking = np.flatnonzero(wanted > 0)

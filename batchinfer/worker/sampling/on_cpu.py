@@ -1,4 +1,4 @@
-"""Draws samples on a CPU: in C if the C code supports the logits' dtype, else with torch.
+"""Draws samples on a CPU, in C if the C code supports the logits' dtype, else with torch.
 
 A sample's random number depends only on its key and counter. Philox-4x32-10 (Salmon, Moraes, Dror
 and Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011) computes four random words from a
@@ -38,7 +38,7 @@ def draw_on_cpu(logits: Tensor, batch: SamplingBatch, chunk: int) -> Draws:
     Args:
         logits: [R, V]; tokens that masks forbid become -inf.
         batch: parameters of the K samples.
-        chunk: number of distributions to process at a time if their logits must be copied.
+        chunk: number of distributions to process at a time if logits must be copied.
     """
     forbid_masked(logits, batch.masked_rows, batch.masks)
     stats, argmax = row_stats(logits, chunk)
@@ -73,10 +73,11 @@ def draw_on_cpu(logits: Tensor, batch: SamplingBatch, chunk: int) -> Draws:
 def _draw_in_workspace(
     logits: Tensor, batch: SamplingBatch, group: SampleGroup, bits: Int64
 ) -> tuple[Tensor, Tensor]:
-    """Draw a group from copies of its rows. Either all or none of its samples have temperature 0.
+    """Draw a group from copies of its rows. Either all or none of the group's samples have
+    temperature 0.
 
     Returns:
-        Token ids [k], and codes [k] for why a sample has no token (0 = it has a token).
+        Token ids [k], and codes [k] for why a sample has no token (0: the sample has a token).
     """
     edited = logits[torch.from_numpy(batch.logits_rows[group.heads])].float()
     edit_logits(edited, batch, group.heads)
@@ -93,7 +94,7 @@ def _draw_in_workspace(
 
 
 def _failures(maximum: Tensor, of_nothing: int) -> Tensor:
-    """Return for each row [R] the code for why no token can be drawn; 0 = a token can be drawn.
+    """Return the code [R] for why no token of a row can be drawn; 0: a token can be drawn.
 
     Args:
         maximum: [R] largest logit of each row.
@@ -127,8 +128,8 @@ def _draw_natively(
 ) -> Tensor:
     """Draw token ids [k] in C, one row at a time.
 
-    ``_weights`` and ``_draw`` do the same, but take ten times as long. Their ``exp`` may differ in
-    the last bit, so about one token in a few million differs.
+    The torch functions ``_weights`` and ``_draw`` compute the same in ten times as much time.
+    torch's ``exp`` may differ in the last bit, so about one token in a few million differs.
     """
     chosen = torch.zeros(len(group.samples), dtype=torch.int64)
     arrays = {name: getattr(batch, name)[group.heads] for name in batch.DISTRIBUTION}
@@ -149,8 +150,8 @@ def _weights(logits: Tensor, maximum: Tensor, batch: SamplingBatch, heads: Int64
     """
     min_p = batch.min_p[heads]
     shifted = logits - maximum
-    # If a row's maximum is not finite, the row is drawn as if all tokens were equally likely. Its
-    # token is dropped later.
+    # If a row's maximum is not finite, a token is drawn as if all were equally likely, and dropped
+    # later.
     shifted.masked_fill_(~maximum.isfinite(), 0)
     relative = shifted.div_(torch.from_numpy(batch.temperature[heads, None])).exp_()
     if min_p.any():
@@ -163,10 +164,9 @@ def _weights(logits: Tensor, maximum: Tensor, batch: SamplingBatch, heads: Int64
 
 
 def _draw(weights: Tensor, distributions: Tensor, group: SampleGroup, bits: Int64) -> Tensor:
-    """Return, for each sample, the first token in id order whose cumulative weight exceeds
-    u times the total weight.
-
-    Integers make this exact, so a token of weight 0 is never drawn.
+    """Return each sample's token: the first token in id order whose cumulative weight exceeds u
+    times the total weight. The arithmetic is exact, because weights are integers, so a token of
+    weight 0 is never drawn.
 
     Args:
         distributions: [k] row of ``weights`` for each sample.
@@ -185,8 +185,8 @@ def _draw(weights: Tensor, distributions: Tensor, group: SampleGroup, bits: Int6
 
 
 def philox_4x32(counter: UInt64, key: UInt64) -> UInt64:
-    """Return random words [4, K] for counters [4, K] and keys [2, K]. All words have 32 bits, and
-    are stored in 64 bits."""
+    """Return random words [4, K] for counters [4, K] and keys [2, K]. Each 32-bit word is stored in
+    64 bits."""
     left, right = counter[[0, 2]], counter[[1, 3]]
     for _ in range(_ROUNDS):
         product = (left * _MULTIPLIERS)[::-1]
@@ -196,18 +196,13 @@ def philox_4x32(counter: UInt64, key: UInt64) -> UInt64:
 
 
 def random_bits(seed: UInt64, stream: UInt64, sample_index: Int32, position: Int32) -> Int64:
-    """Return a uniformly distributed integer in [0, 2**RANDOM_BITS) for each token to be drawn.
+    """Return integers [K], uniformly distributed in [0, 2**RANDOM_BITS), for K tokens to be drawn.
 
     The key is the seed. The counter is (low word of the stream, high word, sample index, position).
 
     Args:
-        seed: [K].
         stream: [K] the row's random stream.
-        sample_index: [K].
         position: [K] number of output tokens before this token.
-
-    Returns:
-        [K] integers.
     """
     places = sample_index.astype(np.uint64), position.astype(np.uint64)
     counter = np.stack((stream & _WORD, stream >> _WORD_BITS, *places))

@@ -1,8 +1,8 @@
 """Draws samples on a CUDA device with Triton kernels that edit logits and draw tokens.
 
-All parameters of a step's samples are sent in one copy. Separate launches draw the samples with
-edited logits: one launch of ``apply_penalties`` and one of ``sample``. If the copies of their
-logits would take too much memory, there are several such pairs of launches.
+All parameters of a step's samples are sent in one copy. For samples with edited logits, there are
+separate launches of ``apply_penalties`` and ``sample``: one pair, or several pairs if the copies of
+the logits would take too much memory.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _Arrays = dict[str, npt.NDArray[np.generic]]
 _EDITED_ELEMENTS = 2**26
 """Largest number of edited logits in memory at a time."""
 _ROW_BYTES, _TILE_BYTES, _MOST_FOUND_BYTES = 64, 8, 2**16
-"""Sizes of the kernel's workspace in bytes: for each row, for every 128 logits of a row, and for
-all candidates of a row (at most)."""
+"""Sizes of the kernel's workspace in bytes: for each row, for every 128 logits of a row, and (at
+most) for all candidates of a row."""
 
 
 def workspace_bytes(rows: int, vocab: int) -> int:
@@ -162,8 +162,8 @@ def _edit_arrays(batch: SamplingBatch, heads: Int64, vocab: int) -> _Arrays:
 
 
 def _seen_tokens(batch: SamplingBatch, place: Int64, part: str) -> tuple[Int64, Int32]:
-    """Return the tokens of prompts or outputs (``part``) that penalties apply to: the index of each
-    token's distribution in the group (-1 = not in this group), and the token ids."""
+    """Return the tokens of prompts or outputs (``part``) that penalties apply to, as the index of
+    each token's distribution in the group (-1: not in this group) and the token ids."""
     if batch.penalties is None:
         return np.empty(0, np.int64), np.empty(0, np.int32)
     padded = getattr(batch.penalties, f"{part}_token_ids")

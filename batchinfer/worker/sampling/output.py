@@ -14,17 +14,17 @@ from batchinfer.worker.sampling.logprobs import Reported, RowStats
 from batchinfer.worker.transfer import HostCopy
 
 NONFINITE, NO_TOKEN_LEFT = 1, 2
-"""Reasons why a sample has no token: its logits are NaN or infinite, or bans and allowed ids
+"""Reasons why a sample has no token: its logits are NaN or infinite, or its bans and allowed ids
 exclude all tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """The K samples that were drawn from R rows of logits, on the device that drew them."""
+    """K samples that were drawn from R rows of logits, on the device that drew them."""
 
     token_ids: Tensor  # int64 [K]
     logprobs: Tensor  # float32 [K]
-    failures: Tensor  # [K] 0, or why a sample has no token; its token and log-probability are 0
+    failures: Tensor  # [K] 0, or why a sample has no token (its id and log-probability are 0)
     stats: RowStats
 
 
@@ -36,8 +36,8 @@ class SampleHandle:
         token_ids: int64 [K], on any device.
         logprobs: float32 [K].
         failures: [K] 0, or why a sample has no token; True counts as ``NONFINITE``.
-        reported: ranks, alternatives and named ids; None if no sample requested any. The
-            first column of its values is not used.
+        reported: ranks, alternatives and named ids; None if no sample requested any. The first
+            column of ``reported.values`` is not used.
     """
 
     def __init__(
@@ -53,12 +53,11 @@ class SampleHandle:
         if reported is not None:
             self._num_top = reported.top_token_ids.shape[1]
             columns += [reported.ranks, reported.top_token_ids, reported.values[:, 1:]]
-        # A single int32 matrix needs only one copy. Float32 columns are stored as their bits.
+        # A single int32 matrix needs only one copy. float32 columns are reinterpreted as int32.
         self._packed = HostCopy(torch.cat([_as_int32(column) for column in columns], dim=1))
 
     @classmethod
     def nothing(cls, device: torch.device) -> SampleHandle:
-        """Return the handle of a step without samples."""
         none = torch.zeros(0, device=device)
         return cls(none.long(), none, none)
 
@@ -66,7 +65,8 @@ class SampleHandle:
         """Return the samples as arrays on the host.
 
         Raises:
-            OutOfMemory: the device had too little memory for the step, and reports it only now.
+            OutOfMemory: the device had too little memory for the step. On CUDA, this error appears
+                only when the result is read.
         """
         with raise_out_of_memory():
             packed = self._packed.wait().view(np.int32)

@@ -1,9 +1,9 @@
 """Draws a step's tokens from its logits.
 
 Probabilities are integers in units of 2**-40 of the most likely token's probability, so sums over
-the vocabulary are exact and do not depend on their order. A row therefore gets the same token
-alone, in any batch and in any chunk, with any number of samples. Rounding changes a probability by
-less than 1e-12 of the most likely token's probability.
+the vocabulary are exact in any order. A row therefore gets the same token alone, in any batch and
+in any chunk, with any number of samples. Rounding changes a probability by less than 1e-12 of the
+most likely token's probability.
 
 K samples draw from R rows of logits, with D distinct distributions. L = largest number of
 alternatives that a sample reports; V = vocabulary size.
@@ -32,8 +32,8 @@ from batchinfer.worker.sampling.top_k_top_p import integer_weights, left_out
 from batchinfer.worker.transfer import to_device
 
 _WORKSPACE_ELEMENTS = {"cpu": 2**19, "cuda": 2**24}
-"""Largest number of logits that torch processes at a time; a single row may have more. On a CPU,
-this many logits fit into a cache."""
+"""Largest number of logits that torch processes at a time, except that a single row may have more.
+On a CPU, this many logits fit into a cache."""
 _WORKSPACE_BYTES_EACH = 64
 """Bytes of workspace per logit. Measured: 24 for temperature, 28 for a small top-k, 51 for a top-k
 of nearly the vocabulary, 54 for top-p on flat rows. The remaining bytes are for sorting
@@ -52,7 +52,6 @@ def workspace_bytes(rows: int, vocab: int, device_type: str) -> int:
 
 
 def workspace_rows(vocab: int, device_type: str) -> int:
-    """Return the number of rows of ``vocab`` logits to process at a time."""
     return max(1, _WORKSPACE_ELEMENTS[device_type] // vocab)
 
 
@@ -60,22 +59,23 @@ class Sampler:
     """Turns logits and sampling parameters into tokens. Holds no state.
 
     The order of operations is the same as in vLLM. Users' functions and the token masks of grammars
-    come first. Log-probabilities are taken from the resulting logits, unless ``LogprobsMode``
-    selects others. Then bias and bans, allowed ids and penalties are applied. At temperature 0, the
-    most likely token is chosen. Otherwise, temperature, min-p, top-k and top-p are applied, and a
-    uniform random number selects a token by cumulative probability in id order. The random number
-    comes from Philox and depends on the seed, the stream, the sample index and the position.
+    come first. Log-probabilities are computed from the resulting logits, unless ``LogprobsMode``
+    selects logits of a later stage. Then bias and bans, allowed ids and penalties are applied. At
+    temperature 0, the most likely token is chosen. Otherwise, temperature, min-p, top-k and top-p
+    are applied, and a uniform random number selects a token by cumulative probability in id order.
+    The random number comes from Philox and depends on the seed, the stream, the sample index and
+    the position.
     """
 
     @torch.inference_mode()
     def __call__(self, logits: Tensor, batch: SamplingBatch) -> SampleHandle:
         """Draw a token for every sample, and start copying the results to the host.
 
-        A sample is marked nonfinite if its unedited row contains NaN or +inf, or only -inf. If its
-        bans and allowed ids exclude all tokens, it is marked nonfinite and as having no token left.
-        In both cases, its token and log-probability are 0, and other samples are not affected. If a
-        sample's token is given, the result is that token and its log-probability. Equally likely
-        tokens are ordered by id.
+        A sample is marked nonfinite if its unedited row contains NaN or +inf, or only -inf. A
+        sample whose bans and allowed ids exclude all tokens is marked nonfinite and as having no
+        token left. In both cases, the sample's token and log-probability are 0, and other samples
+        are not affected. If a sample's token is given, the result is that token and its
+        log-probability. Equally likely tokens are ordered by id.
 
         Args:
             logits: [R, V] floating point, on any device; unchanged, except for rows that users'
@@ -84,7 +84,7 @@ class Sampler:
 
         Returns:
             The samples, whose copy to the host has started. If only some samples requested
-            log-probabilities, the other samples have ``ranks`` 0, ``top_token_ids`` 0 and
+            log-probabilities, the remaining samples have ``ranks`` 0, ``top_token_ids`` 0 and
             ``top_logprobs`` -inf. L is at most V.
         """
         if len(batch.logits_rows) == 0:
@@ -108,8 +108,8 @@ def report(logits: Tensor, batch: SamplingBatch, draws: Draws, chunk: int) -> Re
         chunk: number of rows to process at a time.
 
     Returns:
-        The values, or None if no sample requests log-probabilities. The value is 0 for a sample
-        without a token.
+        The values, or None if no sample requests log-probabilities. A sample without a token has
+        the value 0.
     """
     wanted, modes = batch.num_logprobs, batch.logprobs_modes
     if wanted.max() < 0:
@@ -154,7 +154,6 @@ def _report_processed(
     at: Tensor,  # ``samples`` on the device
     as_logits: Tensor,  # bool [k]
 ) -> Reported:
-    """Report the values of ``samples`` after all processors."""
     processed = _processed_logits(logits, batch, samples)
     raw = _look_up_own(processed, batch, samples, draws.token_ids[at])
     logprobs = raw.values - processed.logsumexp(1, keepdim=True)
@@ -164,8 +163,8 @@ def _report_processed(
 def _report_edited(
     logits: Tensor, batch: SamplingBatch, samples: Int64, draws: Draws, at: Tensor
 ) -> Reported:
-    """Report the values of ``samples`` [k] in ``LogprobsMode.EDITED``; other arguments are those of
-    ``_report_processed``."""
+    """Report the values of ``samples`` [k] in ``LogprobsMode.EDITED``. ``at`` has ``samples`` on
+    the device."""
     rows = to_device({"rows": batch.logits_rows[samples].astype(np.int64)}, logits.device)["rows"]
     logprobs = draws.stats.logprobs(rows, logits.index_select(0, rows).float())
     edit_logits(logprobs, batch, samples)
@@ -175,7 +174,7 @@ def _report_edited(
 def _look_up_own(
     values: Tensor, batch: SamplingBatch, samples: Int64, token_ids: Tensor
 ) -> Reported:
-    """Look up what ``samples`` [k] report from rows of their own.
+    """Look up what each of ``samples`` [k] reports in its own row of ``values``.
 
     Args:
         values: [k, V] logits or log-probabilities; row i belongs to ``samples[i]``.
@@ -193,16 +192,11 @@ def _look_up_own(
 
 
 def _processed_logits(logits: Tensor, batch: SamplingBatch, samples: Int64) -> Tensor:
-    """Return the logits from which samples are drawn: edited, divided by the temperature, filtered.
-
-    The logits of samples with temperature 0 are only edited.
-
-    Args:
-        logits: [R, V]; not changed.
-        samples: [k] indices of samples in the batch.
+    """Return the logits [k, V] from which ``samples`` [k] are drawn: edited, divided by the
+    temperature, filtered. The logits of samples with temperature 0 are only edited.
 
     Returns:
-        float32 [k, V], -inf for excluded tokens.
+        float32 [k, V], -inf for excluded tokens. ``logits`` is not changed.
     """
     rows = to_device({"rows": batch.logits_rows[samples].astype(np.int64)}, logits.device)["rows"]
     processed = logits.index_select(0, rows).float()

@@ -1,8 +1,8 @@
 """Applies top-k and top-p to integer weights.
 
-Tokens have a total order: larger logits first, equal logits by ascending id. Filters keep the first
-tokens of this order, so the last kept token determines a filter's result. A whole row is sorted
-only if its last kept token is not among the few most likely tokens.
+Tokens have a total order: larger logits first, equal logits by ascending id. A filter keeps the
+first tokens of this order, so the last kept token determines the filter's result. A whole row is
+sorted only if its last kept token is not among the few most likely tokens.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ def integer_weights(relative: Tensor) -> Tensor:
 def left_out(weights: Tensor, logits: Tensor, top_k: Int32, top_p: Float32) -> Tensor:
     """Return the tokens that top-k and then top-p exclude, bool [D, V].
 
-    Top-p keeps the smallest set of most likely tokens whose share of the weight after top-k
-    reaches ``top_p`` (nucleus sampling, Holtzman et al. 2020, arXiv:1904.09751).
+    Top-p keeps the smallest set of most likely tokens whose share of the weight that remains after
+    top-k reaches ``top_p`` (nucleus sampling, Holtzman et al. 2020, arXiv:1904.09751).
 
     Args:
-        weights: int64 [D, V], not negative; 0 for tokens that were removed before.
+        weights: int64 [D, V], not negative; 0 for tokens that are already excluded.
         logits: float32 [D, V], which determine the order of tokens.
         top_k: [D] 0 = all.
         top_p: [D].
@@ -65,8 +65,8 @@ def left_out(weights: Tensor, logits: Tensor, top_k: Int32, top_p: Float32) -> T
 def _last_kept(
     weights: Tensor, candidates: Tensor, most: Tensor, share: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the ids [d, 1] of the last tokens that are kept, and bool [d], true if the candidates
-    were enough to find them.
+    """Return the id [d, 1] of each row's last kept token, and bool [d], true if that token is among
+    the candidates.
 
     Args:
         candidates: [d, n] ids of the n most likely tokens, in order.
@@ -112,9 +112,9 @@ def most_likely(logits: Tensor, size: int) -> Tensor:
 def _first_ids(values: Tensor, ids: Tensor, size: int) -> Tensor:
     """Return the ids of the ``size`` largest values, by descending value, then by ascending id.
 
-    Each value gets an int64 key. The upper halves of the keys are integers in the same order as the
-    values; the lower halves are the complements of the ids. No two keys are equal, so any selection
-    algorithm gives the same result.
+    Each value gets an int64 key. The upper half of a key is an integer that sorts like the value;
+    the lower half is the complement of the id. No two keys are equal, so any selection algorithm
+    gives the same result.
     """
     keys = (_ascending(values).long() << 32).add_(_ID_MASK - ids)
     return _ID_MASK - (keys.topk(size, dim=1).values & _ID_MASK)
@@ -122,5 +122,5 @@ def _first_ids(values: Tensor, ids: Tensor, size: int) -> Tensor:
 
 def _ascending(values: Tensor) -> Tensor:
     """Map float32 ``values`` to int32 numbers that sort in the same order."""
-    bits = (values + 0.0).view(torch.int32)  # -0.0 becomes 0.0, because they are equal
+    bits = (values + 0.0).view(torch.int32)  # -0.0 becomes 0.0, because the two are equal
     return bits.bitwise_xor_((bits >> 31).bitwise_and_(_HIGHEST_INT32))

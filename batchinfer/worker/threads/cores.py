@@ -1,10 +1,10 @@
 """Binds each computing thread to a separate core, if there are as many cores as threads.
 
-When other processes keep the cores busy, Linux moves unbound threads. Two threads may then share a
-core, and all other threads wait for them. With a busy process on each of four cores, steps took
-3.55 times as long as on a quiet machine; with bound threads, 2.36 times as long. If the busy
-processes had the lowest priority, the factors were 1.35 and 1.0 (workload W1, float32, AVX2,
-2026-11-23).
+When other processes keep the cores busy, Linux moves unbound threads. Two threads of a step may
+then share a core, and all other threads wait for the two. With a busy process on each of four
+cores, steps took 3.55 times as long as on a quiet machine; with bound threads, 2.36 times as long.
+If the busy processes had the lowest priority, the factors were 1.35 and 1.0 (workload W1, float32,
+AVX2, 2026-11-23).
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from pathlib import Path
 from batchinfer.kernels.cpu.thread_affinity import TeamCores
 
 _VARIABLES = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY")
-"""Environment variables that choose where threads run. If any is set, threads are not bound."""
+"""Environment variables that choose where OpenMP threads run. If one is set, this module binds no
+threads."""
 
 Cores = Sequence[Set[int]]
 """For each thread, the logical cores that it may run on."""
@@ -33,7 +34,7 @@ def choose_cores(count: int, own: Set[int], siblings: Callable[[int], Set[int]])
 
     Returns:
         The logical cores of each thread, or None unless there are as many cores as threads. With
-        more cores than threads, binding would be worse, because a bound thread cannot leave a core
+        more cores than threads, binding would be slower, because a bound thread cannot leave a core
         that another process uses.
     """
     if count == len(own):
@@ -44,8 +45,8 @@ def choose_cores(count: int, own: Set[int], siblings: Callable[[int], Set[int]])
 
 def core_siblings(core: int, topology: str = "/sys/devices/system/cpu") -> Set[int]:
     """Return the logical cores on the same physical core as ``core``; only ``core`` if unknown.
-
-    Linux lists them as "0,4" or "0-1" (the kernel's Documentation/admin-guide/cputopology.rst).
+    Linux lists sibling cores as "0,4" or "0-1" (the kernel's
+    Documentation/admin-guide/cputopology.rst).
     """
     try:
         text = Path(topology, f"cpu{core}", "topology", "thread_siblings_list").read_text("ascii")
@@ -75,7 +76,8 @@ class ThreadCores:
         """Bind the ``count`` OpenMP threads that compute for this Python thread inside the ``with``
         block.
 
-        Afterwards this Python thread is unbound, because threads that it starts inherit its cores.
+        After the block, this Python thread is unbound, because threads that it starts inherit its
+        cores.
         """
         if count == 1 or not self._is_ours:
             yield
@@ -84,7 +86,7 @@ class ThreadCores:
         if self._made_for != (count, allowed):
             cores = choose_cores(count, allowed, core_siblings)
             if cores is None and self._team is not None:
-                cores = [allowed] * count  # unbinds threads that were bound before
+                cores = [allowed] * count  # unbinds previously bound threads
             self._team = None if cores is None else TeamCores(cores)
             self._made_for = count, allowed
         if self._team is None:

@@ -1,8 +1,8 @@
 """Thread governor: computes on fewer threads while other processes use the cores.
 
 Every matrix multiplication waits for its slowest thread, so a thread without a core delays all
-others. Such delays increase the run delay: the time for which threads were ready to run but did not
-run (the second number of ``/proc/PID/schedstat``, see the kernel's
+other threads. Such delays increase the run delay: the time for which threads were ready to run but
+did not run (the second number in ``/proc/PID/schedstat``, see the kernel's
 Documentation/scheduler/sched-stats.rst). If the run delay is large, the governor measures whether
 fewer threads are faster. The governor is used only for batch-invariant kernels, which give the same
 bits with any number of threads. Other kernels may split a row's sums among threads.
@@ -19,10 +19,11 @@ _LOG = logging.getLogger(__name__)
 
 _WINDOW_S = 0.25
 _WINDOW_STEPS = 6
-"""A window is judged when it has at least this many steps, which took ``_WINDOW_S`` seconds or
-more in total."""
+"""A window is judged when it has at least this many steps, and they took ``_WINDOW_S`` seconds or
+more."""
 _PATIENCE_S = 2.0
-"""A window with fewer steps is judged when its steps took this many seconds in total."""
+"""A window with fewer than ``_WINDOW_STEPS`` steps is judged when its steps took this many
+seconds."""
 _SLOW = 2.0
 """Fewer threads are tried only if steps take at least this many times as long as on a quiet
 machine."""
@@ -32,17 +33,14 @@ threads, is at least this."""
 _WORTH = 0.9
 """Fewer threads are kept if steps take at most this share of the time that more threads took."""
 _FIRST_PAUSE, _LAST_PAUSE = 4, 128
-"""Smallest and largest number of windows to wait after all trials failed. The number doubles each
-time that all trials fail again."""
+"""Smallest and largest number of windows to wait after all trials have failed. The wait doubles
+each time all trials fail again."""
 
 
 def run_delay(tasks: str = "/proc/self/task") -> float | None:
-    """Return the time for which this process's threads were ready to run but did not run, in
-    seconds, or None if the kernel does not measure it. Threads that have ended are not counted.
-
-    Args:
-        tasks: folder that contains a folder for each thread.
-    """
+    """Return the run delay of this process in seconds, or None if the kernel does not measure it.
+    Threads that have ended are not counted. ``tasks`` is a folder that contains a folder for each
+    thread."""
     delays: list[int] = []
     try:
         for thread in os.listdir(tasks):
@@ -84,15 +82,15 @@ class _Window:
         return {size: median(paces) for size, paces in self._paces.items()}
 
     def ratio_to(self, before: dict[int, float]) -> float | None:
-        """Return the median ratio of this window's times to ``before``, compared for steps of the
-        same size; None if no sizes are the same."""
+        """Return the median ratio of this window's times per token to the times in ``before``, for
+        steps of the same size; None if no sizes are the same."""
         paces = self.medians().items()
         ratios = [pace / before[size] for size, pace in paces if before.get(size)]
         return median(ratios) if ratios else None
 
     def is_lost_to(self, before: dict[int, float]) -> bool:
-        """Return true if a trial is so slow that it should end early. Otherwise, a trial in which
-        steps take a hundred times as long would last too long."""
+        """Return true if a trial is so slow that it should end early. Without this check, a trial
+        in which steps take a hundred times as long would last too long."""
         ratio = self.ratio_to(before)
         return ratio is not None and ratio > (1.0 if self.seconds >= _WINDOW_S else _SLOW)
 
@@ -102,17 +100,16 @@ class ThreadGovernor:
 
     Args:
         most: largest number of threads, with which the governor starts.
-        delay: returns the process's run delay in seconds. While it returns None, fewer threads are
-            not tried.
+        delay: returns the process's run delay in seconds. While ``delay`` returns None, fewer
+            threads are not tried.
     """
 
     def __init__(self, most: int, delay: Callable[[], float | None] = run_delay) -> None:
         self.count = most
-        """Number of threads for the next step."""
         self._most = most
         self._read_delay = delay
-        # All threads, a half, a quarter, and so on. Also three quarters, because other processes
-        # may use only a core or two.
+        # All threads, a half, a quarter, and so on, and three quarters, because other processes may
+        # use only a core or two.
         self._counts = {most >> by for by in range(most.bit_length())} | {most - most // 4}
         # Seconds per token on all threads while no other process uses the cores.
         self._quiet: dict[int, float] = {}
@@ -123,7 +120,7 @@ class ThreadGovernor:
 
     def begin(self) -> int:
         """Return the number of threads for the step that begins now."""
-        # Read the delay here, so that delays before the window's first step do not count.
+        # Read the run delay when a window begins, so that earlier delays do not count.
         if self._most > 1 and self._window.is_empty:
             self._window.delay = self._read_delay()
         return self.count
@@ -135,8 +132,8 @@ class ThreadGovernor:
             next(self._decisions)
 
     def _decide(self) -> Generator[None, None, None]:
-        """Judge windows of steps one after another, and set ``count``. The generator is resumed
-        after each step."""
+        """Judge windows of steps one after another, and set ``count``. ``observe`` resumes this
+        generator after each step."""
         pause = _FIRST_PAUSE
         while True:
             window = yield from self._next_window()
@@ -172,11 +169,12 @@ class ThreadGovernor:
         return False
 
     def _worth_trying(self, window: _Window) -> list[int]:
-        """Return numbers of threads to try; none while all threads are used and have enough cores.
+        """Return numbers of threads to try, or none while all threads are used and have enough
+        cores.
 
         Fewer threads wait less for each other; more threads get a larger share of the machine's
-        cores. Fewer threads can save at most the share of time for which threads were delayed, so
-        numbers of threads that would lose more than this are not tried.
+        cores. Fewer threads can save at most the share of time for which threads were delayed, so a
+        number of threads that would lose more than this share is not tried.
         """
         share = self._delayed_share(window)
         delayed = share is not None and share >= _DELAYED
@@ -197,11 +195,10 @@ class ThreadGovernor:
         before, after = window.delay, self._read_delay()
         if before is None or after is None:
             return None
-        # The difference may be negative, because threads that ended are no longer counted.
+        # The difference may be negative, because threads that have ended are no longer counted.
         return max(0.0, after - before) / window.seconds
 
     def _log_change(self) -> None:
-        """Log the first decrease in the number of threads, and the first return to all threads."""
         if self.count < self._most and self._num_logged == 0:
             self._num_logged = 1
             _LOG.warning(

@@ -1,6 +1,6 @@
 """Chooses the number of threads that compute on the CPU, and runs steps on them.
 
-torch and the C kernels share one OpenMP runtime. Both use ``torch.get_num_threads()`` threads.
+torch and the C kernels share one OpenMP runtime, and both use ``torch.get_num_threads()`` threads.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from batchinfer.worker.threads.cores import ThreadCores
 from batchinfer.worker.threads.governor import ThreadGovernor
 
 _VARIABLES = ("MKL_NUM_THREADS", "OMP_NUM_THREADS")
-"""torch takes its number of threads from the first of these variables that is set."""
+"""torch uses the number in the first of these variables that is set."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,6 @@ class ThreadCount:
     """True if the user set the number, so that it never changes."""
 
     def line(self) -> str:
-        """Return the count and its reason, for the log."""
         return f"{self.count} {'thread' if self.count == 1 else 'threads'}: {self.why}"
 
 
@@ -51,14 +50,15 @@ def choose_threads(
         num_threads: ``engine.num_threads``, which has the highest priority.
         limits: cores that the process may use.
         torch_count: torch's choice: the number of physical cores, or the number that a caller set.
-        environ: the environment. A number of threads in it has priority over ``limits``.
+        environ: environment variables, whose number of threads has priority over ``limits``.
     """
     if num_threads is not None:
         return ThreadCount(num_threads, "engine.num_threads", pinned=True)
     for name in _VARIABLES:
         variable = re.match(r"\s*([1-9][0-9]{0,5})\s*(,|$)", environ.get(name, ""))
         if variable is not None:
-            # torch has fewer threads if a caller set fewer, or if there are fewer cores
+            # torch has fewer threads than the variable if a caller set fewer, or if there are fewer
+            # cores
             if torch_count < int(variable[1]):
                 return ThreadCount(
                     torch_count, f"torch's current setting; {name} is {variable[1]}", pinned=True
@@ -77,13 +77,13 @@ def choose_threads(
 
 
 class TorchThreads:
-    """Sets torch's number of threads, and remembers the number that the program had set before it
-    used an engine."""
+    """Sets torch's number of threads, and remembers the number from before any engine was used."""
 
     def __init__(self) -> None:
         self._default = 0
         self._last = 0
-        """Number that an engine set last, in any Python thread. Later Python threads inherit it."""
+        """Number of threads that an engine set last, in any Python thread. Python threads that
+        start later inherit this number."""
         self._here = threading.local()
         """For each Python thread, the number that an engine set last, and the cores of its OpenMP
         threads."""
@@ -96,8 +96,8 @@ class TorchThreads:
         return self._default
 
     def set(self, count: int) -> None:
-        """Make torch use ``count`` threads from now on, in this Python thread and in Python threads
-        that start later."""
+        """Make torch use ``count`` threads in this Python thread and in Python threads that start
+        later."""
         self.default()
         if torch.get_num_threads() != count:
             torch.set_num_threads(count)
@@ -106,8 +106,8 @@ class TorchThreads:
 
     @contextmanager
     def team(self, count: int) -> Iterator[None]:
-        """Set the number of threads. Inside the ``with`` block, bind each thread to a core if there
-        are as many cores as threads."""
+        """Set the number of OpenMP threads. Inside the ``with`` block, bind each OpenMP thread to a
+        core if there are as many cores as threads."""
         self.set(count)
         if not hasattr(self._here, "cores"):
             self._here.cores = ThreadCores()
@@ -116,7 +116,6 @@ class TorchThreads:
 
 
 TORCH_THREADS = TorchThreads()
-"""torch's threads in this process."""
 
 
 class StepThreads:
@@ -127,8 +126,8 @@ class StepThreads:
 
     Args:
         governed: true to let a governor choose up to ``count`` threads, unless the user set the
-            number. Only for batch-invariant kernels, whose results do not depend on the number of
-            threads.
+            number. Use this only for batch-invariant kernels, whose results do not depend on the
+            number of threads.
         clock: returns seconds.
     """
 
@@ -146,8 +145,6 @@ class StepThreads:
 
     @contextmanager
     def step(self, num_tokens: int) -> Iterator[None]:
-        """Set the threads for a step of ``num_tokens`` tokens, which runs inside the ``with``
-        block."""
         count = self._count if self.governor is None else self.governor.begin()
         began = self._clock()
         with TORCH_THREADS.team(count):
@@ -157,17 +154,12 @@ class StepThreads:
 
 
 class ThreadedRunner:
-    """Runs the steps of another runner on ``threads``. The other runner's ``submit`` must not
-    return before the step is finished."""
+    """Runs the steps of ``runner`` on ``threads``. ``runner.submit`` must not return before the
+    step is finished."""
 
     def __init__(self, runner: Runner, threads: StepThreads) -> None:
         self._runner, self._threads = runner, threads
 
     def submit(self, step: Step) -> Pending:
-        """Compute a step on the threads.
-
-        Raises:
-            OutOfMemory: there is too little memory for the step.
-        """
         with self._threads.step(step.num_tokens):
             return self._runner.submit(step)

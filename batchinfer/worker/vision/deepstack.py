@@ -20,9 +20,10 @@ def deepstack(
     """Change the outputs [1, T, hidden] of the first D layers inside the ``with`` block.
 
     Args:
-        layers: the model's decoder layers, at least D.
+        layers: the model's decoder layers.
         indices: indices [I] of the image tokens among the packed tokens.
-        added: features [D, I, hidden] to add to these tokens' hidden states after each layer.
+        added: features [D, I, hidden]; ``added[d]`` is added to the image tokens' hidden states
+            after layer d.
     """
     with ExitStack() as hooks:
         for layer, features in zip(layers, added, strict=False):

@@ -15,7 +15,8 @@ from batchinfer.engine.step import StepResult
 
 
 class EncodeTimer:
-    """Measures the encoding of images. On CUDA it records events, so the host does not wait."""
+    """Measures the time to encode images. On CUDA, the time is measured with events, so the host
+    does not wait."""
 
     def __init__(self, device: torch.device) -> None:
         self._is_cuda = device.type == "cuda"
@@ -40,8 +41,8 @@ class EncodeTimer:
         self._num_images += count
 
     def handle(self, pending: Pending) -> Pending:
-        """Return a handle of the same step. Its result includes all images measured since the last
-        call of this method."""
+        """Return a handle of the same step, whose result includes all images measured since the
+        last call of ``handle``."""
         if not self._num_images:
             return pending
         handle = EncodeHandle(pending, self._num_images, self._times)
@@ -53,8 +54,6 @@ class EncodeHandle:
     """Handle of a step that encoded images.
 
     Args:
-        pending: handle of the rest of the step's result.
-        num_images: number of encoded images.
         times: functions that return times in milliseconds once the step is finished.
     """
 
@@ -67,7 +66,8 @@ class EncodeHandle:
         """Return the step's result with ``images_encoded`` and ``encode_ms``.
 
         Raises:
-            OutOfMemory: the device had too little memory for the step, and reports it only now.
+            OutOfMemory: the device had too little memory for the step. On CUDA, this error appears
+                only when the result is read.
         """
         result = self._pending.result()
         milliseconds = sum(each() for each in self._times)

@@ -16,9 +16,8 @@ from batchinfer.worker.vision.encode_time import EncodeTimer
 from batchinfer.worker.vision.tower import ImageInputs, VisionTower, can_pack
 
 EMBEDDING_BYTES = 1 << 28
-"""Size limit of the cache of image embeddings on the device, in bytes."""
 PACKED_BYTES = 1 << 27
-"""Limit on the bytes of pixels that one call of the tower encodes, which bounds the tower's
+"""Limit on the bytes of pixels in one call of the vision tower, which bounds the tower's
 activations. A single image may be larger."""
 
 
@@ -26,8 +25,8 @@ class ImageEmbeddings:
     """Embeddings of images, computed by the vision tower when a step first needs them.
 
     Args:
-        num_bytes: size limit of the cache. While a step runs, the cache keeps all images of the
-            step, even if they exceed the limit.
+        num_bytes: size limit of the cache. The cache keeps all images of the running step, even if
+            their embeddings exceed the limit.
         layers: decoder layers of the language model; DeepStack changes the outputs of the first
             layers.
         packs: True to encode several images in one call of the tower. The bits of an image's
@@ -75,7 +74,7 @@ class ImageEmbeddings:
         return deepstack(self._layers, torch.cat(all_indices), torch.cat(added, dim=1))
 
     def _encode(self, images: Mapping[int, Image]) -> None:
-        """Encode those images, keyed by number, that are not in the cache."""
+        """Encode the images, keyed by number, that are not in the cache."""
         waiting: list[tuple[Image, ImageInputs]] = []
         for number, image in images.items():
             if number in self._kept:
@@ -96,7 +95,7 @@ class ImageEmbeddings:
         return self._packs and num_bytes <= PACKED_BYTES and can_pack(packed[0], inputs)
 
     def _keep(self, packed: Sequence[tuple[Image, ImageInputs]]) -> None:
-        """Encode images in one call of the tower, and keep their embeddings [1 + D, tokens,
+        """Encode images in one call of the tower, and cache their embeddings [1 + D, tokens,
         hidden]."""
         with self.timer.images(len(packed)):
             embedded = self._tower([inputs for _, inputs in packed])

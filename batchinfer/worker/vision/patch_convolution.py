@@ -1,8 +1,9 @@
 """Computes the patch embedding of vision towers as a linear layer.
 
-Most towers embed patches with a convolution whose stride equals its kernel. Its patches do not
-overlap, so the convolution is a linear layer over the numbers of a patch. The linear kernels are
-faster: on a CPU, torch's ``Conv3d`` in bfloat16 took 5 % of the time of a Qwen3-VL tower.
+Most towers embed patches with a convolution whose stride equals its kernel size. Such patches do
+not overlap, so the convolution equals a linear layer over the numbers of a patch. The linear
+kernels are faster: on a CPU, torch's ``Conv3d`` in bfloat16 took 5 % of the time of a Qwen3-VL
+tower.
 """
 
 from __future__ import annotations
@@ -15,11 +16,7 @@ from torch import nn
 
 
 class PatchLinear(nn.Module):
-    """A convolution over patches that do not overlap.
-
-    Args:
-        convolution: a convolution for which ``has_separate_patches`` is true.
-    """
+    """A convolution for which ``has_separate_patches`` is true, computed as a linear layer."""
 
     def __init__(self, convolution: nn.Conv2d | nn.Conv3d) -> None:
         super().__init__()
@@ -32,12 +29,12 @@ class PatchLinear(nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """The layer's weight. transformers reads its dtype and device."""
+        """The layer's weight, whose dtype and device transformers reads."""
         return self.linear.weight
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """Return the embeddings [B, out_channels, patches of each dimension] of images
-        [B, in_channels, size of each dimension]. Pixels after the last whole patch are ignored."""
+        """Return the embeddings [B, out_channels, *patches of each dimension] of images [B,
+        in_channels, *sizes]. Pixels after the last whole patch are ignored."""
         batch, channels, *sizes = images.shape
         dims = range(len(sizes))
         split: list[int] = []
@@ -65,7 +62,7 @@ def has_separate_patches(module: nn.Module) -> TypeGuard[nn.Conv2d | nn.Conv3d]:
 
 
 def replace_patch_convolutions(model: nn.Module) -> int:
-    """Replace the convolutions whose patches do not overlap. Return their number."""
+    """Return the number of replaced convolutions."""
     count = 0
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):

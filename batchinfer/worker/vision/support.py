@@ -1,4 +1,4 @@
-"""Finds out from a model's config whether its images are supported."""
+"""Decides from a model's config whether images are supported."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig
 from batchinfer.worker.vision.tower import FAMILIES, GRID_FAMILIES
 
 BOTH_WAYS_FAMILIES = frozenset({"gemma3"})
-"""Types of models in which adjacent tokens of an image attend to each other in both directions."""
+"""Families in which adjacent tokens of an image attend to each other in both directions."""
 
 
 @dataclass(frozen=True)
@@ -18,12 +18,11 @@ class ImageSupport:
     """How to process images for a vision-language model."""
 
     folder: Path
-    """Folder of the model and its image processor."""
     token_id: int
     """Id of the placeholder token, which an image's embeddings replace."""
     merge_size: int | None = None
-    """For models with multimodal rotary positions: a token covers ``merge_size`` x ``merge_size``
-    patches. None for other models."""
+    """In models with multimodal rotary positions, an image token covers ``merge_size`` x
+    ``merge_size`` patches. None for other models."""
     attends_both_ways: bool = False
     """True if adjacent tokens of an image attend to each other in both directions."""
     patch_size: int | None = None

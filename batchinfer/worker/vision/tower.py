@@ -1,5 +1,5 @@
-"""Loads the vision tower and the projector of a multimodal model. Both run transformers' own
-code."""
+"""Loads the vision tower and the projector of a multimodal model. Both are transformers'
+modules."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ GRID_FAMILIES = frozenset(
         *("qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "paddleocr_vl"),
     }
 )
-"""Types of models whose language models have multimodal rotary positions."""
+"""Families whose language models have multimodal rotary positions."""
 FAMILIES = GRID_FAMILIES | {
     *("deepseek_ocr2", "gemma3", "gemma4", "gemma4_unified", "internvl", "lfm2_vl", "llava"),
     *("mistral3", "unlimited_ocr"),
 }
-"""Types of models whose images this module supports."""
+"""Families whose images this module supports."""
 
 ImageInputs = Mapping[str, npt.NDArray[Any]]
 _LISTS = frozenset({"num_local_patches", "patches_grid"})
@@ -52,13 +52,13 @@ class VisionTower(nn.Module):
 
     @torch.inference_mode()
     def forward(self, images: Sequence[ImageInputs]) -> torch.Tensor:
-        """Return the embeddings [1 + D, tokens, hidden] of images, one after another: the inputs of
-        the language model, and the features to add to the outputs of its first D layers
+        """Return the embeddings [1 + D, tokens, hidden] of images, one image after another: the
+        inputs of the language model, and the features to add to the outputs of its first D layers
         (DeepStack).
 
         Args:
-            images: arguments of ``get_image_features`` for each image. ``can_pack`` must be true of
-                each image and the first one.
+            images: arguments of ``get_image_features`` for each image. ``can_pack`` must be true
+                for the first image with every other image.
 
         Raises:
             ModelError: the tower refuses the shapes of the arrays.
@@ -87,8 +87,8 @@ class VisionTower(nn.Module):
 
 
 def can_pack(one: ImageInputs, other: ImageInputs) -> bool:
-    """Return True if two images have arrays of the same names, and if the arrays' shapes differ
-    only in the first dimension."""
+    """Return True if two images have arrays of the same names whose shapes differ only in the first
+    dimension."""
     return one.keys() == other.keys() and all(
         one[name].shape[1:] == other[name].shape[1:] for name in one
     )
@@ -102,9 +102,6 @@ def load_vision_tower(
     like: LinearKernel | None = None,
 ) -> VisionTower | None:
     """Load the tower of a model's folder; return None if images of its family are not supported.
-
-    Args:
-        like: kernel of the language model's linear layers (see ``NativeAttention``).
 
     Raises:
         ModelError: tensors of the tower are missing or damaged, or have the wrong shape.
@@ -125,8 +122,8 @@ def load_vision_tower(
 
 
 def vision_tower_bytes(config: PreTrainedConfig, dtype: str) -> int:
-    """Return the size in bytes of the tower that ``load_vision_tower`` would load; 0 without
-    one."""
+    """Return the size in bytes of the vision tower that ``load_vision_tower`` would load; 0 if
+    none."""
     if config.model_type not in FAMILIES:
         return 0
     wrapper_class = saved_class(config)
@@ -155,7 +152,7 @@ def _without_language_model(wrapper_class: type[PreTrainedModel]) -> type[PreTra
             for name, module in [*self.named_modules()]:
                 if any(module is each for each in dropped):
                     self.set_submodule(name, nn.Identity())
-            # The tied weights belong to dropped modules.
+            # All tied weights belong to dropped modules.
             self.all_tied_weights_keys: dict[str, str] = {}
 
     Wrapper.__name__ = Wrapper.__qualname__ = wrapper_class.__name__

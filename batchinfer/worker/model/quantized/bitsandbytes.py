@@ -1,8 +1,8 @@
 """Reads bitsandbytes' 4-bit formats (NF4 and FP4, with or without nested scales), and LLM.int8().
 
 Source: bitsandbytes' ``functional.py`` (``QuantState``, ``dequantize_4bit``,
-``int8_vectorwise_dequant``). A 4-bit weight is a flat array of bytes. Each byte has two codes, with
-the first code in its upper half. Codes are indices into a table, and ``blocksize`` consecutive
+``int8_vectorwise_dequant``). A 4-bit weight is a flat array of bytes. Each byte holds two codes,
+the first in the byte's upper half. Codes are indices into a table, and ``blocksize`` consecutive
 numbers share a scale. A separate tensor holds the shape and the block sizes as JSON text.
 """
 
@@ -34,7 +34,8 @@ _ONE_127TH = 7.874015718698502e-3  # 1 / 127, as rounded in bitsandbytes
 
 
 class BitsAndBytes:
-    """The layouts with 4 and 8 bits; the names of a weight's tensors decide which layout it has."""
+    """bitsandbytes' 4-bit and 8-bit layouts. The names of a weight's tensors decide which layout
+    the weight has."""
 
     name = "bitsandbytes"
     ends: Mapping[str, str] = {
@@ -66,7 +67,7 @@ class _State:
 
     @property
     def is_by_rows(self) -> bool:
-        """True if the weight is [out, in], and no scale is shared by two outputs."""
+        """True if the weight is [out, in], and no two outputs share a scale."""
         return len(self.shape) == 2 and self.shape[1] % self.blocksize == 0
 
 
@@ -110,8 +111,8 @@ def _by_rows(state: _State, name: str, tensors: Tensors) -> TableWeight:
 
 
 def _bytes(state: _State, name: str, tensors: Tensors) -> torch.Tensor:
-    """Return the bytes with two codes each, the first code in the upper half."""
-    # Some files store bytes as bfloat16.
+    """Return bytes [n] with two codes each."""
+    # Some files store these bytes as bfloat16.
     codes = tensors[""].contiguous().view(torch.uint8).flatten()
     if 2 * len(codes) < state.size:
         raise ModelError(
@@ -131,7 +132,8 @@ def _scales(state: _State, tensors: Tensors) -> torch.Tensor:
 
 
 def _scaled(values: torch.Tensor, scales: torch.Tensor, blocksize: int) -> torch.Tensor:
-    """Multiply each block of ``blocksize`` numbers by its scale; the last block may be shorter."""
+    """Multiply each block of ``blocksize`` numbers by the block's scale. The last block may be
+    shorter."""
     return values * scales.repeat_interleave(blocksize)[: len(values)]
 
 

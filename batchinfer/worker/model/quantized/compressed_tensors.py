@@ -2,7 +2,8 @@
 
 Source: the library's ``compressors/pack_quantized``, ``compressors/naive_quantized`` and
 ``quantization/lifecycle/forward_helpers.py``. Groups of layers (``config_groups``) may have
-different numbers of bits. This project does not quantize activations (``input_activations``).
+different numbers of bits. This module ignores the quantization of activations
+(``input_activations``).
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ _FORMATS = (
     *("nvfp4-pack-quantized", "mixed-precision", "dense"),
 )
 _MATCH_S = 1.0
-"""Time limit for matching a pattern, in seconds. A malicious pattern could take forever."""
+"""Time limit in seconds for matching a pattern, because a malicious pattern could take forever."""
 _PACKED, _SCALE, _ZEROS = ".weight_packed", ".weight_scale", ".weight_zero_point"
 _SHAPE, _GROUP_OF, _GLOBAL = ".weight_shape", ".weight_g_idx", ".weight_global_scale"
 
@@ -57,9 +58,7 @@ class _Scheme:
 
     def rank(self, module: str) -> int:
         """Return how the group matches a module: 0: by name, 1: by pattern, 2: by class, 3: not at
-        all.
-
-        Any class matches, because only linear layers are saved in quantized form.
+        all. Every class name matches, because only linear layers are saved in quantized form.
         """
         if module in self.targets:
             return 0
@@ -69,8 +68,6 @@ class _Scheme:
 
 
 class CompressedTensors:
-    """A checkpoint in the compressed-tensors format."""
-
     ends: Mapping[str, str] = dict.fromkeys(
         (_PACKED, _SCALE, _ZEROS, _SHAPE, _GROUP_OF, _GLOBAL), ".weight"
     )

@@ -15,8 +15,8 @@ def one_of(saved: Mapping[str, Any], key: str, known: tuple[Any, ...], default: 
 
     Args:
         saved: ``quantization_config``, or an object in it.
-        key: the key, with the path to it from ``quantization_config`` (for the message); its last
-            part is looked up in ``saved``.
+        key: path of the key from ``quantization_config``, for messages. Only the last part is
+            looked up in ``saved``.
         default: value of a missing key.
 
     Raises:
@@ -60,7 +60,6 @@ def block_of(saved: Mapping[str, Any], key: str) -> tuple[int, int] | None:
 
 
 def refused(key: str, value: object, why: str) -> ModelError:
-    """Return the error for a value that is not supported."""
     shown = str(value)
     shown = shown if len(shown) <= _MAX_SHOWN else f"{shown[:_MAX_SHOWN]}..."
     return ModelError(

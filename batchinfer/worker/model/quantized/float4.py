@@ -1,10 +1,10 @@
 """4-bit floats with a 2-bit exponent and a 1-bit mantissa (e2m1), and their formats MXFP4 and
 NVFP4.
 
-A byte holds two numbers, the first in its lower half. In MXFP4, 32 numbers share a scale; the
-module ``mxfp4`` reads it. In NVFP4, 16 numbers of a row share a float8 scale (e4m3), and the whole
+A byte holds two numbers, the first in its lower half. In MXFP4, which the module ``mxfp4`` reads,
+32 numbers share a scale. In NVFP4, 16 numbers of a row share a float8 scale (e4m3), and the whole
 weight has a float32 scale. compressed-tensors saves the reciprocal of the float32 scale
-(``weight_global_scale``), ModelOpt the scale itself (``weight_scale_2``).
+(``weight_global_scale``); ModelOpt saves the scale itself (``weight_scale_2``).
 
 Sources: compressed-tensors' ``compressors/nvfp4`` and ``quantization/lifecycle``, and Model
 Optimizer's ``quantization/qtensor/nvfp4_tensor.py``.
@@ -56,7 +56,7 @@ def nvfp4_weight(
             by it.
 
     Raises:
-        ModelError: shapes or dtypes do not match, or the tensors hold a layer's experts together.
+        ModelError: shapes or dtypes do not match, or one tensor holds all experts of a layer.
     """
     if len(data.shape) == 3:
         raise joined_experts(data.name)
@@ -76,7 +76,6 @@ def nvfp4_weight(
 
 
 def joined_experts(name: str) -> ModelError:
-    """Return the error for a tensor that holds all experts of a layer."""
     return ModelError(
         f"{name} holds all experts of a layer in one tensor, which is not yet supported in this "
         "format; use a checkpoint with separate tensors for each expert"

@@ -1,8 +1,8 @@
 """Reads float8 weights: ``fp8`` (Qwen, DeepSeek, Mistral; AutoFP8), FBGEMM, and parts of ModelOpt.
 
-A weight is codes * scales. As in transformers' ``integrations/finegrained_fp8.py``, there is one
-scale for the whole weight, for each output or for each block. Scales of activations are ignored,
-because activations keep the model's dtype.
+A weight equals its codes times its scales. As in transformers' ``integrations/finegrained_fp8.py``,
+there is one scale for the whole weight, for each output or for each block. Scales of activations
+are ignored, because activations keep the model's dtype.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class Float8:
 
     name: str
     scale_ends: tuple[str, ...]
-    """Suffixes that different tools use for the names of scale tensors."""
+    """Suffixes for the names of scale tensors, which differ between tools."""
     block: tuple[int, int] | None = None
-    """Number of rows and columns that share a scale. None means one scale for each row or for the
-    whole weight; the shape of the scales decides."""
+    """Numbers of rows and columns of a block that shares a scale. If None, there is one scale for
+    each row or for the whole weight, depending on the scales' shape."""
 
     @property
     def ends(self) -> Mapping[str, str]:
@@ -48,10 +48,7 @@ class Float8:
 
 
 def float8_weight(codes: Stored, scales: Stored, block: tuple[int, int] | None) -> Quantized:
-    """Make a weight from ``codes`` [..., out, in], experts first, and their scales.
-
-    Args:
-        block: as in ``Float8``.
+    """Make a weight from ``codes``, [out, in] or [experts, out, in], and their scales.
 
     Raises:
         ModelError: shapes or dtypes do not match.

@@ -20,26 +20,20 @@ from batchinfer.worker.model.quantized.stored_tensors import Quantized, Stored, 
 
 
 class Format(Protocol):
-    """A format of quantized weights. The names of a checkpoint's tensors show which weights are
-    quantized, so lists of excluded modules in config.json are not needed."""
-
     @property
-    def name(self) -> str:
-        """The name in logs and records, such as ``awq``."""
-        ...
+    def name(self) -> str: ...
 
     @property
     def ends(self) -> Mapping[str, str]:
-        """Suffixes of the names of tensors that belong to a weight. Replacing a suffix with its
-        value in this mapping gives the weight's name."""
+        """Suffixes of the names of a weight's tensors. Replacing a suffix with its value in this
+        mapping gives the weight's name."""
         ...
 
     def weight(self, name: str, parts: Mapping[str, Stored]) -> Quantized | None:
-        """Return the quantized weight that these tensors represent, or None if they do not
-        represent a quantized weight.
+        """Return the quantized weight that consists of ``parts``, or None if the weight is not
+        quantized.
 
         Args:
-            name: name of the weight.
             parts: the weight's tensors, keyed by suffix; the key of a tensor with the weight's own
                 name is "".
 
@@ -66,7 +60,6 @@ _FORMATS: Mapping[str, Callable[[Mapping[str, Any]], Format]] = {
     "mxfp4": lambda saved: Mxfp4(),
 }
 METHODS = tuple(_FORMATS)
-"""Values of ``quant_method`` in config.json that can be loaded."""
 
 
 def choose_format(saved: Mapping[str, Any]) -> Format | None:
@@ -88,8 +81,8 @@ _ACTIVATION_SCALES = (
     *(".output_scale", ".output_zero_point", "activation_scale"),
     *(".k_scale", ".v_scale", ".q_scale", ".prob_scale"),
 )
-"""Suffixes of scales for activations or KV. Such scales are ignored, because activations and KV are
-not quantized with them."""
+"""Suffixes of scales for activations or KV. Such scales are ignored, because this project does not
+quantize activations or KV with them."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +91,6 @@ class Dequantized:
 
     weight: Quantized
     dtype: torch.dtype
-    """Dtype in which the weight is loaded."""
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         return self.weight.read(self.dtype)[index]
@@ -109,10 +101,8 @@ def dequantized_tensors(
 ) -> dict[str, Stored | Dequantized]:
     """Return the tensors of safetensors files, keyed by their names in an unquantized checkpoint.
 
-    Headers are read and checked immediately; numbers are read when a tensor is indexed.
-
-    Args:
-        dtype: dtype in which the weights are loaded.
+    Headers are read and checked immediately. A tensor's numbers are read when the tensor is
+    indexed.
 
     Raises:
         ModelError: a weight's tensors are missing or do not match.
@@ -131,7 +121,7 @@ def dequantized_tensors(
 
 def empty_biases(tensors: Mapping[str, Stored | Dequantized]) -> set[str]:
     """Return the names of all-zero biases of dequantized layers. GPTQ tools save such biases for
-    layers without a bias, so the model may lack these tensors."""
+    layers without a bias, so the model need not have parameters for them."""
     names = (
         name.removesuffix("weight") + "bias"
         for name, tensor in tensors.items()
@@ -141,6 +131,7 @@ def empty_biases(tensors: Mapping[str, Stored | Dequantized]) -> set[str]:
 
 
 def _place(name: str, ends: Mapping[str, str]) -> tuple[str, str]:
-    """Return the name of the weight that a tensor belongs to, and the tensor's suffix."""
+    """Split a tensor's name into the name of the weight that it belongs to and the tensor's
+    suffix."""
     end = max((end for end in ends if name.endswith(end)), key=len, default="")
     return (name.removesuffix(end) + ends[end], end) if end else (name, "")

@@ -37,12 +37,10 @@ from batchinfer.worker.model.quantized.stored_tensors import (
 
 _AWQ_BITS = 4
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
-"""For each of a word's eight outputs, its position in the word."""
+"""Position in the word of each of the word's eight outputs."""
 
 
 class Gptq:
-    """GPTQ's layout, symmetric or not, with or without ``desc_act``."""
-
     name = "gptq"
     ends: Mapping[str, str] = {
         f".{part}": ".weight" for part in ("qweight", "qzeros", "scales", "g_idx")
@@ -78,8 +76,8 @@ class Gptq:
     def _integers(self, name: str, tensors: Tensors) -> IntegerWeight:
         scales, words = tensors[".scales"].T, tensors[".qzeros"]
         if self._zeros_less_one:
-            # Add 1 to all numbers of a word at once. As in GPTQModel, a carry changes the next
-            # number.
+            # Add 1 to all zero points of a word at once. As in GPTQModel, a carry changes the next
+            # zero point.
             ones = sum(1 << shift for shift in range(0, WORD_BITS, self._bits))
             words = words + torch.tensor(ones, dtype=torch.int64).to(torch.int32)
         zeros = unpack(words, self._bits).T[: len(scales)]

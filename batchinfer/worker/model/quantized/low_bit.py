@@ -12,14 +12,14 @@ WORD_BITS = 32
 
 
 def words_for(count: int, bits: int) -> int:
-    """Return the number of 32-bit words that ``count`` packed numbers of ``bits`` bits take."""
+    """Return how many 32-bit words ``count`` packed numbers of ``bits`` bits take."""
     return -(-count * bits // WORD_BITS)
 
 
 def unpack(words: torch.Tensor, bits: int) -> torch.Tensor:
-    """Unpack int32 words [..., n] into uint8 numbers [..., n * 32 / bits]. Each number has 2, 4 or
-    8 ``bits``; the first number of a word is in its lowest bits."""
-    # The bytes of a word, lowest first: this assumes a little-endian host.
+    """Unpack int32 words [..., n] into uint8 numbers [..., n * 32 / bits] of 2, 4 or 8 ``bits``.
+    The first number of a word is in the lowest bits."""
+    # The bytes of each word, lowest first, on a little-endian host.
     data = words.flatten().view(torch.uint8).view(*words.shape[:-1], 4 * words.shape[-1])
     if bits == 8:
         return data
@@ -29,11 +29,8 @@ def unpack(words: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def check_groups(name: str, group_of: torch.Tensor, groups: int) -> None:
-    """Check the group number of each input of a weight, ``group_of`` [in].
-
-    Raises:
-        ModelError: a number is not in [0, ``groups``).
-    """
+    """Raise ModelError unless all group numbers ``group_of`` [in] of a weight are in [0,
+    ``groups``)."""
     first, last = int(group_of.min()), int(group_of.max())
     if not 0 <= first <= last < groups:
         raise ModelError(
@@ -44,7 +41,7 @@ def check_groups(name: str, group_of: torch.Tensor, groups: int) -> None:
 
 @dataclass(frozen=True)
 class IntegerWeight:
-    """A weight that is (numbers - zeros) * scales."""
+    """A weight that equals (numbers - zeros) * scales."""
 
     bits: int
     numbers: torch.Tensor  # [out, in] int8 or uint8
@@ -58,7 +55,8 @@ class IntegerWeight:
             raise ValueError(f"{inputs} inputs cannot be divided into {groups} equal groups")
 
     def dequantize(self) -> torch.Tensor:
-        """Return the weight [out, in] in float32, which is exact if scales have at most 16 bits."""
+        """Return the weight [out, in] in float32. The result is exact if scales have at most 16
+        bits."""
         values = self.numbers.contiguous().float()
         if self.zeros is not None:
             values -= self._spread(self.zeros.float())
@@ -73,7 +71,7 @@ class IntegerWeight:
 
 @dataclass(frozen=True)
 class BlockWeight:
-    """A float8 weight that is codes * scales."""
+    """A float8 weight that equals codes * scales."""
 
     codes: torch.Tensor  # [out, in] float8
     scales: torch.Tensor  # [ceil(out / block[0]), ceil(in / block[1])] float32
@@ -82,7 +80,7 @@ class BlockWeight:
     def dequantize(self) -> torch.Tensor:
         """Return the weight [out, in] in float32."""
         height, width = self.codes.shape
-        # On a CPU, looking codes up in a table is four times as fast as torch's conversion.
+        # On a CPU, looking float8 codes up in a table is four times as fast as torch's conversion.
         every = torch.arange(256, dtype=torch.uint8).view(self.codes.dtype).float()
         values = every.index_select(0, self.codes.view(torch.uint8).flatten().int())
         values = values.view(height, width)
@@ -91,7 +89,7 @@ class BlockWeight:
 
 @dataclass(frozen=True)
 class TableWeight:
-    """A 4-bit weight that is table[codes] * scales * factors."""
+    """A 4-bit weight that equals table[codes] * scales * factors."""
 
     codes: torch.Tensor  # [out, in] uint8, from 0 to 15
     table: torch.Tensor  # [16] float32

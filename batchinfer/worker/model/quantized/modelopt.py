@@ -19,16 +19,16 @@ from batchinfer.worker.model.quantized.stored_tensors import Quantized, Stored, 
 
 _MIXED = "MIXED_PRECISION"
 _NVFP4 = ("NVFP4", "W4A16_NVFP4")
-"""The second name stands for checkpoints without scales of activations."""
+"""Names of NVFP4 with and without scales of activations."""
 _ALGORITHMS = ("FP8", *_NVFP4)
 _SCALE, _GLOBAL = ".weight_scale", ".weight_scale_2"
 _JOINED = frozenset({"_weight_scale", "_weight_scale_2"})
-"""Suffixes of scales of a tensor that is not called ``weight``, but for example
-``gate_up_proj``."""
+"""Suffixes of scales of tensors that are not called ``weight``, such as ``gate_up_proj``."""
 
 
 class ModelOpt:
-    """A checkpoint written by ModelOpt. The names of a weight's tensors tell FP8 from NVFP4."""
+    """A checkpoint written by ModelOpt. The names of a weight's tensors show whether it is FP8 or
+    NVFP4."""
 
     ends: Mapping[str, str] = {
         **dict.fromkeys((_SCALE, _GLOBAL), ".weight"),

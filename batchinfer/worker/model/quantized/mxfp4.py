@@ -25,8 +25,6 @@ _BLOCK_BYTES = 16
 
 
 class Mxfp4:
-    """gpt-oss's layout of MXFP4."""
-
     name = "mxfp4"
     ends: Mapping[str, str] = {"_blocks": "", "_scales": ""}
 

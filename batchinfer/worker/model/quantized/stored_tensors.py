@@ -1,4 +1,4 @@
-"""Tensors of weight files that are read on demand, and weights that consist of such tensors."""
+"""Tensors that are read from weight files on demand, and quantized weights that consist of them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 class Stored:
-    """A tensor in an open safetensors file. It is read each time it is indexed."""
+    """A tensor in an open safetensors file. Each time the tensor is indexed, it is read from the
+    file."""
 
     def __init__(self, file: Any, name: str) -> None:
         header = file.get_slice(name)
@@ -29,8 +30,8 @@ class Stored:
         """The dtype's name in safetensors, such as ``F32``, ``BF16``, ``F8_E4M3`` or ``U8``."""
 
     def read(self, expert: int | None = None) -> torch.Tensor:
-        """Read the tensor, or an expert's part of it. Tensors with fewer than 2 dimensions are the
-        same for all experts."""
+        """Read the tensor, or one expert's part of the tensor. All experts share a tensor with
+        fewer than 2 dimensions."""
         tensor: torch.Tensor
         if expert is None or len(self.shape) < 2:
             tensor = self._file.get_tensor(self.name)
@@ -50,20 +51,20 @@ def stored_tensors(path: Path) -> Iterator[Stored]:
 
 @dataclass(frozen=True)
 class Quantized:
-    """A quantized weight that consists of several tensors, whose headers were checked."""
+    """A quantized weight that consists of several tensors with checked headers."""
 
     shape: tuple[int, ...]
     """Shape of the weight: [out, in], or [experts, out, in]."""
     parts: Mapping[str, Stored]
-    """The tensors, keyed by suffix. Their first dimension indexes the experts, if there are any."""
+    """The weight's tensors, keyed by suffix. If the weight has experts, the tensors' first
+    dimension is the expert."""
     dequantize: Callable[[Tensors], torch.Tensor]
     """Converts the tensors of the weight, or of one expert, to the weight in float32."""
     by_expert: bool = False
-    """True if experts are dequantized one at a time."""
     low_bit: Callable[[Tensors], LowBitCodes] | None = None
-    """Converts the tensors of the weight, or of one expert, to [out, in] codes for a low-bit
-    kernel. The codes times their scales equal the weight up to rounding. None if the weight has no
-    such codes."""
+    """Converts the tensors of the weight, or of one expert, to codes [out, in] for a low-bit
+    kernel. The codes times their scales equal the weight up to rounding. None if no kernel supports
+    the codes."""
 
     @classmethod
     def of_low_bit(
@@ -93,13 +94,14 @@ class Quantized:
         return out
 
     def read_low_bit(self) -> LowBitCodes | None:
-        """Read the codes; None if the weight has no low-bit codes, or has experts."""
+        """Read the weight's codes. Return None for a weight without low-bit codes or with
+        experts."""
         if self.low_bit is None or self.by_expert:
             return None
         return self.low_bit(self._tensors())
 
     def read_expert(self, expert: int) -> tuple[torch.Tensor, LowBitCodes | None]:
-        """Read an expert's weight in float32, and its codes, or None if it has no codes."""
+        """Read an expert's weight in float32, and the weight's codes or None."""
         tensors = self._tensors(expert)
         return self.dequantize(tensors), None if self.low_bit is None else self.low_bit(tensors)
 
@@ -107,7 +109,7 @@ class Quantized:
         tensors = {end: part.read(expert) for end, part in self.parts.items()}
         for end, part in self.parts.items():
             # A NaN scale would make all logits of every row NaN.
-            is_scale = end and part.dtype in (*FLOATS, "F8_E4M3")  # some codes are floats, too
+            is_scale = end and part.dtype in (*FLOATS, "F8_E4M3")  # some codes are floats too
             if is_scale and not torch.isfinite(tensors[end].float()).all():
                 raise ModelError(f"{part.name} contains NaN or infinity; fetch the model again")
         return tensors
@@ -132,8 +134,8 @@ def check_part(part: Stored, shape: tuple[int, ...], *dtypes: str) -> None:
     """Check the shape and dtype of a weight's tensor.
 
     Raises:
-        ModelError: they do not match. The message names the tensor and states its actual and
-            expected shape and dtype.
+        ModelError: the shape or dtype is wrong. The message states the actual and the expected
+            values.
     """
     if part.shape == shape and part.dtype in dtypes:
         return
@@ -150,5 +152,5 @@ def _in_words(shape: tuple[int, ...]) -> str:
 
 
 def experts_and_matrix(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return a shape as (experts, out, in) or (out, in); missing dimensions become 1."""
+    """Return a shape as (experts, out, in) or (out, in). Missing dimensions become 1."""
     return (1, 1, *shape)[-max(len(shape), 2) :]
