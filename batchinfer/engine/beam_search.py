@@ -1,8 +1,7 @@
 """Beam search for one row: chooses which beams continue, and when the search ends.
 
-It follows the rules of transformers' ``generate(num_beams=..., early_stopping=False)``
-(transformers/generation/utils.py, ``_beam_search``). This module does not depend on blocks or table
-rows.
+The search follows transformers' ``generate(num_beams=..., early_stopping=False)``
+(transformers/generation/utils.py, ``_beam_search``).
 """
 
 from __future__ import annotations
@@ -117,7 +116,7 @@ class BeamSearch:
         return None if checker is None else checker.on_token(token, may_stop=may_stop)
 
     def _entry(self, token_ids: Int32, logprobs: Float32, place: int) -> TokenLogprobs:
-        """Return the log-probabilities at a position, for the token of candidate ``place``.
+        """Return the log-probability entry for candidate ``place`` of one beam.
 
         Args:
             token_ids: [C] candidates, best first.

@@ -57,12 +57,11 @@ class EncoderEngine:
         self._refused: list[Completion] = []
         self._num_steps = 0
         self.observer: OutputObserver | None = None
-        """Not used, because no request has partial output."""
+        """Never called, because an encoder's requests have no partial output."""
         self._first_step_at: float | None = None
 
     @property
     def num_waiting(self) -> int:
-        """Number of requests in the queue."""
         return len(self._arrived) + len(self._sorted)
 
     @property
@@ -72,11 +71,9 @@ class EncoderEngine:
 
     @property
     def num_unfinished(self) -> int:
-        """Number of requests that were added and not returned yet."""
         return self.num_waiting + len(self._refused)
 
     def add_request(self, request: Request) -> None:
-        """Queue a request. If it can never run, the next step returns it as an error."""
         refusal = self.refusal(request)
         if refusal is None:
             self._arrived.append((request, self._clock()))
@@ -84,7 +81,6 @@ class EncoderEngine:
             self._refused.append(Completion(request, [], *refusal))
 
     def refusal(self, request: Request) -> tuple[str, str] | None:
-        """Return the error code and message for a request that can never run, else None."""
         length = request.num_prompt_tokens
         if length == 0:
             return "empty_prompt", "the prompt has no tokens"
@@ -98,13 +94,14 @@ class EncoderEngine:
         """Do nothing, because an encoder has no cache."""
 
     def abort_all(self) -> None:
-        """Drop every unfinished request."""
         self._arrived.clear()
         self._sorted.clear()
         self._refused.clear()
 
     def step(self) -> StepOutcome:
-        """Compute the next texts. A step that runs out of memory is repeated in smaller steps.
+        """Encode one batch of waiting texts.
+
+        If the device runs out of memory, the texts return to the queue and later steps are smaller.
 
         Raises:
             DeviceError: the device does not have enough memory for a single text.

@@ -22,17 +22,20 @@ class EncoderStep:
     lengths: Int32  # [S] tokens of each sequence
     first_segments: Int32  # [S] tokens of each sequence's first text; the second text follows
     pooling: tuple[str, ...]
-    """Pooling modes. Their vectors are concatenated in this order."""
+    """Pooling modes. Each gives one vector per sequence; the vectors are concatenated in this
+    order."""
     unpooled: Int32 | None = None  # [S] number of leading tokens that pooling skips; None: all 0
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens (T)."""
         return len(self.token_ids)
 
     def runs(self) -> list[tuple[int, int, int]]:
-        """Return runs of adjacent sequences with equal length and ``unpooled``: (index of the first
-        packed token, number of sequences, tokens per sequence)."""
+        """Group adjacent sequences with equal ``lengths`` and ``unpooled`` into runs.
+
+        Returns (index of the first packed token, number of sequences, tokens per sequence) for each
+        run.
+        """
         starts = np.concatenate([[0], np.cumsum(self.lengths, dtype=np.int64)])
         return [
             (int(starts[first]), last - first, int(self.lengths[first]))

@@ -48,9 +48,9 @@ class StepOutcome:
 class Engine:
     """Runs requests on a runner, step by step.
 
-    The engine builds a step, submits it, and processes its result. An engine that runs ahead
-    submits a step before it processes the previous one. The device then never waits for the host. A
-    sequence skips that step if it needs the value of the token that the previous step draws.
+    With ``runs_ahead``, the engine submits a step before it processes the previous step's result,
+    so the device never waits for the host. A sequence sits out a step that needs the value of a
+    token whose result has not been read yet.
 
     Args:
         scheduler: queue, sequence table and block pool.
@@ -71,8 +71,8 @@ class Engine:
         self.scheduler = scheduler
         self._vocab_size = vocab_size
         self._max_tokens = scheduler.max_num_batched_tokens
-        """Initial token limit of a step. Refusals use it, because a recovery may lower the
-        current limit."""
+        """Initial token limit of a step, for ``refusal``. Recovery from out-of-memory errors may
+        lower the scheduler's limit."""
         self._prefixes = PrefixTree(scheduler.table)
         self._runner = runner
         self._clock = clock
@@ -81,7 +81,7 @@ class Engine:
         self._last_read_at = -math.inf
         self._first_step_at: float | None = None
         self._ready: list[Completion] = []
-        """Completions of requests that do not need a step."""
+        """Completions of requests that need no step."""
         self._num_arrived = 0
         self._num_unfinished = 0
         self._states: dict[Request, RequestState] = {}
@@ -99,7 +99,6 @@ class Engine:
 
     @property
     def num_waiting(self) -> int:
-        """Number of sequences in the queue."""
         return len(self.scheduler.waiting)
 
     @property
@@ -152,10 +151,10 @@ class Engine:
         self._num_unfinished = 0
 
     def step(self) -> StepOutcome:
-        """Submit a step, then process this step or, when running ahead, the previous step.
+        """Submit a step, then process its result or, with ``runs_ahead``, the previous result.
 
-        If a step runs out of memory, smaller steps compute its tokens. If a step needs an image
-        that can no longer be loaded, the requests that need it fail with ``invalid_image``.
+        If a step runs out of memory, later, smaller steps compute its tokens. If an image of a step
+        can no longer be loaded, the requests with this image fail with ``invalid_image``.
 
         Raises:
             DeviceError: the device does not have enough memory for the smallest step.
@@ -211,7 +210,7 @@ class Engine:
         return InFlight(pending, built.sampled, built.scored, stats, began)
 
     def _process(self, completions: list[Completion]) -> StepStats:
-        """Wait for the oldest step and process its result. A failed step stays in flight."""
+        """Process the result of the oldest step in flight. A failed step stays in flight."""
         step = self._in_flight[0]
         result = step.pending.result()
         self._in_flight.popleft()
@@ -248,7 +247,7 @@ class Engine:
                 "bad_sampling_params",
                 "prompt_logprobs cannot be combined with images, whose tokens have no probability",
             )
-        # The last token is never fed back, so it needs no KV.
+        # The last token is never fed back to the model, so it needs no KV.
         kv_tokens = min(prompt + request.params.max_tokens, room) - 1
         if request.params.beam_width:
             return self.scheduler.beam_groups.refusal(request, -(-kv_tokens // pool.block_size))

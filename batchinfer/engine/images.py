@@ -18,7 +18,7 @@ Int32 = npt.NDArray[np.int32]
 
 
 class LostImageError(Exception):
-    """The pixels of an image can no longer be loaded, although its prompt has been made.
+    """An image of a queued or running request can no longer be loaded.
 
     Args:
         token_id: ``Image.token_id`` of the image.
@@ -58,7 +58,7 @@ class Image:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptImage:
-    """An image in a prompt."""
+    """An image and its token positions in one prompt."""
 
     image: Image
     positions: Int32
@@ -87,8 +87,7 @@ class StepImage:
 def rotary_shift(images: Iterable[PromptImage]) -> int:
     """Return the difference between rotary position and token index in the text after the images.
 
-    An image with a grid takes as many positions as its grid has rows or columns, whichever number
-    is larger.
+    An image with a grid takes max(rows, columns) positions.
     """
     return sum(max(each.image.grid) - each.image.num_tokens for each in images if each.image.grid)
 
@@ -97,9 +96,9 @@ def rotary_positions(images: tuple[PromptImage, ...], start: int, stop: int) -> 
     """Return the rotary positions [3, stop - start] of the tokens at [start, stop) of a sequence:
     one for time, one for the row and one for the column.
 
-    A text token has three equal positions. An image token has the time position of its image. Its
-    other two positions count the rows and columns of the grid from there. Source: transformers'
-    ``get_rope_index`` (models/qwen2_vl/modeling_qwen2_vl.py).
+    A text token has three equal positions. If t is the position of an image's first token, the
+    token at (row, column) of the image's grid has positions (t, t + row, t + column). Source:
+    transformers' ``get_rope_index`` (models/qwen2_vl/modeling_qwen2_vl.py).
     """
     indices = np.arange(start, stop, dtype=np.int32)
     positions = np.tile(indices, (3, 1))
@@ -121,13 +120,14 @@ def rotary_positions(images: tuple[PromptImage, ...], start: int, stop: int) -> 
 
 
 def last_cut(images: tuple[PromptImage, ...], stop: int) -> int:
-    """Return the last position up to ``stop`` at which a chunk of the prompt may end."""
+    """Return the largest end <= ``stop`` of a prompt chunk that splits no whole span."""
     spans = (span for each in images for span in each.whole_spans)
     return next((start for start, end in spans if start < stop < end), stop)
 
 
 def query_ends(images: tuple[PromptImage, ...], start: int, stop: int) -> Int32:
-    """Return one past the last position that each token at [start, stop) of a sequence sees."""
+    """Return, for each token at [start, stop) of a sequence, the exclusive end of the positions
+    that the token attends to."""
     ends = np.arange(start + 1, stop + 1, dtype=np.int32)
     for first, end in (span for each in images for span in each.whole_spans):
         assert not first < stop < end, "a chunk splits an image that one step must compute"

@@ -31,7 +31,7 @@ STEP_COLUMNS = (
 )
 """Columns of ``stats/steps.parquet`` that the metrics use."""
 KV_FACTS = ("block_size", "num_blocks", "bytes_per_block")
-"""Sizes of the pool, reported with its metrics."""
+"""Names of the pool's sizes, which are reported with its metrics."""
 _MEANS = ("mean_utilization", "mean_waste", "contiguous_waste", "sharing_saving")
 
 
@@ -80,7 +80,7 @@ class PoolTotals:
         }
 
     def _add_mean(self, name: str, values: Float, weights: Float, defined_by: Float) -> None:
-        """Add the values whose ``defined_by`` is above 0 to a weighted mean."""
+        """Add values to a weighted mean, except those of steps where ``defined_by`` is 0."""
         weights = np.where(defined_by > 0, weights, 0.0)
         weighted, all_weights = self._means[name]
         self._means[name] = (
@@ -154,7 +154,7 @@ def prefix_sharing(
 
 @dataclass(frozen=True, slots=True)
 class _Totals:
-    """Sums so far. A new object replaces the old one, so readers always see consistent sums."""
+    """Sums so far. New sums come in a new object, so that readers always see consistent sums."""
 
     num_steps: int
     requests: Mapping[str, float]
@@ -164,8 +164,8 @@ class _Totals:
 class MetricsCollector:
     """Collects statistics of steps and rows in memory, for ``LLM`` and ``plan``.
 
-    One thread adds statistics. Other threads may read at the same time without a lock: they see
-    each addition completely or not at all.
+    One thread adds statistics. Other threads may read at the same time without a lock: a reader
+    sees each addition completely or not at all.
     """
 
     def __init__(self, block_size: int) -> None:
@@ -188,8 +188,8 @@ class MetricsCollector:
         """Return the sections ``tokens``, ``throughput`` and ``kv`` for the steps so far."""
         totals = self._totals
         rows = np.array(self._steps[: totals.num_steps], np.float64).reshape(-1, len(STEP_COLUMNS))
-        # Make columns contiguous, as columns from files are, because numpy's sums depend on the
-        # layout.
+        # Make the columns contiguous, like columns read from files: the rounding of numpy's sums
+        # depends on the memory layout.
         columns = np.ascontiguousarray(rows.T)
         pool = PoolTotals()
         pool.add(

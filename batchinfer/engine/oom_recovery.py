@@ -14,10 +14,10 @@ from batchinfer.errors import DeviceError
 
 @dataclass(frozen=True, slots=True)
 class Recovered:
-    """What a recovery changed, to be logged."""
+    """Describes a recovery from an out-of-memory error, for the log."""
 
     reason: str
-    """The device's message."""
+    """The device's error message."""
     num_preempted: int
     max_num_batched_tokens: int
     """New token limit of a step."""

@@ -54,8 +54,8 @@ class OutputIncrement:
     """Index of the request among the requests of its row."""
     key: bytes
     chain: int
-    """Number of the increment's chain. A chain starts from the beginning and replaces the previous
-    one."""
+    """Number of the chain: a series of increments that starts at a request's first token and
+    replaces the request's previous chain."""
     stats: RequestStats
     samples: list[tuple[int, PartialSample | SampleOutput]]
     """For each sample, (number of tokens reported before, the sample with only its new tokens)."""
@@ -66,10 +66,10 @@ class _Reported:
     skips_prefix_cache: bool
     """``RequestState.skip_prefix_cache``, which changes when the request restarts."""
     sizes: dict[int, int]
-    """Reported tokens of each sample, plus 1 if its end was reported."""
+    """Number of reported tokens, keyed by sample index; 1 more if the sample's end was reported."""
     chain: int = -1
-    """Number of the current chain; -1: this run has reported nothing yet, and ``sizes`` are those
-    of the partial output."""
+    """Number of the current chain; -1 until this run reports output. Until then, ``sizes`` has the
+    lengths of the request's partial output."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ class OutputTracker:
 
     @property
     def num_tokens(self) -> int:
-        """Reported tokens of unfinished requests."""
+        """Number of reported tokens of unfinished requests."""
         reported = (known for known in self._reported.values() if known.chain >= 0)
         return sum(sum(known.sizes.values()) for known in reported)
 

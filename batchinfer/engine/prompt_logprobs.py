@@ -1,9 +1,8 @@
 """Log-probabilities of prompt tokens, collected over several steps.
 
 Scoring needs the logits from position ``Request.logits_from`` to the prompt's second-to-last
-position, because the logits at a position predict the next token. Values that are already known are
-kept after a preemption or a failed step. A prefix hit ends before the first position that still
-needs logits.
+position, because the logits at a position predict the next token. Known values are kept after a
+preemption or a failed step. A prefix hit ends before the first position whose logits are unknown.
 """
 
 from __future__ import annotations

@@ -25,8 +25,8 @@ class Request:
     """A prompt, and parameters for its continuation.
 
     ``rng_key`` is ``(seed, stream)``. A row with a seed in its sampling parameters has stream 0, so
-    that equal rows with equal seeds get equal samples. Other rows have the job's seed and their row
-    id as the stream.
+    that equal rows with equal seeds get equal samples. For other rows, the seed is the
+    job's and the stream is the row id.
     """
 
     row_id: int
@@ -53,11 +53,11 @@ class Request:
     """Images of the prompt, in order. Their tokens have negative ids."""
     first_sample: int = 0
     """Index of the first sample. If above 0, an earlier request of the row computed the prompt, and
-    computing it again counts as recomputation."""
+    computing the prompt again counts as recomputation."""
     number: int = 0
     """Index of the request among the requests of its row."""
     given_token: int | None = None
-    """If set, the only output token. It is scored instead of drawn."""
+    """If set, the request's only output token. The model scores this token and draws none."""
     adapter: int = 0
     """Number of the row's adapter; 0 = the base model."""
     pools: bool = False
@@ -84,7 +84,6 @@ class Request:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Number of tokens in the prompt."""
         return len(self.prompt_token_ids)
 
     @property
@@ -113,9 +112,9 @@ class Request:
     def num_candidates(self) -> int:
         """Number of most likely tokens to return at each position; -1 = no log-probabilities.
 
-        For a beam search, the beams together have every candidate that transformers considers.
-        ``beam_width`` tokens that do not end a beam suffice. If stop strings can end it, each beam
-        needs as many tokens as the search considers of all beams.
+        A beam search must find the same best candidates as transformers. If only stop tokens end a
+        beam, ``beam_width`` other tokens of each beam suffice. With stop strings, any token may end
+        a beam, so each beam needs ``num_beam_candidates`` tokens.
         """
         requested = -1 if self.params.logprobs is None else self.params.logprobs
         width = self.params.beam_width
@@ -127,8 +126,8 @@ class Request:
 
     @property
     def num_beam_candidates(self) -> int:
-        """Number of candidates of all beams that a step of a beam search considers: as many as
-        transformers (``beams_to_keep``)."""
+        """Number of candidates, of all beams together, that one step of a beam search considers
+        (transformers' ``beams_to_keep``)."""
         return self.group_size * max(2, 1 + len(self.beam_end_ids))
 
     @property
@@ -139,8 +138,8 @@ class Request:
 
     @property
     def beam_end_ids(self) -> tuple[int, ...]:
-        """Token ids that end a beam, sorted. With a grammar, end-of-sequence ids always end a
-        beam."""
+        """Token ids that end a beam, sorted. With a grammar, end-of-sequence ids end a beam even
+        with ``ignore_eos``."""
         eos = frozenset() if self.grammar is None else self.eos_token_ids
         return tuple(sorted(eos | set(self.stop_token_ids)))
 

@@ -1,9 +1,9 @@
 """Starts requests that continue from the output of an earlier run.
 
-The engine treats such a request like a preempted one: it computes the prompt and the known output
-tokens again, then draws the next token. Grammars, stop strings and penalties rebuild their state
-from the tokens. The next tokens are the same as without the interruption, because random numbers
-depend only on the seed and the position.
+The engine treats such a request like a preempted request: it computes the prompt and the known
+output tokens again, then draws the next token. Grammars, stop strings and penalties rebuild their
+state from the tokens. The next tokens are the same as without the interruption, because random
+numbers depend only on the seed and the position.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def begin(
 
     Args:
         now: the engine's clock, in seconds.
-        arrival: number of requests that arrived before this one.
+        arrival: number of requests that arrived before this request.
         max_model_len: largest number of tokens in a sequence.
     """
     state, partial = RequestState(request, now, arrival), request.partial_output
@@ -69,7 +69,7 @@ def _is_whole(request: Request, partial: PartialOutput, max_model_len: int) -> b
 
 
 def _sequence(state: RequestState, sample: PartialSample) -> Sequence:
-    """Make a waiting sequence with the tokens of a partial sample, none of them computed yet."""
+    """Make a waiting sequence with the tokens of a partial sample. No token is computed yet."""
     sequence = Sequence(state, 0 if state.search is not None else sample.index)
     sequence.output_ids = sample.token_ids.tolist()
     sequence.cumulative_logprob = sample.cumulative_logprob

@@ -32,17 +32,15 @@ class Ready:
     value: StepResult
 
     def result(self) -> StepResult:
-        """Return the step's result."""
         return self.value
 
 
 class Runner(Protocol):
     """Computes steps: the worker, or a substitute in tests.
 
-    Steps run in the order of submission, each as if it started after the previous one ended. The
-    engine relies on this order: as soon as a step is submitted, freed blocks are reassigned, and
-    the next step may read blocks that the submitted step writes. On a CUDA device, a single stream
-    ensures this order.
+    Steps run in the order of submission, each as if the previous step had ended. The engine relies
+    on this order: after it submits a step, it reassigns freed blocks, and the next step may read
+    blocks that the submitted step writes. On a CUDA device, a single stream ensures this order.
     """
 
     def submit(self, step: Step) -> Pending:

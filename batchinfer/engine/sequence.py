@@ -48,7 +48,7 @@ class RequestState:
         self.request = request
         self.arrived_at = arrived_at
         self.arrival = arrival
-        """Number of requests that arrived before this one."""
+        """Number of requests that arrived before this request."""
         self.admitted_at: float | None = None
         self.first_token_at: float | None = None
         self.skip_prefix_cache = False
@@ -152,8 +152,8 @@ class Sequence:
         ``WindowSlots.windows``."""
         self.row = -1
         self.deferred = False
-        """True if the sequence has already waited for a prefix hit that is longer by less than a
-        block."""
+        """True if the sequence has already waited for a prefix hit that is less than a block
+        longer."""
         self.computed_once = 0
         """Number of leading tokens that were computed or cached before. Computing them again counts
         as recomputation."""
@@ -172,7 +172,6 @@ class Sequence:
 
     @property
     def request(self) -> Request:
-        """The request of this sample."""
         return self.state.request
 
     @property
@@ -190,8 +189,7 @@ class Sequence:
 
     @property
     def awaits_group(self) -> bool:
-        """True if other sequences of the group are not running yet. They will start when
-        ``BeamGroups.join`` forks or resumes them."""
+        """True if other sequences of the group wait for ``BeamGroups.join`` to start them."""
         return any(other is not self and other.row < 0 for other in self.group)
 
     def first_fork(self) -> int:

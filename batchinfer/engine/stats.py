@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class StepStats:
-    """Statistics of one step. The counts of blocks include those of rows that finish in this
-    step."""
+    """Statistics of one step. Block counts include the blocks of rows that finish in this step."""
 
     step: int
     t_s: float
@@ -55,10 +54,10 @@ class StepStats:
     image_tokens: int = 0
     """Tokens of images among the computed tokens."""
     images_encoded: int = 0
-    """Number of images that the vision tower embedded in this step; earlier steps embedded the
-    others."""
+    """Images that the vision tower encoded in this step. Earlier steps encoded the step's other
+    images."""
     encode_ms: float = 0.0
-    """Time of the vision tower, in milliseconds; part of ``step_ms``."""
+    """Milliseconds that the vision tower took; part of ``step_ms``."""
 
     @property
     def pool_use(self) -> float | None:

@@ -88,8 +88,8 @@ class LogprobsMode(IntFlag):
     """Values after biases, bans, penalties, temperature and filters; -inf for excluded tokens. Does
     not apply to prompts."""
     EDITED = 4
-    """Log-probabilities from the unmodified logits, changed by biases, bans and penalties as if
-    they were logits, and not normalized again. Beam search adds them up."""
+    """Log-probabilities from the unmodified logits, to which biases, bans and penalties are then
+    applied as if to logits, without normalizing again. Beam search sums these values."""
 
 
 LogitsProcessor = Callable[..., Any]
@@ -99,7 +99,7 @@ output (lists), and the next token's logits (float32 [V] on the model's device).
 
 @dataclass(frozen=True, slots=True)
 class ProcessedRow:
-    """A row of logits, and the user's logits processors. They run before masks and penalties."""
+    """A row of logits and the user's logits processors, which run before masks and penalties."""
 
     row: int
     processors: tuple[LogitsProcessor, ...]
@@ -213,17 +213,14 @@ class Step:
 
     @property
     def num_sequences(self) -> int:
-        """Number of sequences (S)."""
         return len(self.context_lens)
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens (T)."""
         return len(self.token_ids)
 
     @property
     def num_samples(self) -> int:
-        """Number of samples (K)."""
         return len(self.sampling.logits_rows)
 
     def tables_of(self, group: int) -> Int32:
@@ -244,7 +241,7 @@ class StepResult:
     ranks: Int32 | None  # [K] rank of the token, 1 = most likely; None: no sample needs logprobs
     top_token_ids: Int32 | None  # [K, L] best first
     top_logprobs: Float32 | None  # [K, L]
-    scored: StepResult | None = None  # the step's P scored tokens, as if they were samples
+    scored: StepResult | None = None  # the P scored prompt tokens, in the fields of samples
     no_token_left: Bool | None = None  # [K] true if bans exclude every token; None: all False
     hidden_states: Float32 | None = None  # [E, H] after the final norm; None: not requested
     named_logprobs: Float32 | None = None  # [K, W] log-probabilities of named ids, -inf = padding

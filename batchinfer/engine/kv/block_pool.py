@@ -1,18 +1,18 @@
 """The KV pool: reference counts of blocks, their slots, reuse and eviction.
 
-In a model with several layer groups, a block has a slot in each group. ``Block.slot`` is its slot
-in the first group if that group is full attention. ``Block.window_slots`` are its slots in the
+In a model with several layer groups, a block has a slot in each group. ``Block.slot`` is the slot
+in the first group if that group is full attention. ``Block.window_slots`` are the slots in the
 other groups, or in all groups if every layer has a window. The prefix tree, references and copies
-work on blocks. A window slot is freed separately from its block, once it is outside the windows of
-all sequences that refer to the block. The slot of an indexed block is kept until space is needed,
-because a later hit that ends soon after the block needs the slot again. If a slot in the last
-window of a prefix was freed, a lookup finds only a shorter prefix (``prefix_hit.py``). Blocks that
-are then computed again replace the incomplete blocks in the index. Blocks of a model with windows
-are not swapped to the host yet.
+work on blocks. A window slot is freed separately from its block, once the slot is outside the
+windows of all sequences that refer to the block. If the block is indexed, the slot is kept until
+space is needed, because a later hit that ends soon after the block needs the slot again. If a slot
+in the last window of a prefix was freed, a lookup finds only a shorter prefix (``prefix_hit.py``).
+Blocks that are then computed again replace the incomplete blocks in the index. Blocks of a model
+with windows are not swapped to the host yet.
 
-A model without attention has no layer group, so its blocks have no slots: they are only entries of
-the prefix index that lead to snapshots of recurrent state. Only states take slots. A block leaves
-the index once no sequence uses it and no snapshot is left below it.
+A model without attention has no layer group, so its blocks have no slots. These blocks are only
+entries of the prefix index that lead to snapshots of recurrent state. A block without slots leaves
+the index once no sequence uses the block and its subtree has no snapshot.
 
 Blocks with reference counts and copy-on-write follow PagedAttention (Kwon et al. 2023,
 https://arxiv.org/abs/2309.06180).
@@ -104,7 +104,6 @@ class BlockPool:
 
     @property
     def num_used(self) -> int:
-        """Number of slots that sequences use."""
         return self.num_blocks - self.num_available
 
     def allocate(self) -> Block:
@@ -121,7 +120,7 @@ class BlockPool:
         Args:
             block: block number ``at`` of a block table.
             at: index of the block in the table.
-            num_evicted: for each window, the number of leading blocks of the table outside it.
+            num_evicted: for each window, the number of leading blocks outside the window.
         """
         if block.ref_count == 0:
             if block.slot >= 0:
@@ -169,7 +168,7 @@ class BlockPool:
 
         Args:
             blocks: the blocks in the table's order.
-            num_evicted: for each window, the number of leading blocks outside it.
+            num_evicted: for each window, the number of leading blocks outside the window.
         """
         table = list(blocks)
         for at in range(len(table) - 1, -1, -1):
@@ -198,7 +197,6 @@ class BlockPool:
         self.host.update_priority(block)
 
     def match(self, key: bytes, adapter: int = 0) -> PrefixMatch:
-        """Return the longest indexed prefix of ``key`` for an adapter."""
         return self.index.match(key, adapter)
 
     def insert_block(self, parent: Block, block: Block, key: bytes) -> Block | None:
@@ -224,7 +222,7 @@ class BlockPool:
         return entry
 
     def entry_below(self, blocks: list[Block], adapter: int = 0) -> Block | None:
-        """Return the index entry under which the block after the hit ``blocks`` is inserted; None
+        """Return the index entry that is the parent of the block after the hit ``blocks``; None
         without prefix caching."""
         if not self._caching:
             return None
@@ -249,8 +247,7 @@ class BlockPool:
         self.pending.commit_oldest()
 
     def rollback(self) -> None:
-        """Evict the blocks that a failed step and the steps after it should have filled or
-        moved."""
+        """Evict the blocks that a failed step and later steps should have filled or moved."""
         for block in self.pending.drain():
             if block.indexed:
                 self.evict_subtree(block)
@@ -289,9 +286,8 @@ class BlockPool:
         self.window_slots.free_unneeded(block)
 
     def _prune(self, block: Block) -> None:
-        """Remove a block from the index if it has no slots and no descendants. Then do the same for
-        its parent, and so on. In a model without layer groups, a block stays while it leads to a
-        snapshot."""
+        """Remove a block from the index if it has no slots and no descendants, and likewise each
+        ancestor in turn. Without layer groups, a block that leads to a snapshot stays."""
         while (
             block.indexed
             and block.ref_count == 0
@@ -324,7 +320,7 @@ class BlockPool:
             self.evict_subtree(block)
 
     def _copy_out(self, block: Block) -> None:
-        """Give a block a host slot if possible. The next step copies the block into it."""
+        """Give a block a host slot if possible; the next step then copies the block to the host."""
         slot = self._take_host_slot()
         if slot is None:
             return

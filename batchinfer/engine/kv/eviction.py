@@ -34,7 +34,6 @@ class EvictionOrder(Generic[Place]):
         (self._wanted if block.wanted else self._idle)[block] = None
 
     def discard(self, block: Place) -> None:
-        """Remove a block if present."""
         if block in self._idle:
             del self._idle[block]
         else:
@@ -47,9 +46,8 @@ class EvictionOrder(Generic[Place]):
             self.add(block)
 
     def first(self) -> Place:
-        """Return the block to evict next."""
         return next(iter(self))
 
     def first_idle(self) -> Place | None:
-        """Return the block to evict next if it has no known future use, else None."""
+        """Return the first block if it has no known future use, else None."""
         return next(iter(self._idle), None)

@@ -31,7 +31,7 @@ class HostPool:
         self._read: list[Block] = []
         """Blocks that the step being built swaps in by reading their host slots."""
         self._read_last: list[int] = []
-        """Dropped host slots that the step being built may read. They are free after that step."""
+        """Dropped host slots that become free after the step being built, which may read them."""
 
     @property
     def num_used(self) -> int:
@@ -40,12 +40,11 @@ class HostPool:
 
     @property
     def num_free(self) -> int:
-        """Number of free slots."""
         return self.num_slots - self.num_used
 
     @property
     def num_obtainable(self) -> int:
-        """Number of slots that are free or belong to blocks that can lose them."""
+        """Number of slots that are free or can be taken from a block."""
         return self.num_free + len(self._alone) + len(self._copies)
 
     def take_slot(self) -> int | None:
@@ -62,7 +61,6 @@ class HostPool:
         return self._next - 1
 
     def return_slot(self, slot: int) -> None:
-        """Free a slot."""
         self._returned.append(slot)
 
     def return_after_step(self, slots: list[int]) -> None:

@@ -1,7 +1,8 @@
 """Reads the shape of each layer's KV, and which layer stores it, from a model's config.
 
-In Gemma 4, full-attention layers have wider heads; in MiMo V2, they have fewer KV heads. The last
-layers of Gemma 3n and 4 attend to the KV of an earlier layer of the same type.
+In Gemma 4, full-attention layers have wider heads than other layers. In MiMo V2, full-attention
+layers have fewer KV heads. The last layers of Gemma 3n and 4 attend to the KV of an earlier layer
+of the same type.
 """
 
 from __future__ import annotations
@@ -95,8 +96,8 @@ def has_latent(text: Mapping[str, Any]) -> bool:
 def kv_owners(text: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
     """Return the layer that stores each layer's KV; empty if every layer stores its own KV.
 
-    Each of the last ``num_kv_shared_layers`` layers stores no KV. It uses the KV of the last layer
-    of the same type that does.
+    The last ``num_kv_shared_layers`` layers store no KV. Each of them uses the KV of the last layer
+    of its type that stores KV.
 
     Raises:
         ValueError: a layer that should share KV has no earlier layer of its type.

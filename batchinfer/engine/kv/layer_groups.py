@@ -113,8 +113,8 @@ def layer_chunks(config: Mapping[str, Any], num_layers: int) -> list[int]:
 
 
 def layer_windows(config: Mapping[str, Any], num_layers: int) -> list[int]:
-    """Return the window of each layer. 0 means full attention, which is always correct, and is also
-    used if the config is ambiguous."""
+    """Return the window of each layer; 0 = full attention. If the config is ambiguous, all windows
+    are 0, because full attention is always correct."""
     window, kinds = config.get("sliding_window"), config.get("layer_types")
     if not isinstance(window, int) or window < 2:
         return [0] * num_layers

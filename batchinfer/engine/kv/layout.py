@@ -162,11 +162,9 @@ class KVLayout:
         return self.shapes[self.owner(layer)]
 
     def prompt_window(self, layer: int) -> int:
-        """Return a layer's entry in ``prompt_windows``."""
         return self.prompt_windows[layer] if self.prompt_windows else 0
 
     def owner(self, layer: int) -> int:
-        """Return the layer that stores a layer's KV."""
         return self.owners[layer] if self.owners else layer
 
     @property

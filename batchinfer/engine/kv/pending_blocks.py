@@ -26,7 +26,7 @@ class PendingBlocks:
         """Blocks that each submitted step fills or moves, oldest first."""
 
     def mark_filled(self, block: Block) -> None:
-        """Record that the previous step filled a block, instead of the step being built."""
+        """Record that the last submitted step, not the step being built, fills a block."""
         self.filled.remove(block)
         if self._submitted:
             self._submitted[-1].add(block)

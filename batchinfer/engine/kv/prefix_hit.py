@@ -19,7 +19,7 @@ class PrefixHit:
     owns_tail: bool = False
     """True if no other sequence needs the tail. The tail then leaves the index and is reused."""
     num_evicted: tuple[int, ...] = ()
-    """For each window, the number of leading blocks outside it."""
+    """For each window, the number of leading blocks outside the window."""
     snapshot: StateSnapshot | None = None
     """Recurrent state after the hit's tokens; None if the hit is empty or no layer is recurrent."""
 
@@ -81,7 +81,6 @@ def find_prefix_hit(
 
 
 def no_hit(pool: BlockPool) -> PrefixHit:
-    """Return an empty hit."""
     return PrefixHit([], None, 0, num_evicted=pool.window_slots.num_evicted(0))
 
 
@@ -92,7 +91,7 @@ def _num_evicted(pool: BlockPool, num_tokens: int, fork_at: int | None) -> tuple
 
 
 def _hit_at_snapshot(pool: BlockPool, match: PrefixMatch, fork_at: int | None) -> PrefixHit:
-    """Return the longest hit that ends at a snapshot of recurrent state and has full windows."""
+    """Return the longest hit that ends at a snapshot and has all slots that the windows need."""
     for snapshot, before in reversed(match.snapshots):
         is_whole = snapshot.num_tokens == pool.block_size
         blocks = match.blocks[: before + is_whole]

@@ -36,7 +36,7 @@ class Block:
     """A logical block: ``block_size`` token slots of KV, referenced by sequences.
 
     ``key`` is empty while the block is not in the prefix index. The key of a partly filled block
-    consists of the tokens that it had when it was indexed. Tokens appended later do not change it.
+    consists of the tokens that the block had when it was indexed.
     """
 
     __slots__ = (
@@ -122,7 +122,6 @@ class RecurrentState:
 
     @property
     def on_host(self) -> bool:
-        """True while the state is on the host."""
         return bool(self.host_slots)
 
     @property
@@ -135,8 +134,7 @@ class StateSnapshot:
     """A recurrent state after a token of an indexed block, kept for later rows.
 
     The parent of that block stores the snapshot in ``snapshots_below``, keyed by the block's tokens
-    up to the state. A lookup therefore finds the snapshot whichever tokens follow it, even after
-    the block's own key has grown.
+    up to the state. A lookup therefore finds the snapshot whichever tokens follow the state.
     """
 
     __slots__ = ("block", "followers", "in_windows", "key", "parent", "state")
@@ -168,10 +166,10 @@ class StateSnapshot:
 
 
 class WindowSlot:
-    """A block's device slot in one layer group. It is freed when no sequence's window includes it.
+    """A block's device slot in one layer group.
 
-    The slot of an indexed block is kept until space is needed, because a prefix that ends soon
-    after the block needs the slot again.
+    The slot is freed when no sequence's window includes it. If the block is indexed, the slot is
+    freed only when the pool needs space.
     """
 
     __slots__ = ("block", "num_kept", "readers", "slot")
@@ -248,7 +246,8 @@ class PrefixMatch:
     """Longest indexed prefix of a key: whole blocks, and a part of one block."""
 
     blocks: list[Block]
-    """Whole blocks. They may be in flight, because every layer writes KV before it attends."""
+    """Whole blocks, including blocks that the step being built fills: in each layer, a step writes
+    all KV before it attends."""
     tail: Block | None
     tail_tokens: int
     tokens_in_flight: int
@@ -270,7 +269,6 @@ class PrefixIndex:
         return self._roots.setdefault(adapter, Block(slot=-1))
 
     def is_root(self, block: Block) -> bool:
-        """Return true if a block is a root."""
         return block in self._roots.values()
 
     def match(self, key: bytes, adapter: int = 0) -> PrefixMatch:
@@ -316,8 +314,8 @@ class PrefixIndex:
         return block
 
     def replace(self, old: Block, block: Block) -> None:
-        """Replace ``old`` with the in-flight ``block``, which takes over the key and the children
-        of ``old``, and the snapshots in these children. ``old`` itself must have no snapshot."""
+        """Replace ``old`` with the in-flight ``block``, which takes over the key, the children, and
+        the children's snapshots. ``old`` itself must have no snapshot."""
         parent, key, children = old.parent, old.key, old.children
         assert parent is not None
         assert parent.children is not None
@@ -359,12 +357,10 @@ class PrefixIndex:
         return removed
 
     def first_blocks(self) -> list[Block]:
-        """Return the children of all roots."""
         below = (root.children for root in self._roots.values())
         return [block for each in below if each is not None for block in each.blocks.values()]
 
     def blocks(self) -> Iterator[Block]:
-        """Iterate over all indexed blocks."""
         for root in self._roots.values():
             below = self.subtree(root)
             next(below)

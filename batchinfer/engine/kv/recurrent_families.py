@@ -113,7 +113,7 @@ def _kimi_delta(text: Config) -> RecurrentShape:
     https://arxiv.org/abs/2510.26692)."""
     num_heads, width = _number(text, "linear_num_heads"), _number(text, "linear_head_dim")
     values = num_heads * width
-    second = 2 * width * values // _number(text, "hidden_size")  # factors of the gate and the decay
+    second = 2 * width * values // _number(text, "hidden_size")  # second matrices of gate and decay
     return RecurrentShape(
         num_heads=num_heads,
         key_width=width,

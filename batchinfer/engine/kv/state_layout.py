@@ -22,7 +22,7 @@ from batchinfer.engine.kv.recurrent_families import (
 STATE_BYTES = 4
 """Bytes per element of state. It is float32 for every dtype of the model."""
 _LANES = 16
-"""Float32 elements in the widest vector register of a CPU. Narrower pieces would waste lanes."""
+"""Float32 elements in the widest vector register of a CPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +34,9 @@ class StatePart:
     piece_elements: int
 
     def per_slot(self, slot_bytes: int) -> int:
-        """Return the number of pieces that a slot holds."""
         return slot_bytes // (STATE_BYTES * self.piece_elements)
 
     def num_slots(self, num_layers: int, slot_bytes: int) -> int:
-        """Return the number of slots for the pieces of all layers."""
         return -(-num_layers * self.num_pieces // self.per_slot(slot_bytes))
 
 
@@ -46,8 +44,8 @@ class StatePart:
 class StateLayout:
     """Layout of the recurrent state of one sequence in its slots.
 
-    The state of a head is a matrix [key width, value width]. It is cut by columns, which do
-    not depend on each other, into pieces [key width, columns]. The state of a convolution is the
+    The state of a head is a matrix [key width, value width]. Its columns do not depend on each
+    other, so the matrix is cut into pieces [key width, columns]. The state of a convolution is the
     last inputs of each channel, cut into pieces [conv_width - 1, channels]. The slots hold the
     pieces of all layers' matrices, and then, starting in a new slot, the pieces of all
     convolutions.
@@ -128,7 +126,7 @@ def _convolution_cuts(shape: RecurrentShape) -> list[StatePart]:
 
 
 def _fewest_slots(parts: list[StatePart], num_layers: int, slot_bytes: int) -> StatePart:
-    """Return the cut that takes the fewest slots; in a tie, the one with the largest pieces."""
+    """Return the cut that takes the fewest slots; in a tie, the cut with the largest pieces."""
     fitting = [part for part in parts if part.per_slot(slot_bytes)]
     return min(fitting, key=lambda part: (part.num_slots(num_layers, slot_bytes), part.num_pieces))
 

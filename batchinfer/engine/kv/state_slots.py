@@ -1,8 +1,8 @@
 """Pool slots for the recurrent states of running sequences and for snapshots for later rows.
 
 A step updates a state in place. Sequences that fork therefore share a state only until their next
-step, when all but the last of them copy it (copy-on-write). A snapshot is one more reference to a
-state, so its sequence copies the state before the next step. A snapshot belongs to a position in an
+step, when all but the last of them copy it (copy-on-write). A snapshot also holds a reference to a
+state, so the sequence copies the state before its next step. A snapshot belongs to a position in an
 indexed block. A later row that shares the prefix up to this position starts from the snapshot. Rows
 are planned window by window, so the positions where rows diverge are known, and snapshots are taken
 only at these positions. A snapshot is dropped after its last use. When the pool needs its slots,
@@ -59,7 +59,7 @@ class StateSlots:
         """Number of snapshots on the host."""
         self._sources: set[RecurrentState] = set()
         """States of idle snapshots that the step being built copies. The set holds a reference to
-        each."""
+        each state."""
 
     @property
     def num_used(self) -> int:
@@ -86,12 +86,11 @@ class StateSlots:
         return state
 
     def acquire(self, state: RecurrentState) -> None:
-        """Add a reference."""
         self._num_idle -= state.is_idle
         state.ref_count += 1
 
     def release(self, state: RecurrentState) -> None:
-        """Drop a reference. Dropping the last reference frees the slots."""
+        """Drop a reference; dropping the last reference frees the slots."""
         assert state.ref_count > 0
         state.ref_count -= 1
         self._num_idle += state.is_idle
@@ -105,7 +104,7 @@ class StateSlots:
 
     def copy(self, shared: RecurrentState, copies: Pairs) -> RecurrentState:
         """Return a new state for one of the sequences that share a state, and drop the sequence's
-        reference. The next step copies the shared state into the new one.
+        reference. The next step copies the shared state into the new state.
 
         Args:
             shared: a state with several references.
@@ -121,8 +120,8 @@ class StateSlots:
         return copied
 
     def release_sources(self) -> None:
-        """Let snapshots be evicted again if the step just built copies from them. An earlier
-        eviction could have made their slots the destination of another copy of that step."""
+        """Allow eviction of the snapshots that the step just built copies from. Earlier, an evicted
+        snapshot's slots could have become the destination of another copy of the same step."""
         while self._sources:
             self.release(self._sources.pop())
 
@@ -203,7 +202,8 @@ class StateSlots:
         )
 
     def slots_to_start_from(self, snapshot: StateSnapshot | None, more_followers: int = 0) -> int:
-        """Return the number of available slots that a sequence needs for its state."""
+        """Return the number of available slots that a sequence needs for its state; without a
+        snapshot, the slots of a new state."""
         if snapshot is None:
             return self.slots_per_state
         # Slots of an idle snapshot count as available, until a sequence takes or copies them.
@@ -230,7 +230,6 @@ class StateSlots:
                 self.drop(snapshot)
 
     def drop_all(self) -> None:
-        """Drop all snapshots."""
         for snapshot in list(self.snapshots):
             self.drop(snapshot)
 
@@ -240,8 +239,8 @@ class StateSlots:
         return self._move_least_wanted(self._idle())
 
     def give_up_snapshot(self) -> bool:
-        """Move one snapshot off the device; return false if there is none. This frees its state, or
-        spares a sequence that uses the state from copying it."""
+        """Move one snapshot off the device; return false if there is none. This frees the state, or
+        lets a sequence that uses the state go on without a copy."""
         return self._move_least_wanted(one for one in self.snapshots if not one.state.on_host)
 
     def num_less_wanted(self, followers: int) -> int:
@@ -286,8 +285,8 @@ class StateSlots:
             node = node.parent
 
     def _move_least_wanted(self, snapshots: Iterable[StateSnapshot]) -> bool:
-        """Move the snapshot with the fewest followers (in a tie, the least recently used one) to
-        the host. Drop it if the host has no space."""
+        """Move the snapshot with the fewest followers (in a tie, the least recently used) to the
+        host. If the host has no space, drop the snapshot."""
         snapshot = min(snapshots, key=lambda each: each.followers, default=None)
         if snapshot is None:
             return False

@@ -90,7 +90,7 @@ def _unsupported(config: Config, family: str) -> str | None:
 def _unsupported_rope(config: Config) -> str | None:
     """Return the reason why a model's rotary embeddings are not supported, or None.
 
-    With the type ``dynamic``, their scale depends on the longest sequence of a batch, so a row's
+    The scale of ``dynamic`` embeddings depends on the longest sequence of a batch, so a row's
     output would depend on other rows.
     """
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}

@@ -60,7 +60,7 @@ class WindowSlots:
         self._num_allocated += 1
 
     def acquire(self, block: Block, at: int, num_evicted: tuple[int, ...]) -> None:
-        """Add a reader to each slot of block ``at`` of a table, if its window includes the slot."""
+        """Add a reader to the slots of block ``at`` of a table that are inside their windows."""
         for window_slot in live_slots(block, at, num_evicted):
             assert window_slot.slot >= 0
             if window_slot.readers == 0:
@@ -81,7 +81,6 @@ class WindowSlots:
                 self.free(window_slot)
 
     def free(self, window_slot: WindowSlot) -> None:
-        """Free a slot without readers."""
         self._cached.discard(window_slot)
         self._free_slots.append(window_slot.slot)
         window_slot.slot = -1

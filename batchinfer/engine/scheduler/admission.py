@@ -78,7 +78,7 @@ class Admission:
         chosen.append(rows, chunks)
 
     def _find_prefix(self, sequence: Sequence) -> tuple[PrefixHit, bool]:
-        """Return a sequence's prefix hit, and whether it should wait a step for a longer hit.
+        """Return a sequence's prefix hit, and true if the sequence should wait for a longer hit.
 
         A hit never includes a token whose logits are needed, such as the last token. Waiting helps
         if this step fills a block that can be copied only in the next step, or if a running row is
@@ -109,16 +109,16 @@ class Admission:
         gain = within_reach - hit.num_tokens
         if gain >= size:
             return hit, True
-        # A row waits only once for less than a block: neighbors in sorted order nearly always share
-        # a few more tokens, and would otherwise start one by one.
+        # A row waits only once for a gain of less than a block. Neighbors in sorted order nearly
+        # always share a few more tokens, so without this limit they would start one by one.
         defers = gain * 16 >= sequence.num_tokens - hit.num_tokens and not sequence.deferred
         defers = defers and gain > 0
         sequence.deferred |= defers
         return hit, defers
 
     def _reaches_snapshot(self, sequence: Sequence, match: PrefixMatch, key: bytes) -> int:
-        """Return the number of tokens in the longest snapshot that a row will keep while it
-        computes its prompt and that the sequence can start from; 0 if there is none."""
+        """Return the number of tokens of the longest snapshot that a running row will take of its
+        prompt and that ``sequence`` can start from; 0 if there is none."""
         start = len(match.blocks) * self._table.block_size
         node = match.blocks[-1] if match.blocks else None
         node = node or self._pool.index.root(sequence.request.adapter)
@@ -186,7 +186,6 @@ class Admission:
             hit = find_prefix_hit(self._pool, match, fork_at=self._fork_at(sequence))
 
     def _first_chunk(self, sequence: Sequence, hit: PrefixHit, budget: int) -> int:
-        """Return the number of tokens that a sequence computes in its first step."""
         end = num_tokens_to_compute(sequence)
         if self._pool.states.slots_per_state:
             end = min(end, next_stop(sequence, hit.num_tokens))

@@ -21,8 +21,8 @@ from batchinfer.engine.sequence import Sequence
 
 
 def num_tokens_to_compute(sequence: Sequence) -> int:
-    """Return the number of tokens to compute before the sequence draws. If its group waits for it,
-    the last token is not included, so that the group can join first."""
+    """Return the number of tokens to compute before a sequence draws. If other beams wait for the
+    sequence, its last token is excluded, so that these beams can join first."""
     return sequence.num_tokens - sequence.awaits_group
 
 
@@ -80,10 +80,10 @@ class BeamGroups:
     def join(self) -> None:
         """Start the waiting beams of groups whose leaders have computed enough tokens.
 
-        A beam shares its common prefix with the leader. A beam whose cached blocks hold more tokens
-        resumes from its blocks instead, if they fit into the pool. Table rows were reserved for the
-        beams. Blocks can be shared up to any token, but a recurrent state includes all computed
-        tokens. Leaders with a state therefore stop where the first beam forks.
+        Each beam shares the leader's blocks up to the end of their common prefix. If the beam's own
+        cached blocks hold more tokens and fit into the pool, the beam resumes from them instead.
+        Table rows were reserved for the beams. A recurrent state includes all computed tokens, so
+        leaders with a state stop where the first beam forks.
         """
         table = self._table
         for row in np.flatnonzero((table.pending_forks > 0) & table.is_beam):
@@ -108,8 +108,8 @@ class BeamGroups:
 
         Args:
             next_beams: the next beams, each with the index of the present beam that it continues.
-                The first beam that continues a present beam is the same object. Further beams that
-                continue it are new objects. All of them already include their newest token.
+                The first beam that continues a present beam is the same ``Sequence``; others are
+                new objects. All next beams already include their newest token.
         """
         table = self._table
         continuing = {beam for beam, _ in next_beams}
@@ -150,7 +150,6 @@ class BeamGroups:
         self._table.admission[other.row] = self._table.admission[beam.row]
 
     def _fork(self, parent: Sequence, child: Sequence, num_tokens: int) -> None:
-        """Start ``child`` with the first ``num_tokens`` tokens computed by ``parent``."""
         self._kv_manager.share_blocks(parent, child, num_tokens)
         self._share_admission(parent, child)
 

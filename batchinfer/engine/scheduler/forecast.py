@@ -35,9 +35,10 @@ class OutputLengths:
     """Estimated distribution of the job's output lengths.
 
     The distribution is a discrete hazard per output length: the number of sequences that stopped at
-    a length, divided by the number that reached it (Kaplan & Meier 1958). Running sequences count
-    as censored, so that sequences that end early do not bias the estimate. Each hazard is shrunk
-    towards the overall stop rate, which is the only estimate for lengths that were not reached yet.
+    the length, divided by the number of sequences that reached it (Kaplan & Meier 1958). Running
+    sequences count as censored, so that sequences that end early do not bias the estimate. Each
+    hazard is shrunk towards the overall stop rate, which is the only estimate for lengths that no
+    sequence has reached yet.
 
     Args:
         longest: maximum number of output tokens of a sequence.
@@ -103,11 +104,12 @@ class OutputLengths:
 class PoolForecast:
     """Forecast of the blocks in use at later steps, if no further row is admitted.
 
-    It includes running sequences and the samples that will fork from them. Demand peaks just before
-    a sequence ends. The search for the highest peak adds half a block, the average waste, to each
-    table. The blocks at that peak are then counted exactly, because sequences of equal length fill
-    their last blocks at the same time. For a model with windows, the forecast counts slots, one per
-    layer group. It assumes the maximum number of slots for a sequence that will outgrow a window.
+    The forecast includes running sequences and the samples that will fork from them. Demand peaks
+    just before a sequence ends. The search for the highest peak adds half a block, the average
+    waste, to each table. The blocks at that peak are then counted exactly, because sequences of
+    equal length fill their last blocks at the same time. For a model with windows, the forecast
+    counts slots, one per layer group, and assumes the maximum number of slots for a sequence that
+    will outgrow a window.
 
     The forecast counts the slots of snapshots of recurrent state as used, whether the snapshots are
     kept or planned. Without a snapshot, each of its followers would compute the prompt again, which
@@ -162,8 +164,8 @@ class PoolForecast:
         """Add a waiting sequence and its group if they fit; return true if they do.
 
         Args:
-            num_snapshots: number of snapshots that the sequence will keep, minus those that it
-                takes over.
+            num_snapshots: number of snapshots that the sequence will keep, minus the snapshots that
+                the sequence takes over.
         """
         before = self._ends, self._tokens, self._shared_blocks, self._num_snapshots
         self._num_snapshots += num_snapshots

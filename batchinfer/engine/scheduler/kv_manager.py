@@ -15,7 +15,7 @@ from batchinfer.engine.sequence import Sequence
 
 
 class KVManager:
-    """Allocates, shares, frees and indexes the blocks of running sequences.
+    """Manages the blocks of running sequences.
 
     Other rows may use blocks of a prompt, but only the row itself uses blocks of its output. A
     prompt's block is therefore indexed when the step that fills it is scheduled, and an output's
@@ -29,7 +29,6 @@ class KVManager:
         """Sequences whose prompts this step does not finish, keyed by their last indexed block."""
 
     def begin_step(self) -> None:
-        """Reset ``prefilling``."""
         self.prefilling = {}
 
     def start_with_prefix(self, sequence: Sequence, hit: PrefixHit) -> AcquiredPrefix:
@@ -48,7 +47,6 @@ class KVManager:
         return acquired
 
     def _first_state(self, sequence: Sequence, hit: PrefixHit) -> RecurrentState:
-        """Return the recurrent state with which a sequence starts."""
         states, more = self._pool.states, more_followers(sequence, hit)
         if sequence.saved_state is hit.snapshot:
             sequence.saved_state = None

@@ -1,7 +1,7 @@
 """Preemption by recomputing or swapping, and eviction by known future use.
 
-A block has a known future use if a waiting sequence or a later row needs it. Such a block is not
-reserved, but it is evicted later than other blocks, and it may move to a host slot then.
+A block has a known future use if a waiting sequence or a later row needs it. The pool evicts such
+blocks last, and may move them to host slots.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class PreemptionPolicy:
         freed = [block for block, count in held.items() if block.ref_count == count]
         copies = sum((block.slot >= 0) + (block.slot >= 0 > block.host_slot) for block in freed)
         copies += 2 * slots_per_state
-        # Without its state, a sequence also recomputes the tokens that it shares.
+        # Without its recurrent state, a sequence also recomputes the tokens in shared blocks.
         num_recomputed = sum(map(len, tables)) if slots_per_state else len(freed)
         return copies * self.block_copy_s < num_recomputed * block_size * self.token_s
 
@@ -128,7 +128,6 @@ class ReuseHints:
                 self._pool.update_priority(block)
 
     def remove_all(self) -> None:
-        """Unmark the blocks of all waiting sequences."""
         for sequence in list(self._waiting):
             self.remove(sequence)
 

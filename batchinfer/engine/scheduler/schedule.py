@@ -41,7 +41,6 @@ class ScheduledRows:
     num_cached: int = 0
 
     def append(self, rows: list[int], num_new: list[int]) -> None:
-        """Add rows and their numbers of tokens."""
         self.rows = np.concatenate([self.rows, np.asarray(rows, dtype=np.intp)])
         self.num_new = np.concatenate([self.num_new, np.asarray(num_new, dtype=np.int32)])
 

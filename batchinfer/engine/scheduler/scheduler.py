@@ -54,7 +54,7 @@ class Scheduler:
         )
         self.preemption_policy = preemption_policy or PreemptionPolicy()
         self.max_num_batched_tokens = max_num_batched_tokens
-        """Maximum number of tokens in a step. Out-of-memory errors lower it."""
+        """Maximum number of tokens in a step. Recovery from out-of-memory errors lowers it."""
         self._num_steps = 0
         self._admission = Admission(pool, table, self._kv_manager, self.reuse_hints)
 
@@ -90,7 +90,7 @@ class Scheduler:
         return chosen.schedule(self.table, self.pool.take_copies())
 
     def advance(self, schedule: Schedule, now: float) -> StepStats:
-        """Count a submitted step's tokens as computed and drawn, for all later steps.
+        """Update the table as if a submitted step had already computed and drawn its tokens.
 
         Args:
             now: time on the engine's clock, in seconds.
@@ -122,7 +122,6 @@ class Scheduler:
         return stats
 
     def forecast(self) -> PoolForecast:
-        """Return a forecast of the pool for the running sequences."""
         return PoolForecast(self.pool, self.table, self.output_lengths)
 
     def fork(self, parent: Sequence, child: Sequence, forecast: PoolForecast) -> None:

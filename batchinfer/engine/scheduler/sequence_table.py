@@ -57,7 +57,8 @@ class SequenceTable:
         """The ``Sequence`` in each row, or None."""
         self.active = np.zeros(rows, dtype=np.bool_)
         self.admission = np.zeros(rows, dtype=np.int64)
-        """Admission number, in order of admission. The newest row is preempted first."""
+        """Consecutive number, assigned at admission. The row with the highest number is preempted
+        first."""
         self.num_prompt = np.zeros(rows, dtype=np.int32)
         self.num_tokens = np.zeros(rows, dtype=np.int32)
         """Number of prompt and output tokens, including a token that is being drawn."""
@@ -65,7 +66,7 @@ class SequenceTable:
         """Number of leading tokens with KV in the pool after all submitted steps."""
         self.computed_once = np.zeros(rows, dtype=np.int32)
         self.max_total = np.zeros(rows, dtype=np.int32)
-        """Number of tokens at which the sequence ends by length."""
+        """Number of tokens at which the sequence reaches its length limit."""
         self.length_known = np.zeros(rows, dtype=np.bool_)
         """True if the sequence certainly runs to ``max_total``."""
         self.last_token = np.zeros(rows, dtype=np.int32)
@@ -78,7 +79,7 @@ class SequenceTable:
         self.pending_forks = np.zeros(rows, dtype=np.int32)
         """Number of samples or beams that will fork once the row's known tokens are computed."""
         self.tail_shared = np.zeros(rows, dtype=np.bool_)
-        """True if the last block may be shared. A sequence that writes to it must check."""
+        """True if the last block may be shared. Check the reference count before a write."""
         self.block_table = np.zeros((rows, 16), dtype=np.int32)
         """[rows, longest] slots in the first layer group; undefined outside the window, and without
         a layer group."""
@@ -89,7 +90,7 @@ class SequenceTable:
         self.state_table = np.zeros((rows, slots_per_state), dtype=np.int32)
         """[rows, slots of a state] slots of recurrent states."""
         self.state_shared = np.zeros(rows, dtype=np.bool_)
-        """True if the recurrent state may be shared. A step that writes it must check."""
+        """True if the recurrent state may be shared. Check the reference count before a write."""
         self.next_branch = np.full(rows, NO_BRANCH, dtype=np.int32)
         """Next branch point of the prompt, or fork of waiting beams, where a step must end;
         ``NO_BRANCH`` after the last."""
@@ -139,7 +140,6 @@ class SequenceTable:
 
     @property
     def num_running(self) -> int:
-        """Number of sequences with a row."""
         return len(self.sequences) - len(self._free_rows)
 
     def has_room(self, count: int = 1) -> bool:
@@ -179,7 +179,7 @@ class SequenceTable:
         return np.stack([num_outside_windows(num_tokens, w, self.block_size) for w in self.windows])
 
     def total_limit(self, sequence: Sequence) -> int:
-        """Return the number of tokens at which the sequence ends by length."""
+        """Return the number of tokens at which the sequence reaches its length limit."""
         request = sequence.request
         total = request.num_prompt_tokens + request.params.max_tokens
         return min(total, self.most_tokens(request))

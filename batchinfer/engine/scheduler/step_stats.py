@@ -20,13 +20,13 @@ def step_stats(
     num_waiting: int,
     num_swapped: int,
 ) -> StepStats:
-    """Return the statistics of a step. Times are 0 until its result is read.
+    """Return the statistics of a step. Times are 0 until the step's result is read.
 
     Call it when ``num_computed`` already includes the step's tokens, but before the rows of
     finished sequences are freed.
 
     Args:
-        tokens: result of ``recomputed_tokens.note_tokens``.
+        tokens: result of ``step_tokens.note_tokens``.
         num_waiting: number of sequences in the queue.
         num_swapped: number of waiting sequences with blocks that are only on the host.
     """

@@ -1,1 +1,1 @@
-"""An engine that computes nothing, with times from a roofline model."""
+"""Runs the engine without a model, and estimates the times of its steps with a roofline model."""

@@ -1,4 +1,4 @@
-"""Dry runs: a real engine on a runner that computes nothing and adds up roofline times."""
+"""Dry runs: the real engine, with a runner that computes nothing and adds up roofline times."""
 
 from __future__ import annotations
 
@@ -74,8 +74,8 @@ class DryEncoder(_RooflineClock):
 class DryRunner(_RooflineClock):
     """Draws arbitrary tokens, different for every sample, and adds up roofline times.
 
-    Candidates of beams get artificial log-probabilities, with which a search extends only a few
-    beams, as it does with a real model.
+    Beam candidates get artificial log-probabilities, with which a search continues only a few
+    beams, as in a search with a real model.
 
     Args:
         end_after: output tokens after which a sample draws ``END_TOKEN``; None: never.

@@ -7,7 +7,7 @@ from batchinfer.engine.kv.model_config import Config
 _FIRST = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
 """Config keys for the index of the first layer with experts."""
 _EVERY = ("decoder_sparse_step", "moe_layer_interval", "interleave_moe_layer_step")
-"""Config keys for a step s: the last of every s layers has experts."""
+"""Config keys for an interval s: the last layer of each group of s layers has experts."""
 
 
 def num_expert_layers(config: Config, num_layers: int) -> int:
@@ -42,8 +42,7 @@ def num_dense_layers(config: Config, num_layers: int, expert_layers: int) -> int
 
 
 def _blocks(config: Config) -> list[str]:
-    """Return the kinds of Nemotron-H's layers: each is either an MLP, experts, attention or
-    recurrent. The list is empty for other models."""
+    """Return the type of each Nemotron-H layer, such as "moe" or "mlp"; empty for other models."""
     names = ("layers_block_type", "layer_types") if config.get("model_type") == "nemotron_h" else ()
     return next((list(config[name]) for name in names if config.get(name)), [])
 

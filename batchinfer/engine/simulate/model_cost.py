@@ -22,7 +22,8 @@ _DENSE_WIDTHS = (
 """Config keys for the width of a dense MLP. Where one of the first three is set,
 ``intermediate_size`` is the width of an expert."""
 _NUM_SHARED = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
-"""Config keys for the width of all shared experts together, and for their number."""
+"""Config keys for the number of shared experts. ``_SHARED_WIDTHS`` are keys for the width of all
+shared experts together."""
 _WITHOUT_MLP = frozenset({"falcon_mamba", "mamba", "mamba2"})
 """Values of ``model_type`` of models whose layers have no MLP, only a recurrent part."""
 _UNGATED_MLP = frozenset(
@@ -40,7 +41,7 @@ _INT4_BYTES = 0.5
 _SCALE_AND_ZERO = 5  # bytes per group: a float32 scale and an 8-bit zero point
 _GROUP_STEP = 8  # a checkpoint's group size is used if it is a multiple of this number
 _OWN_GROUP = 64
-"""Group size of batchinfer's 4-bit quantization. Also stands for torchao's, whose groups have
+"""Group size of batchinfer's 4-bit quantization, and an estimate for torchao's, whose groups have
 32, 64 or 128 weights."""
 _MXFP4_GROUP = 32
 _NVFP4_BYTES = 0.5 + 1 / 16
@@ -292,8 +293,8 @@ def matrix_bytes(
 
 
 def _is_nvfp4(saved: Mapping[str, Any]) -> bool:
-    """Return true if a checkpoint has weights in NVFP4. In a checkpoint of several formats, these
-    are its experts."""
+    """Return true if a checkpoint has NVFP4 weights. If it also has other formats, only its experts
+    are in NVFP4."""
     if saved.get("quant_method") == "modelopt":
         layers = saved.get("quantized_layers") or {}
         names = (saved.get("quant_algo"), *(each.get("quant_algo") for each in layers.values()))

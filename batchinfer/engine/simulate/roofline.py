@@ -70,7 +70,7 @@ DEVICES: Mapping[str, Device] = {
 
 @dataclass(frozen=True, slots=True)
 class Efficiency:
-    """Share of the device's limits that each type of operator reaches."""
+    """Share of the device's limits that each type of operator reaches: 1.0 = the limit."""
 
     gemm_bandwidth: float = 1.0
     gemm_flops: float = 1.0
@@ -94,7 +94,7 @@ class TowerCost:
     """Cost of encoding images with a vision tower.
 
     The estimate multiplies every patch by all parameters, and ignores the attention between
-    patches. It is too high for parts that read fewer tokens, such as the projector.
+    patches. The estimate is too high for parts that read fewer tokens, such as the projector.
     """
 
     parameters: int

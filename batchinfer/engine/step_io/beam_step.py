@@ -23,8 +23,8 @@ def process_beams(
 ) -> tuple[States, dict[RequestState, Failure]]:
     """Advance each beam search by a token.
 
-    All beams of a group are sampled in the same step (see ``BeamGroups.trim_to_whole_groups``), and
-    no beam is in the next step.
+    All beams of a group are sampled in the same step (see ``BeamGroups.trim_to_whole_groups``). No
+    later step includes these beams before this function has run.
 
     Args:
         result: one sample per beam, with its candidates.
@@ -112,8 +112,8 @@ def _replace(scheduler: Scheduler, state: RequestState, continuations: list[Cont
 def _forked_grammar(beam: Sequence, token_id: int) -> ForkingState | None:
     """Return a copy of the beam's grammar state, advanced by a token.
 
-    A token that the grammar forces takes a step like any other token, because all beams must have
-    the same length.
+    A token that the grammar forces also takes a whole step, because all beams must have the same
+    length.
     """
     if beam.grammar_state is None:
         return None

@@ -173,8 +173,8 @@ def _rotary_positions(
 def _query_ends(
     table: SequenceTable, schedule: Schedule, starts: Int32, positions: Int32
 ) -> Int32 | None:
-    """Return one past the last position that each token of the step sees, [T]; None if every token
-    sees only the tokens up to itself."""
+    """Return the exclusive end of the positions that each token of the step attends to, [T]; None
+    if every token attends only up to itself."""
     rows = schedule.rows
     computed = table.num_computed[rows]
     ends = positions + np.int32(1)
@@ -189,7 +189,7 @@ def _query_ends(
 def build_sampling_batch(table: SequenceTable, schedule: Schedule) -> SamplingBatch:
     """Build the sampling batch of a scheduled step.
 
-    The samples of a table row are consecutive. Their indices count up from its ``sample_index``.
+    The samples of a table row are consecutive; their ``sample_index`` counts up from the row's.
     """
     rows, samples_per_row = schedule.sampled, schedule.samples_per_row
     logits_rows = np.repeat(np.arange(len(rows), dtype=np.int32), samples_per_row)

@@ -24,9 +24,9 @@ def finish_sample(scheduler: Scheduler, sequence: Sequence, stop: int | StopMatc
 def fail_request(scheduler: Scheduler, state: RequestState, *, is_nan: bool) -> None:
     """Fail a request, or restart it if the blocks of another row may have caused the failure.
 
-    The request's blocks are removed from the index. If it used cached blocks, a NaN in these may
-    have caused its NaN logits: attention spreads a NaN of one token over a whole tile. The request
-    then restarts once, without cached blocks and with the same random numbers.
+    The request's blocks are removed from the index. If the request used cached blocks, a NaN in
+    them may have caused its NaN logits: attention spreads a NaN of one token over a whole tile. The
+    request then restarts once, without cached blocks and with the same random numbers.
     """
     state.note_peak_blocks()
     used_cache = state.stats.cached_tokens > 0 or state.request.first_sample > 0

@@ -1,6 +1,6 @@
 """Finds tokens that would repeat an n-gram (``no_repeat_ngram_size``).
 
-Like transformers' ``NoRepeatNGramLogitsProcessor``, it also looks for n-grams in the prompt.
+Like transformers' ``NoRepeatNGramLogitsProcessor``, this module also finds n-grams in the prompt.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _IMAGE = -1
 
 
 def repeating_tokens(prompt: Int32, output: list[int], size: int) -> set[int]:
-    """Return the next tokens that would end an n-gram which a sequence already has.
+    """Return the tokens that, if drawn next, would repeat an n-gram of a sequence.
 
     Args:
         prompt: [P] token ids of the prompt.

@@ -92,7 +92,7 @@ def _without_ended(
 
     Returns:
         The remaining R rows and their results, and [R] True for sequences that still have a table
-        row. Sequences that end by length with this step do not have one.
+        row. A sequence that reaches its length limit with this step no longer has a row.
     """
     running = table.active[sampled.rows] & (table.admission[sampled.rows] == sampled.admission)
     alive = running.copy()
@@ -106,7 +106,7 @@ def _without_ended(
 
 
 def _with_new_samples(sampled: SampledRows) -> list[Sequence]:
-    """Create the further samples of rows that draw several; return the sequences of all K
+    """Create the further samples of rows that draw several samples; return the sequences of all K
     samples."""
     leaders: list[Sequence] = sampled.sequences.tolist()
     if len(leaders) == sampled.samples_per_row.sum():
@@ -184,7 +184,7 @@ def _fork(
     sequences: list[Sequence],
     ended: Bool,
 ) -> None:
-    """Start the samples of a row after its first; they share the prompt's blocks."""
+    """Start all samples of a row except the first; they share the prompt's blocks."""
     forking = sampled.samples_per_row > 1
     if not forking.any():
         return

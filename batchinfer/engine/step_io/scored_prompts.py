@@ -78,7 +78,7 @@ def _named_tokens(spans: list[ScoredSpan], count: int) -> Int32 | None:
 
 
 def process_scores(spans: list[ScoredSpan], result: StepResult | None) -> None:
-    """Add a step's log-probabilities to its prompts.
+    """Store a step's log-probabilities of prompt tokens in their requests' ``scores``.
 
     Args:
         spans: the spans that the step scored.

@@ -1,9 +1,9 @@
 """Finds shared prefixes of a step's sequences, whose blocks attention reads only once.
 
 Sequences that share blocks, such as rows with a common prompt or samples of a row, form a tree. If
-the leaves of every branch are adjacent, one number per sequence describes the tree: the length that
-the sequence shares with the previous one. (This is the LCP array of a suffix array, Manber & Myers
-1990.)
+the leaves of every branch are adjacent, one number per sequence describes the tree: the length of
+the prefix shared with the previous sequence. (This is the LCP array of a suffix array, Manber &
+Myers 1990.)
 """
 
 from __future__ import annotations
