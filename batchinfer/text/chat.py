@@ -45,11 +45,11 @@ def _environment() -> PromptEnvironment:
 
 
 def compile_chat_template(source: str, error: type[JobError], origin: str) -> jinja2.Template:
-    """Compile ``source``; ``origin`` names it in errors.
+    """Compile ``source``; ``origin`` is the template's name in error messages.
 
     Raises:
-        JobError: of the type ``error``: the template has a syntax error or reads a private
-            attribute.
+        JobError: the template has a syntax error or reads a private attribute. ``error`` is the
+            type of this exception.
     """
     try:
         return _environment().compile_template(source)
@@ -91,8 +91,8 @@ class ChatTemplate:
             origin: name of the template in errors.
 
         Raises:
-            JobError: of the type ``error``: the template has a syntax error or reads a private
-                attribute.
+            JobError: the template has a syntax error or reads a private attribute. ``error`` is the
+                type of this exception.
         """
         self._origin = origin
         self._final_message = final_message
@@ -141,7 +141,7 @@ class ChatTemplate:
         tools: Tools | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """Return the prompt's text; ``final_message`` decides how it ends.
+        """Return the prompt's text; ``final_message`` decides how the text ends.
 
         Args:
             tools: tools that the model may call.
@@ -191,7 +191,7 @@ class ChatTemplate:
     def _render_open(self, messages: list[Message], variables: Mapping[str, Any]) -> str:
         """Render a prompt that ends within the last message, so that the model continues it.
 
-        As in transformers: mark the end of the message, render, and cut the text at the mark.
+        Like transformers, mark the end of the message, render, and cut the text at the mark.
         """
         last = messages[-1]
         content = last.get("content")

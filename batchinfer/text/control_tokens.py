@@ -31,20 +31,20 @@ class ControlTokens:
         return self.pattern.search(text) is not None
 
     def beginning_at_end(self, text: str) -> int:
-        """Return the length of the longest end of ``text`` that is the beginning of a control
-        token."""
+        """Return the length of the longest suffix of ``text`` that is a proper prefix of a control
+        token's text."""
         lengths = range(min(self._longest - 1, len(text)), 0, -1)
         return next((n for n in lengths if text[-n:] in self._beginnings), 0)
 
     def ending_at_start(self, text: str) -> int:
-        """Return the length of the longest beginning of ``text`` that is the end of a control
-        token."""
+        """Return the length of the longest prefix of ``text`` that is a proper suffix of a control
+        token's text."""
         lengths = range(min(self._longest - 1, len(text)), 0, -1)
         return next((n for n in lengths if text[:n] in self._endings), 0)
 
     def can_form_in(self, text: str) -> bool:
-        """Return True if ``text`` contains a control token's text, or starts or ends with a part of
-        a control token's text that a template could complete."""
+        """Return True if ``text`` contains a control token's text, or starts or ends with a part
+        of one that a template could complete."""
         at_edges = self.beginning_at_end(text) or self.ending_at_start(text)
         return bool(at_edges) or self.occur_in(text)
 

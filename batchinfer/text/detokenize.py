@@ -46,7 +46,6 @@ class IncrementalDetokenizer:
         return newly_settled
 
     def fork(self) -> IncrementalDetokenizer:
-        """Return an independent copy."""
         forked = copy(self)
         forked._window = list(self._window)
         return forked
@@ -96,7 +95,7 @@ class IncrementalDetokenizer:
 
 
 def output_text(tokenizer: Tokenizer, sample: FinishedSample, params: SamplingParams) -> str:
-    """Return a sample's text. The token or string that stopped it is included only with
+    """Return a sample's text. The token or string that stopped the sample is included only with
     ``include_stop_str_in_output``."""
     token_ids, match = sample.token_ids, sample.stop_match
     stopped_by_token = sample.finish_reason == "stop" and match is None

@@ -92,7 +92,7 @@ class TextEncoder:
         return count > 0 and count > len(self._tokenizer.control.pattern.findall(item.to_encode))
 
     def _with_one_bos(self, result: TokenIds | RowError) -> TokenIds | RowError:
-        """Drop the first token if the first two are both BOS."""
+        """Drop the first token if the first two tokens are BOS."""
         bos = self._tokenizer.bos_token_id
         if isinstance(result, RowError) or bos is None or len(result) < 2:
             return result

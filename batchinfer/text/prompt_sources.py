@@ -1,6 +1,6 @@
 """Reads the source of a row's prompt: a column, a template, or a conversation made of templates.
 
-The module also finds settings that contradict each other, whatever the data and the model.
+The module also finds contradictory settings, which it can do without the data and the model.
 
 A row template is a Jinja2 template that is rendered in the sandbox. Each column of the row is a
 variable. ``row`` holds all columns, for names that are not identifiers: ``row['prompt text']``. A
@@ -36,7 +36,7 @@ _MAX_COLUMNS_SHOWN = 20
 _DEFAULT_COLUMNS = ("messages", "prompt")
 _ROW = "row"
 _WORDS = re.compile(r"\{\{-?\s*\w+( +\w+)+\s*-?\}\}")
-"""Expression that is probably a column name with spaces."""
+"""Matches a template expression that is probably a column name with spaces."""
 
 
 @functools.cache
@@ -61,7 +61,7 @@ class RowTemplate:
     """A compiled row template. Text of a row is never parsed as a template."""
 
     def __init__(self, source: str, key: str) -> None:
-        """Compile ``source``; ``key`` is the job file's key that holds it, for messages.
+        """Compile ``source``; ``key`` is the job file's key for the template, used in messages.
 
         Raises:
             UsageError: the template has a syntax error or accesses Python's internals.
@@ -259,7 +259,7 @@ def _found(columns: Sequence[str], name: str = "") -> str:
 
 
 def conflicts(config: PromptConfig) -> Iterator[tuple[str, str]]:
-    """Yield invalid keys of the job file, each with the predicate of a sentence about the key."""
+    """Yield each invalid job key, with the rest of a sentence that begins with the key."""
     if config.messages is not None and not config.messages:
         yield "prompt.messages", "is empty; give at least one message"
     if config.template is not None and not config.template.strip():

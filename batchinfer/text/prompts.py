@@ -162,8 +162,8 @@ class RawTexts:
     Used instead of a ``PromptBuilder`` for rows whose column ``text`` is valid Unicode.
 
     Args:
-        images: how to process images, if the model takes them. A text with an image placeholder is
-            then an error, because these prompts have no images.
+        images: settings for images; None if the model takes only text. With settings, a text with
+            an image placeholder is an error, because these prompts have no images.
     """
 
     columns: tuple[str, ...] = ("text",)
@@ -173,12 +173,11 @@ class RawTexts:
         self._placeholder = None if images is None else images.placeholder()
 
     def render(self, rows: Sequence[Mapping[str, str]]) -> list[str]:
-        """Return the texts."""
         return [row["text"] for row in rows]
 
     def tokenize(self, texts: Sequence[str]) -> list[Prompt | RowError]:
-        """Return a prompt for each text, or ``unsupported_content`` if it has an image placeholder
-        or the tokenizer refuses it."""
+        """Return a prompt for each text, or ``unsupported_content`` if the text has an image
+        placeholder or the tokenizer refuses the text."""
         encoded = each_apart_if_needed(self._encode, texts)
         return list(map(self._prompt, texts, encoded))
 

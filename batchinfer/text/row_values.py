@@ -19,7 +19,7 @@ SYSTEM_ROLES = ("system", "developer")
 IMAGE_TYPES = ("image", "image_url", "input_image", "image_pil")
 """Types of image parts in the message formats of OpenAI, transformers and vLLM."""
 IMAGE_KEYS = ("image_url", "image", "image_pil", "url", "path")
-"""Fields of a part that hold an image in these formats."""
+"""Fields of a message part that may hold an image."""
 
 
 def decoded(value: object, column: str) -> Any:

@@ -16,8 +16,6 @@ class AcceptError(ValueError):
 
 
 class Verdict(Enum):
-    """Verdict on a sample."""
-
     ACCEPTED = "accepted"
     REJECTED = "rejected"
     DUPLICATE = "duplicate"
@@ -34,7 +32,6 @@ class RowVerdicts:
     texts: set[str] = field(default_factory=set)
 
     def count(self, verdict: Verdict) -> int:
-        """Count the samples with a verdict."""
         return self.verdicts.count(verdict)
 
     @property

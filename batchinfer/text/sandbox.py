@@ -1,8 +1,8 @@
 """Jinja2 in a sandbox, for row templates and chat templates.
 
 Jinja2's own sandbox protects Python's internals. This sandbox also removes randomness, and keeps
-templates from changing a row's values. It bounds neither time nor memory, so worker processes with
-limits render the templates (``batchinfer.text.processes``).
+templates from changing a row's values. The sandbox limits neither time nor memory, so worker
+processes with limits render the templates (``batchinfer.text.processes``).
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def error_line(error: jinja2.TemplateError) -> str:
 
 
 def render_template(template: jinja2.Template, variables: Mapping[str, object], what: str) -> str:
-    """Render a template; ``what`` names it in errors, for example ``prompt.template``.
+    """Render a template; ``what`` is the template's name in errors, such as ``prompt.template``.
 
     Raises:
         RowError: ``template_error``, or an error that a value raises when it is printed.

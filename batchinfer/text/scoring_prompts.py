@@ -5,8 +5,8 @@ lm_eval/api/model.py), so that scores are comparable. Whitespace at the end of t
 the completion. Prompt and completion are tokenized as one text. If the prompt alone has n tokens,
 the tokens after the first n belong to the completion. All completions of a row can thus share the
 prompt's tokens. A prompt that is scored itself starts with the beginning-of-sequence token, as in
-``loglikelihood_rolling`` (or with the end-of-sequence token if the model has no other), unless it
-comes from a chat template.
+``loglikelihood_rolling``, unless the prompt comes from a chat template. A model without that token
+uses its end-of-sequence token instead.
 """
 
 from __future__ import annotations
@@ -87,7 +87,6 @@ class ScoringBuilder:
         return [or_error(self._draft, row) for row in rows]
 
     def tokenize(self, drafts: Sequence[_Draft | RowError]) -> list[Prompt | RowError]:
-        """Do the second step of ``build``."""
         texts = [text for draft in drafts if isinstance(draft, _Draft) for text in draft.texts]
         encoded = iter(self._encoder.encode(texts))
         return [

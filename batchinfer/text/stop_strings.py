@@ -14,8 +14,7 @@ from batchinfer.text.tokenizer import Tokenizer
 class StopStringChecker:
     """Searches one sample for stop strings, which may span tokens.
 
-    The match that ends first in the text counts; if several end together, the first string in the
-    list counts.
+    The match that ends first in the text wins; in a tie, the first of these strings in the list.
     """
 
     def __init__(

@@ -49,7 +49,7 @@ class Tokenizer:
                 are several.
             special_tokens: transformers' ``tokenizer.special_tokens_map``; templates may use them.
             control_tokens: texts of the added tokens that steer the model. A row's text never
-                becomes one of them, unless the job parses special tokens.
+                becomes a control token, unless the job parses special tokens.
             clean_up_tokenization_spaces: transformers' setting, which has no effect on BPE.
             has_token_type_ids: True if transformers' ``tokenizer.model_input_names`` has
                 ``token_type_ids``; otherwise all tokens of a pair count as tokens of the first
@@ -127,7 +127,7 @@ class Tokenizer:
 
     @property
     def serialized(self) -> str:
-        """Backend as the JSON text of a tokenizer file."""
+        """The tokenizer's backend as the JSON text of a ``tokenizer.json`` file."""
         text: str = self._backend.to_str()
         return text
 
@@ -200,7 +200,6 @@ class Tokenizer:
         return _encode(self._plain_backend, disguised, add_special_tokens)
 
     def num_control_ids(self, token_ids: TokenIds) -> int:
-        """Count the control tokens in ``token_ids``."""
         known = token_ids[token_ids < len(self._is_control)]
         return int(np.count_nonzero(self._is_control[known]))
 
@@ -225,7 +224,6 @@ class Tokenizer:
     def decode_batch(
         self, sequences: Sequence[Sequence[int] | TokenIds], *, skip_special_tokens: bool
     ) -> list[str]:
-        """Decode many sequences at once."""
         lists = [_as_list(token_ids) for token_ids in sequences]
         texts = self._backend.decode_batch(lists, skip_special_tokens=skip_special_tokens)
         return [self._clean_up(text) for text in texts]

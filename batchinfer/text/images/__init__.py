@@ -1,5 +1,6 @@
 """Images of prompts: finds them in rows, reads their files, and prepares them for vision towers.
 
 Tokenizing a prompt requires only the size of each image, which is in the image's header
-(``row_images``). The pixels are decoded later, shortly before the engine needs them (``pixels``).
+(``image_placeholders``). The pixels are decoded later, shortly before the engine needs them
+(``pixels``).
 """

@@ -87,8 +87,8 @@ class OpenImage:
         return picture if self._turn is None else picture.transpose(self._turn)
 
     def _orientation(self) -> int:
-        # Pillow applies the orientation of TIFF files itself. If EXIF data does not precede the
-        # pixels of a PNG, Pillow would decode all pixels to look for it after them.
+        # Pillow applies the orientation of TIFF files itself. If a PNG has no EXIF data before its
+        # pixels, Pillow would decode all pixels to look for EXIF data after them.
         is_known = self._image.format != "TIFF" and (
             self._image.format != "PNG" or "exif" in self._image.info
         )

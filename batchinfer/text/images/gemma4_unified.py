@@ -10,11 +10,11 @@ NAME = "Gemma4UnifiedImageProcessor"
 
 
 def image_processor(settings: Mapping[str, Any]) -> Any:
-    """Return an image processor that makes the same patches.
+    """Return the processor of the other Gemma 4 models, with settings that give the same patches.
 
     ``Gemma4UnifiedImageProcessor`` merges a square of patches into one patch for each token. The
-    processor of the other Gemma 4 models returns the same patches if its patches have the size of
-    such a square and it merges none (``pooling_kernel_size`` 1).
+    processor of the other models returns the same patches if its patches are as large as these
+    squares and are not merged (``pooling_kernel_size`` 1).
 
     Args:
         settings: the settings of ``Gemma4UnifiedImageProcessor``.

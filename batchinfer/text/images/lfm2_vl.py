@@ -33,8 +33,6 @@ Pixels = npt.NDArray[Any]
 
 
 class Lfm2VlImageProcessorKwargs(ImagesKwargs, total=False):  # type: ignore[misc, call-arg]
-    """Options of the processor."""
-
     downsample_factor: int
     do_image_splitting: bool
     min_tiles: int

@@ -90,7 +90,7 @@ def _image_processor(folder: Path, name: str) -> Any:
 
 
 def _class_of(name: str) -> Any:
-    """Return a processor's class. Parts that are not passed to it, such as for video, are None."""
+    """Return a processor's class. Parts that its constructor does not get are None."""
     import transformers
 
     from batchinfer.text.images.pixtral import PixtralProcessor
@@ -103,7 +103,8 @@ def _class_of(name: str) -> Any:
 def _without_checks(processor_class: Any) -> Any:
     """Return a subclass in which missing parts are None.
 
-    It skips transformers' check of the classes of a processor's parts, which needs torchvision.
+    The subclass skips transformers' check of the classes of a processor's parts, which needs
+    torchvision.
     """
 
     class Processor(processor_class):  # type: ignore[misc]

@@ -25,7 +25,6 @@ class PixelBuilder:
         self._processor = settings.processor()
 
     def render(self, rows: Sequence[Mapping[str, Any]]) -> list[RowImage]:
-        """Return the images."""
         return [row["image"] for row in rows]
 
     def tokenize(self, images: Sequence[RowImage]) -> list[Any]:

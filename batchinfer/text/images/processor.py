@@ -189,8 +189,8 @@ def _num_patches(pixels: npt.NDArray[Any], patch_size: int) -> int:
 
 
 def _options(processor: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the image processor's options from ``kwargs``. As in transformers, they may also be in
-    a nested mapping ``images_kwargs``.
+    """Return the image processor's options from ``kwargs``. As in transformers, the options may
+    also be in a nested mapping ``images_kwargs``.
 
     Raises:
         UsageError: an option is unknown; transformers would ignore it.

@@ -41,7 +41,7 @@ class SharedArrays:
             self._view(name)[...] = array
 
     def arrays(self) -> dict[str, npt.NDArray[Any]]:
-        """Return the arrays. They keep the memory alive."""
+        """Return the arrays, which keep the memory alive."""
         return {name: self._view(name) for name in self._places}
 
     def send(self, connection: Connection) -> None:

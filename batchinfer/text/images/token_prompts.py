@@ -16,8 +16,8 @@ from batchinfer.text.tokenizer import TokenIds, Tokenizer
 class TokenPrompts:
     """Makes prompts from token ids that have a placeholder for each image, as in vLLM.
 
-    The columns of a row are its ``token_ids`` (int32), the ``text`` that outputs show for them, and
-    its ``images``, a list of ``ImageFile``.
+    The columns of a row are ``token_ids`` (int32), the ``text`` that outputs show as the prompt,
+    and ``images``, a list of ``ImageFile``.
     """
 
     columns: tuple[str, ...] = ("token_ids", "text", "images")
@@ -29,7 +29,6 @@ class TokenPrompts:
         (self._placeholder,) = self._encoded([self._processor.placeholder])
 
     def render(self, rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-        """Return the rows."""
         return [*rows]
 
     def tokenize(self, rows: Sequence[Mapping[str, Any]]) -> list[Prompt | RowError]:

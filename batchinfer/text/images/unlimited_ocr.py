@@ -1,9 +1,9 @@
 """The image processor of Unlimited-OCR.
 
 transformers' own processor needs torchvision. This processor does the same as
-``UnlimitedOcrImageProcessor`` (models/unlimited_ocr/image_processing_unlimited_ocr.py). It differs
-from DeepSeek-OCR-2's in three ways: it returns the grid of each image's tiles, the view of the
-whole image always has the configured size, and small views are squeezed to squares.
+``UnlimitedOcrImageProcessor`` (models/unlimited_ocr/image_processing_unlimited_ocr.py). Unlike the
+processor of DeepSeek-OCR-2, this processor returns the grid of each image's tiles, gives the view
+of the whole image the configured size in all cases, and squeezes small views to squares.
 """
 
 from __future__ import annotations
@@ -24,8 +24,6 @@ Pixels = npt.NDArray[Any]
 
 
 class UnlimitedOcrImageProcessorKwargs(DeepseekOcr2ImageProcessorKwargs, total=False):  # type: ignore[misc, call-arg]
-    """Options of the processor."""
-
     maximum_pad_value: int
     """If an image has no tiles, a view of at most this size is squeezed to a square instead of
     padded."""

@@ -11,7 +11,7 @@ _MAX_MESSAGE_CHARS = 200
 _OUT_OF_MEMORY = "memory allocation of"
 """Text that Rust's runtime prints before it aborts."""
 _COMPUTES_S = 0.1
-"""Processor time in seconds. A process that used less was only waiting."""
+"""Processor time in seconds. A process that used less time was only waiting."""
 _KILLED = "another process killed it (SIGKILL), as the system does when it runs out of memory"
 
 

@@ -33,7 +33,8 @@ _CRASHED = 70
 def main() -> None:
     """Serve the process at the other end of stdin, a socket, until that process ends."""
     leave_signals_to_parent()
-    # Otherwise, all workers would share the core to which OpenMP has bound the parent's thread.
+    # Allow all cores. Otherwise, all workers would share the core to which OpenMP has bound the
+    # parent's thread.
     if hasattr(os, "sched_setaffinity") and openmp_binds():
         os.sched_setaffinity(0, range(os.cpu_count() or 1))
     control = Connection(os.dup(0))

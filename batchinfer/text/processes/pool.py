@@ -113,12 +113,10 @@ class TextProcesses:
         self._server.close()
 
     def check_stopped(self) -> None:
-        """Raise ``StoppedError`` after a call to ``stop``."""
         if self._is_stopped:
             raise StoppedError
 
     def close(self) -> None:
-        """End the workers immediately."""
         self.stop()
         self._release()
 

@@ -40,8 +40,9 @@ class Workers:
     """The workers of a fork server. Thread-safe: each thread uses its own worker.
 
     Args:
-        most: maximum number of workers. It is halved when the system kills a worker or keeps it
-            from computing, because the machine then has too little memory or too many processes.
+        most: maximum number of workers. The number is halved when the system kills a worker or
+            keeps a worker from computing, because the machine then has too little memory or too
+            many processes.
     """
 
     def __init__(self, server: ServerProcess, limits: Limits, most: int) -> None:
@@ -53,7 +54,7 @@ class Workers:
         self._changed = Condition()
 
     def close(self) -> None:
-        """Close the connections of workers whose server has ended."""
+        """Close the connections of idle workers."""
         with self._changed:
             for worker in self._idle:
                 worker.connection.close()

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from batchinfer.text.tokenizer import TokenIds
 
 _FREE = np.int32(-1)
-"""32-bit word of a mask that allows all of the word's tokens."""
+"""Mask word that allows all of its 32 tokens."""
 
 
 class ReasoningGrammar:
@@ -117,7 +117,7 @@ class _State:
 
     def _may_start(self) -> bool:
         """Return True if the start token would start the reasoning, because no answer can begin
-        with it."""
+        with that token."""
         if self._has_answered or self._answer is None or not self._start:
             return False
         if self._tracker.phase is not Phase.BEFORE:

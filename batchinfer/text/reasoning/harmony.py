@@ -42,8 +42,6 @@ class _Message:
 
 
 class HarmonyTracker:
-    """Tracks the messages of a sample."""
-
     def __init__(
         self, tokenizer: Tokenizer, start: int, message: int, ends: frozenset[int]
     ) -> None:

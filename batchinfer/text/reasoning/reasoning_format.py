@@ -116,12 +116,10 @@ class ReasoningFormat(Protocol):
         ...
 
     def tracker(self, prompt_token_ids: TokenIds) -> ReasoningTracker:
-        """Return a tracker for a sample. Its prompt may already start or end the reasoning."""
+        """Return a tracker for a sample, whose prompt may already start or end the reasoning."""
         ...
 
-    def split(self, prompt_token_ids: TokenIds, sample: SampleText) -> Split:
-        """Return a sample's reasoning and its answer."""
-        ...
+    def split(self, prompt_token_ids: TokenIds, sample: SampleText) -> Split: ...
 
     def without_reasoning(self, prompt_token_ids: TokenIds, sample: SampleText) -> str:
         """Return the text without reasoning, but with tool calls and their markers."""

@@ -30,7 +30,7 @@ _PROBED_TOKENS = 3
 _BYTES = 256
 
 _IMPOSSIBLE = ("Unsatisfiable schema", "no text can match")
-"""Beginnings of messages about grammars that no text matches. No wider grammar is tried then."""
+"""Beginnings of messages about grammars that no text matches. No wider grammar is then tried."""
 
 
 class CompiledGrammar:
@@ -141,10 +141,8 @@ class GrammarCompiler:
 
 
 def check_structured_outputs(structured_outputs: Mapping[str, Any]) -> None:
-    """Raise a ``GrammarError`` if the grammar cannot be compiled for any model.
-
-    Also raise it if llguidance is not installed.
-    """
+    """Raise a ``GrammarError`` if the grammar cannot be compiled for any model, or if llguidance is
+    not installed."""
     _require_llguidance()
     _checked_matcher(_byte_tokenizer(), structured_outputs, _BYTES + 1)
 

@@ -41,8 +41,8 @@ class GrammarError(ValueError):
 def sources(
     structured_outputs: Mapping[str, Any], compiles: Callable[[Source], bool]
 ) -> Iterator[Source]:
-    """Yield the grammar to use. With ``unsupported: check``, yield several: each allows more texts
-    than the one before it, and the caller uses the first that compiles.
+    """Yield the grammar to use. With ``unsupported: check``, yield several grammars, each allowing
+    more texts than the previous grammar; the caller uses the first grammar that compiles.
 
     Args:
         structured_outputs: the result of ``config.structured.normalized``.

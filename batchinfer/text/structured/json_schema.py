@@ -56,9 +56,8 @@ _UNSUPPORTED = frozenset(
         *("$dynamicRef", "$dynamicAnchor", "$recursiveRef", "$recursiveAnchor"),
     )
 )
-"""Keywords that no grammar supports. Each keyword only restricts texts, so dropping it allows
-more.
-"""
+"""Keywords that no grammar supports. Each keyword only restricts texts, so a schema without the
+keyword allows more texts."""
 _APART = (
     ("pattern", "format", "minLength", "maxLength"),
     ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
@@ -121,7 +120,7 @@ def widened_schema(schema: Any) -> Any:
 
 
 def loosened_schema(schema: Any, compiles: Callable[[Keywords], bool]) -> Any:
-    """Drop keywords that do not compile from a widened schema. This never excludes a text.
+    """Drop from a widened schema the keywords that do not compile. This never excludes a text.
 
     Args:
         compiles: returns True if keywords compile by themselves.
@@ -138,8 +137,8 @@ def loosened_schema(schema: Any, compiles: Callable[[Keywords], bool]) -> Any:
                 kept = _without(kept, part) | (alone if alone and compiles(alone) else {})
         names = {key: kept[key] for key in ("patternProperties",) if key in kept}
         if names and not compiles(names):
-            # Remove additionalProperties too: without the patterns, it would apply to names that
-            # match them.
+            # Remove additionalProperties too: without the patterns, it would apply to the names
+            # that match the patterns.
             kept = _without(kept, ("patternProperties", "additionalProperties"))
         return kept
 
@@ -241,16 +240,16 @@ def _without(keywords: Keywords, keys: Container[str]) -> Keywords:
 
 
 def _label(most: int) -> str:
-    """Return a pattern for a label of a host name. It excludes labels with hyphens in positions 3
-    and 4, because these are Punycode (``xn--...``)."""
+    """Return a pattern for a label of a host name. The pattern excludes labels with hyphens in
+    positions 3 and 4, because these labels are Punycode (``xn--...``)."""
     longer = f"{_INNER}(?:{_ALNUM}{_INNER}|-{_ALNUM}){_INNER}{{0,{most - 5}}}{_ALNUM}"
     return f"{_ALNUM}(?:{_ALNUM}|{_INNER}{{1,2}}{_ALNUM}|{longer})?"
 
 
 _MAILBOX = rf"{_ATOM}(?:\.?{_ATOM}){{0,31}}"
-"""Pattern of a mailbox. It allows 63 characters, although 64 would be valid."""
+"""The part of an e-mail address before the @, up to 63 characters, although 64 would be valid."""
 _MAIL_HOST = rf"{_label(40)}(?:\.{_label(40)}){{0,5}}"
-"""Pattern of a host. It allows 245 characters; 253 would be valid, but take too much work."""
+"""The host of an e-mail address, up to 245 characters; 253, which are valid, take too much work."""
 
 PATTERNS: Mapping[str, tuple[str, ...]] = {
     "date": (f"^{_DATE}$",),

@@ -33,7 +33,7 @@ class MaskedState(Protocol):
         ...
 
     def apply_to(self, mask: Mask) -> None:
-        """Change the matcher's mask, [words], in place; without a matcher, it is all zeros."""
+        """Change the mask, [words], in place. Without a matcher, the mask is all zeros."""
         ...
 
 

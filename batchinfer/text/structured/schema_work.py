@@ -21,8 +21,8 @@ _UNEVALUATED = 3
 _NAMES = ("$anchor", "$dynamicAnchor", "$id", "id")
 
 GROWING = (*_REFERENCES, "unevaluatedItems", "unevaluatedProperties")
-"""If a schema has none of these keywords, the work is at most the schema's size times the
-value's."""
+"""If a schema has none of these keywords, the work is at most the size of the schema times the size
+of the value."""
 
 
 def num_steps(schema: Any, value: Any) -> int:

@@ -128,7 +128,7 @@ def marker(tokenizer: Tokenizer, text: str) -> str:
 
 
 def markers(tokenizer: Tokenizer, *texts: str) -> list[str]:
-    """Return several markers, as ``marker`` does."""
+    """Return the ``marker`` of each text."""
     return [marker(tokenizer, text) for text in texts]
 
 
@@ -150,8 +150,8 @@ def _grammar(num_tools: int, body: str, rules: list[str]) -> str:
 
 
 def _schema(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the schema of a tool's arguments. If it only lists parameters, set
-    ``additionalProperties`` to False unless the schema sets it."""
+    """Return the schema of a tool's arguments. If the schema only lists parameters and does not set
+    ``additionalProperties``, set it to False."""
     parameters = tool["function"].get("parameters", {})
     schema: dict[str, Any] = widened_schema(exact_schema(parameters))
     if set(schema) <= _OF_PLAIN_OBJECTS:

@@ -116,7 +116,7 @@ def parameters_of(tools: Tools, name: str) -> Mapping[str, Any]:
 def fields_between(text: str, *markers: str) -> Iterator[list[str]]:
     """Yield the texts between the markers, for each complete series of markers in ``text``.
 
-    This takes linear time for any text, because a model that loops repeats markers by the thousand.
+    The search takes linear time for any text: a model that loops repeats markers by the thousand.
     """
     at = text.find(markers[0])
     while at >= 0:
