@@ -104,7 +104,7 @@ _SUMMARY = "Run a language model over a whole Parquet dataset"
 
 
 def install_command(extra: str) -> str:
-    """Return the shell command that installs an extra. Error messages end with it.
+    """Return the shell command that installs an extra, to be put at the end of an error message.
 
     The command installs from a checkout, because the name on the package index belongs to another
     project. If that project is installed, the command uninstalls it first.

@@ -56,7 +56,7 @@ class StopChecker(Protocol):
 
 
 class GrammarState(Protocol):
-    """A grammar's state for one sample. It determines which tokens may come next."""
+    """The state of one sample in its grammar. The state determines which tokens may come next."""
 
     @property
     def error(self) -> str | None:
@@ -68,8 +68,8 @@ class GrammarState(Protocol):
         """Advance by the sample's next token, which the mask allowed.
 
         Returns:
-            The tokens that must follow; empty if there is a choice. The state advances by them too.
-            The last token is an end-of-sequence token if the text cannot continue.
+            The tokens that must follow; empty if there is a choice. The state also advances by
+            these tokens. The last token is an end-of-sequence token if the text cannot continue.
         """
         ...
 
@@ -97,7 +97,7 @@ class Grammar(Protocol):
         ...
 
     def masks(self, states: Sequence[GrammarState]) -> npt.NDArray[np.int32]:
-        """Return the token masks of samples. They may use different grammars of the same model.
+        """Return the token masks of samples, which may have different grammars of the same model.
 
         Returns:
             [len(states), words]: bit ``i % 32`` of word ``i // 32`` is set if token ``i`` may come

@@ -1,1 +1,1 @@
-"""Builds engines: real ones from the scheduler and the worker, or simulated ones."""
+"""Builds engines from the scheduler and the worker, and engines that only simulate."""

@@ -58,8 +58,8 @@ class EngineContext:
     memory: MemoryPlan | None = None
     """None without a KV cache."""
     shares_prefixes: bool = False
-    """True if prompts can share the KV of a common prefix. If False, it is fastest
-    to run prompts of the same length together."""
+    """True if prompts can share the KV of a common prefix. If False, a job is fastest when prompts
+    of the same length run together."""
     slots_per_state: int = 0
     """Number of blocks that a sequence's recurrent state takes; 0 without recurrent layers."""
     images: ImageSupport | None = None

@@ -43,8 +43,7 @@ def describe(device: torch.device) -> str:
 def set_threads(
     device: torch.device, engine: EngineConfig, log: Callable[[str], None]
 ) -> ThreadCount | None:
-    """On a CPU, choose and set the number of compute threads, and return it. Otherwise return
-    None."""
+    """On a CPU, set the number of compute threads and return the choice; otherwise return None."""
     if device.type != "cpu":
         return None
     threads = choose_threads(engine.num_threads, cpu_limits(), TORCH_THREADS.default())

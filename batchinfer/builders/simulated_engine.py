@@ -36,8 +36,7 @@ class SimulatedEngine(EngineContext):
     runner: DryRunner | DryEncoder
     num_host_blocks: int = 0
     simulated_share: float = 1.0
-    """Fraction of the KV cache's blocks that are simulated. At most twice as many blocks as running
-    sequences can fill are simulated, because more would only take longer."""
+    """Fraction of the KV cache's blocks that are simulated."""
     tower: TowerCost | None = None
     """Cost of the vision tower; None if rows have no images."""
 
@@ -57,8 +56,8 @@ def build_dry_engine(
 
     Args:
         device: device to simulate. A simulated CPU has as much memory as this machine has free.
-        end_after: number of output tokens after which samples draw ``END_TOKEN``, which ends those
-            whose request has it as an end-of-sequence token; None: samples run to ``max_tokens``.
+        end_after: number of output tokens after which samples draw ``END_TOKEN``; None: never.
+            ``END_TOKEN`` ends a sample only if the request's ``eos_token_ids`` contain it.
         with_images: True to leave memory for the vision tower of a vision-language model.
 
     Raises:
@@ -93,8 +92,9 @@ def build_dry_engine(
         max_model_len=longest,
         adapter_bytes=adapter_bytes,
     )
-    # Simulate twice the blocks that sequences can fill, to have room for cached blocks. On a large
-    # device, a small model has millions of blocks; simulating all of them would only take longer.
+    # Simulate at most twice the blocks that sequences can fill, which leaves room for cached
+    # blocks. A small model has millions of blocks on a large device, and simulating all of them
+    # would only take longer.
     num_new = min(engine.max_num_batched_tokens, longest)
     most_blocks = 2 * engine.max_num_seqs * layout.slots_for(longest, num_new)
     num_blocks = min(memory.num_blocks, most_blocks)

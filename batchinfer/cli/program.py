@@ -112,7 +112,6 @@ def _is_full_stdout(error: Exception) -> bool:
 
 
 def to_json(data: Any) -> str:
-    """Format data as the JSON text that commands print."""
     import json
 
     return json.dumps(data, indent=2)

@@ -43,7 +43,7 @@ _ELSEWHERE: Mapping[str, str] = {
 
 
 class RequestOutputKind(Enum):
-    """vLLM's streaming modes. They have no effect, because calls return complete outputs."""
+    """vLLM's streaming modes, which have no effect, because calls return complete outputs."""
 
     CUMULATIVE = 0
     DELTA = 1
@@ -64,15 +64,15 @@ class _CallParams(sampling.SamplingParams):
     """Functions that take the output's token ids so far (a list) and the next token's logits
     (float32 [vocab_size] on the model's device), and return logits. A function of three arguments
     gets the prompt's token ids first. The functions run in order, before everything else that
-    changes logits. Log-probabilities are computed from the logits that they return. An infinite
-    logit excludes all other tokens."""
+    changes logits. Log-probabilities are computed from the logits that the functions return. An
+    infinite logit excludes all other tokens."""
     output_kind: Any = RequestOutputKind.CUMULATIVE
     """Accepted for compatibility with vLLM; outputs are always complete."""
     extra_args: Mapping[str, Any] | None = None
     """Not used; programs may store values here."""
     logprob_token_ids: tuple[int, ...] | None = None
-    """Return the log-probabilities of these token ids with each output token, instead of those of
-    the most likely tokens."""
+    """Return the log-probabilities of these token ids with each output token. They replace the
+    log-probabilities of the most likely tokens."""
     prompt_logprob_token_ids: Any = None
     """Return the log-probabilities of these token ids in ``prompt_token_id_logprobs``. Give a list
     (possibly empty) for each prompt token except the first, or an array [tokens, ids] padded with
@@ -90,8 +90,8 @@ class _CallParams(sampling.SamplingParams):
     skip_clone: bool = False
     """Has no effect."""
     best_of: int | None = None
-    """Must be None or equal to ``n``. To choose the best of several samples, draw all of them with
-    ``logprobs=0`` and keep those with the highest ``cumulative_logprob``."""
+    """Must be None or equal to ``n``. To choose the best of several samples, draw all samples with
+    ``logprobs=0`` and keep the samples with the highest ``cumulative_logprob``."""
     guided_decoding: Any = None
     """Another name for ``structured_outputs``."""
     response_format: Any = None
@@ -216,7 +216,6 @@ class SamplingParams(_CallParams):
 
     @classmethod
     def of(cls, params: sampling.SamplingParams) -> SamplingParams:
-        """Return ``params`` as an instance of this class."""
         if isinstance(params, SamplingParams):
             return params
         return cls(**{entry.name: getattr(params, entry.name) for entry in fields(params)})

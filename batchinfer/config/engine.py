@@ -29,12 +29,12 @@ class EngineConfig(Record):
     """Largest number of sequences that run at the same time."""
     max_num_batched_tokens: int = 8192
     """Largest number of tokens to compute in one step. On a CPU, steps have at most 1,024 tokens,
-    or max_num_seqs if that is more, because larger steps overflow its caches."""
+    or max_num_seqs if that is more, because larger steps overflow the CPU's caches."""
     enable_prefix_caching: bool = True
     """Reuse the KV blocks of prefixes that rows have in common."""
     preemption: Literal["auto", "recompute", "swap"] = "auto"
-    """How a preempted sequence gets its KV back. recompute: its tokens are computed again. swap:
-    its KV is copied to host memory and back. auto: the faster of the two."""
+    """How a preempted sequence gets its KV back. recompute: compute its tokens again. swap: copy
+    its KV to host memory and back. auto: the faster of the two."""
     swap_space: str | int | float = "4GiB"
     """Host memory for swapped blocks; 0: none. On a CPU, the default is also limited to a quarter
     of the free memory."""

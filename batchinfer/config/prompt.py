@@ -21,7 +21,7 @@ class PromptConfig(Record):
     column: str | None = None
     """A column of strings, or of conversations: list<struct<role, content>>."""
     template: str | None = None
-    """A Jinja2 template that uses the row's columns. It runs in a sandbox."""
+    """A Jinja2 template that uses the row's columns, rendered in a sandbox."""
     messages: tuple[Mapping[str, str], ...] | None = None
     """A conversation: messages with a ``role`` and a ``content``. Each content is a template like
     ``template``."""
@@ -31,8 +31,8 @@ class PromptConfig(Record):
     """A column of images, or a list of such columns, for vision-language models. A cell holds the
     bytes of an image (binary), a path below input.media_root or a data: URL (text), a
     struct<bytes, path>, a list of these, or null. The images go to the image parts of the
-    conversation, in order. If it has no image parts, the images go before the text of the first
-    user message."""
+    conversation, in order. If the conversation has no image parts, the images go before the text of
+    the first user message."""
     max_image_pixels: int = 89_478_485
     """Largest number of pixels of an image. A row with a larger image fails with invalid_image."""
     mm_processor_kwargs: Mapping[str, Any] = field(default_factory=dict)
@@ -52,8 +52,8 @@ class PromptConfig(Record):
     """Variables for the chat template, e.g. {enable_thinking: false}."""
     tools: tuple[Mapping[str, Any], ...] | str | None = None
     """Tools that the model may call, in OpenAI's form: a list of {type: function, function: {name,
-    description, parameters}}, or the path of a JSON file with such a list. They are passed to the
-    chat template."""
+    description, parameters}}, or the path of a JSON file with such a list. The chat template writes
+    the tools into the prompt."""
     tools_column: str | None = None
     """A column with each row's own tools: the list as JSON text, or list<struct>. A row with null
     has no tools."""
@@ -61,7 +61,7 @@ class PromptConfig(Record):
     """auto: the model may call tools. none: the model sees no tools. required: the model must call
     a tool. {type: function, function: {name: ...}}: the model must call this tool."""
     parse_special_tokens: bool = False
-    """Parse control tokens such as <|im_end|> in the text of rows. false: they stay plain text."""
+    """Parse control tokens such as <|im_end|> in the text of rows. false: such text stays plain."""
     on_too_long: Literal["error", "truncate_left", "truncate_right"] = "error"
     """What to do with a prompt that leaves no room for an output token."""
 

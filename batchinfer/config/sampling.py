@@ -17,7 +17,7 @@ MAX_BEAMS = 256
 MAX_LENGTH_PENALTY = 32.0
 """Largest length penalty. The maximum length raised to this power is still a finite float."""
 HUGE = 1e30
-"""Largest absolute value of a parameter. It prevents overflow in float32 arithmetic."""
+"""Largest absolute value of a parameter, so that float32 arithmetic does not overflow."""
 
 _NOT_WITH_BEAMS = {
     **dict.fromkeys(
@@ -42,8 +42,8 @@ class SamplingParams(Record):
     n: int = 1
     """Number of samples per prompt. The prompt is computed once."""
     min_tokens: int = 0
-    """Stop tokens and stop strings do not end a sample before it has this many tokens. A grammar
-    may still end it."""
+    """Stop tokens and stop strings do not end a sample before the sample has this many tokens. A
+    grammar may still end the sample earlier."""
     temperature: float = 1.0
     """Temperature of sampling. 0: always take the most likely token."""
     top_p: float = 1.0
@@ -90,7 +90,7 @@ class SamplingParams(Record):
     structured_outputs: Mapping[str, Any] | None = None
     """Format of the text: {json: schema}, {regex: text}, {choice: [texts]}, {grammar: Lark or GBNF}
     or {json_object: true}. OpenAI's response_format means the same. A schema that a grammar cannot
-    enforce is refused; with unsupported: check, finished texts are checked against it."""
+    enforce is refused; with unsupported: check, finished texts are checked against the schema."""
     beam_width: int | None = None
     """Use beam search with this many beams. The n best beams are written, best first; the
     temperature is ignored, and top_p, top_k and min_p are refused. Rules and scores are as in

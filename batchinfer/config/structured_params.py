@@ -1,7 +1,7 @@
 """vLLM's ``StructuredOutputsParams`` and ``GuidedDecodingParams``, and xgrammar's structural tags.
 
 A structural tag describes free text in which a trigger starts a tag. A tag has a beginning, content
-and an end. This module translates structural tags to Lark for llguidance. It accepts two forms:
+and an end. This module translates structural tags to Lark for llguidance. Two forms are accepted:
 ``{structures: [{begin, schema, end}], triggers}`` and the newer ``{format: {type: triggered_tags,
 tags: [{begin, content, end}], triggers}}`` (xgrammar's docs/structural_tag.md; llguidance's
 docs/syntax.md for lazy lexemes).
@@ -47,7 +47,7 @@ class StructuredOutputsParams:
     structural_tag: str | Mapping[str, Any] | None = None
     """xgrammar's format: free text with triggered tags that hold JSON or text."""
     unsupported: str | None = None
-    """check: if a grammar cannot enforce the schema, check finished texts against it."""
+    """check: if a grammar cannot enforce the schema, check finished texts against the schema."""
     backend: str | None = None
     """Has no effect."""
     disable_fallback: bool = False

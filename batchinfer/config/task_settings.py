@@ -73,8 +73,8 @@ class ClassifyConfig(Record):
     instruction in the model card, which asks for passages that answer a web search query."""
     tokens: tuple[str, ...] | None = None
     """Tokens to use as labels, like [no, yes]. Scores come from their logits after the prompt. For
-    a query and a document, give two tokens; the score is the probability of the second. null: use
-    the model's own head, or the labels in a Qwen3-Reranker's folder."""
+    a query and a document, give two tokens; the score is the probability of the second token. null:
+    use the model's own head, or the labels in a Qwen3-Reranker's folder."""
     activation: Literal["auto", "softmax", "sigmoid", "none"] = "auto"
     """Function that turns logits into scores. auto: as in the model's config (problem_type, or
     sentence-transformers' activation), or else sigmoid for one label and softmax for several. none:

@@ -49,7 +49,6 @@ def format_value(value: object) -> str:
 
 
 def listed(names: Iterable[str]) -> str:
-    """Join names with commas."""
     return ", ".join(printable(name, 60) for name in names)
 
 
@@ -87,7 +86,6 @@ def counted(count: int, word: str) -> str:
 
 
 def counted_rows(count: int) -> str:
-    """Format a number of rows."""
     return counted(count, "row")
 
 

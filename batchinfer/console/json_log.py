@@ -1,7 +1,7 @@
 """Writes the output of a run as JSON, one object per line on stderr.
 
-Pipes replace stderr and stdout, and threads read the pipes. So each line that libraries or child
-processes write also becomes an object.
+Pipes replace stderr and stdout, and threads read the pipes. Lines that libraries or child processes
+write therefore also become objects.
 """
 
 from __future__ import annotations

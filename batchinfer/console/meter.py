@@ -2,8 +2,8 @@
 
 A running row counts as a fraction of a row: its drawn tokens, divided by the number of tokens that
 a row is expected to draw. The expected number is the tokens drawn so far, by running and finished
-rows, divided by the number of finished rows. This is the maximum-likelihood estimate for censored
-lifetimes (Epstein and Sobel, "Life testing", 1953). The mean of finished rows alone would be too
+rows, divided by the number of finished rows: the maximum-likelihood estimate for censored lifetimes
+(Epstein and Sobel, "Life testing", 1953). The mean of finished rows alone would be too
 small while long answers run. Until a row is finished, each row is expected to draw its token limit,
 and the time left is an upper bound.
 """
@@ -130,12 +130,10 @@ class Meter:
 
     @property
     def tokens_per_s(self) -> float:
-        """Output tokens per second."""
         return self.counts.tokens / self.elapsed_s
 
     @property
     def rows_per_s(self) -> float:
-        """Rows computed per second."""
         return self.counts.rows / self.elapsed_s
 
     @property
@@ -230,7 +228,6 @@ class Meter:
 
     @property
     def line(self) -> str:
-        """Progress as one line."""
         rows = f"{self.rows_line} ({whole_percent(self.rows_share)})"
         failed = f"{self.failed:,} failed" if self.failed else ""
         work = f"{whole_percent(self.share)} of the work done" if self.rows_running else ""

@@ -35,7 +35,7 @@ class PhaseView(Protocol):
         ...
 
     def ended(self, name: str, detail: str, seconds: float) -> None:
-        """Show that a phase has ended, or that another one has begun inside it."""
+        """Show that a phase has ended, or that another phase has begun inside it."""
         ...
 
 

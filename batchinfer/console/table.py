@@ -35,7 +35,6 @@ class SummaryLine:
 
     @property
     def line(self) -> str:
-        """Fact as plain text."""
         return f"{self.label:<9}{self.value}{self.note}"
 
 

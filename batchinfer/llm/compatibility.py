@@ -126,8 +126,8 @@ DEFAULTS: Mapping[str, object] = {
     "use_tqdm_on_load": True,
     "video_pruning_method": "evs",
 }
-"""vLLM's defaults of arguments without effect, from ``EngineArgs`` and ``LLM`` of vLLM 0.32.0. The
-defaults of all others are None, or false values such as 0 and {}."""
+"""vLLM's defaults of arguments without effect, from ``EngineArgs`` and ``LLM`` of vLLM 0.32.0. All
+other such arguments have the default None, or a false value such as 0 or {}."""
 
 _NOT_YET = """
 allowed_local_media_path allowed_media_domains calculate_kv_scales cpu_offload_gb cpu_offload_params

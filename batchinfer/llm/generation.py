@@ -95,8 +95,8 @@ class GenerationCalls:
             use_tqdm: True to show a progress bar, or a function that creates one, with the
                 arguments of tqdm's class.
             errors: ``raise``: a prompt that cannot run ends the call before any prompt has run;
-                ``return``: its output has an ``error``, and the other prompts run. A prompt that
-                fails while it runs has an ``error`` either way.
+                ``return``: the prompt's output has an ``error``, and the other prompts run. A
+                prompt that fails while it runs has an ``error`` either way.
             others: other arguments of vLLM's ``generate``, which have no effect or are refused
                 with a message that gives the alternative.
 
@@ -236,7 +236,7 @@ class GenerationCalls:
     def get_default_sampling_params(self) -> SamplingParams:
         """Return the default parameters of calls, from the model's ``generation_config.json``.
 
-        Unlike in vLLM, changing them does not change later calls.
+        Unlike in vLLM, changing the returned object does not change later calls.
         """
         return self._default_params.clone()
 

@@ -51,14 +51,14 @@ _LOG = logging.getLogger("batchinfer.llm")
 class LLM(GenerationCalls, PoolingCalls):
     """A language model that is loaded once and then runs prompts.
 
-    Several threads may call it; calls run one at a time. Pass all prompts in one call if you can,
-    because the engine is fastest with many prompts.
+    Several threads may call an ``LLM``; calls run one at a time. Pass all prompts in one call if
+    you can, because the engine is fastest with many prompts.
 
     Args:
         model: hub id or local directory.
         tokenizer: hub id or directory of another tokenizer; default: the model's.
         skip_tokenizer_init: accept and return only token ids; do not read the tokenizer's files.
-        revision: branch, tag or commit of a model on the hub. It does not apply to ``tokenizer``.
+        revision: branch, tag or commit of a model on the hub. ``tokenizer`` does not use it.
         dtype: ``auto`` (as saved), ``float32`` (``float``), ``bfloat16``, ``float16``
             (``half``), or a torch dtype.
         max_model_len: maximum number of tokens of prompt and output together; default: the model's

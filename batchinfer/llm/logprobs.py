@@ -103,7 +103,7 @@ def prompt_logprobs(
     """Do the same as ``output_logprobs`` for a prompt's tokens; the first token has no entries.
 
     Args:
-        tokens: tokens of the prompt, without the first.
+        tokens: tokens of the prompt, without the first token.
         prompt: ids of the whole prompt.
     """
     positions = chain([None], _positions(tokens, prompt, tokenizer))

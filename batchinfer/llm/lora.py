@@ -19,8 +19,8 @@ class LoRARequest:
     lora_int_id: int = 1
     """Ignored, because the name identifies an adapter."""
     lora_path: str = ""
-    """Folder or hub id. If an adapter was loaded from it under another name, that adapter is
-    used."""
+    """Folder or hub id. If an adapter was already loaded from this folder under another name, that
+    adapter is used."""
     base_model_name: str | None = None
     """Ignored."""
     lora_local_path: str | None = None
@@ -100,7 +100,6 @@ class Adapters:
 
 
 def requests_of_each(lora_request: LoRARequests, count: int) -> list[LoRARequest | None]:
-    """Return the request for each of ``count`` prompts."""
     what, plural = "LoRARequest(...)", "lora_requests"
     kinds = (LoRARequest, NoneType)
     return one_for_each(lora_request, kinds, "lora_request", what, count, plural)

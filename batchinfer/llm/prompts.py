@@ -60,8 +60,8 @@ _FILE_KEYS = ("image", "image_pil", "bytes")
 def read_prompts(
     prompts: PromptLike | Sequence[PromptLike], vocab_size: int, *, has_tokenizer: bool
 ) -> list[str | TextWithImages | TokensWithImages | Prompt]:
-    """Return each prompt as its text, or as a ``Prompt`` of its token ids; with its images, if it
-    has any.
+    """Return each prompt as a text or as a ``Prompt`` with token ids; a prompt with images becomes
+    a text or token ids together with the images.
 
     Raises:
         TypeError, ValueError: an item is not a prompt; the message names its index and the

@@ -197,7 +197,7 @@ class CallRunner:
 
     def _too_long_message(self, length: int) -> str:
         """Return an error message in vLLM's wording (vllm/v1/engine/input_processor.py), because
-        programs search for it."""
+        programs search for this wording."""
         most = self._engine.max_model_len
         return (
             f"The decoder prompt (length {length}) plus the number of requested output tokens (at "

@@ -22,7 +22,6 @@ class ModelView(SimpleNamespace):
         return self.embedder.embedding_size
 
     def get_vocab_size(self) -> int:
-        """Return the size of the vocabulary."""
         return int(self.vocab_size)
 
 
@@ -62,7 +61,6 @@ class EngineView:
         )
 
     def get_model_config(self) -> ModelView:
-        """Return ``model_config``."""
         return self.model_config
 
     def get_num_unfinished_requests(self) -> int:

@@ -16,8 +16,8 @@ from batchinfer.text.tokenizer import Tokenizer
 class FramedPromptBuilder(PromptBuilder):
     """Builds prompts, and truncates long texts without removing special tokens ([CLS], [SEP], ...).
 
-    In a prompt given as token ids, no tokens count as special tokens. No tokens follow a pooled
-    prompt, so it may have ``max_model_len`` tokens.
+    In a prompt given as token ids, no tokens count as special tokens. A pooled prompt may have
+    ``max_model_len`` tokens, because no tokens follow it.
     """
 
     def __init__(

@@ -206,7 +206,7 @@ def gc_paused() -> Iterator[None]:
 def bound_spinning() -> None:
     """Make OpenMP threads of this process and its children sleep after a short wait.
 
-    This has no effect if the environment already sets how threads wait, or if torch is loaded.
+    The call has no effect if the environment already sets how threads wait, or if torch is loaded.
     """
     names = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
     if "torch" not in sys.modules and not any(name in os.environ for name in names):

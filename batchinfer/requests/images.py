@@ -31,8 +31,8 @@ from batchinfer.text.prompts import Prompt
 from batchinfer.text.tokenizer import TokenIds
 
 PIXEL_BYTES = 1 << 30
-"""Limit, in bytes, on decoded images that wait for the vision tower. While they exceed it, no
-further rows are decoded."""
+"""Limit, in bytes, on decoded images that wait for the vision tower. While these images exceed the
+limit, no further rows are decoded."""
 REMEMBERED = 1 << 15
 """Number of distinct images whose numbers are kept after their rows are finished."""
 ROWS_AHEAD = 32
@@ -44,11 +44,11 @@ FinishLoading = Callable[[], tuple[PromptImage, ...]]
 
 
 class ImageNumbers:
-    """Assigns numbers to images: equal images get the same number, other images different ones.
+    """Assigns numbers to images: equal images get equal numbers, other images different numbers.
 
     A later window of rows thus finds the KV blocks and embeddings of an image that an earlier
-    window used. An image that appears again gets a new number if no row holds it and it is not
-    among the last ``remembered`` distinct images.
+    window used. An image that appears again gets a new number only if no row holds the image and
+    ``remembered`` other images were used since.
     """
 
     def __init__(self, remembered: int = REMEMBERED) -> None:
@@ -134,7 +134,7 @@ class ImageLoader:
 
         Args:
             token_ids: the prompt's tokens.
-            saves_memory: True to drop pixels beyond ``PIXEL_BYTES``. They are decoded again when
+            saves_memory: True to drop pixels beyond ``PIXEL_BYTES``, and decode them again when
                 they are needed.
 
         Returns:
@@ -222,7 +222,7 @@ class _Loading:
         """
         if self._wait is not None:
             (decoded,) = self._wait()
-            self._wait = None  # it would keep the decoded arrays in memory
+            self._wait = None  # the function would keep the decoded arrays in memory
             if isinstance(decoded, RowError):
                 self._result = _about_image(decoded)
             else:

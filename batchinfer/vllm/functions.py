@@ -53,7 +53,7 @@ def resolve_chat_template(
     tools: Sequence[Mapping[str, Any]] | None,
     **_: object,
 ) -> str | None:
-    """Return the chat template to use: the given one, or the tokenizer's; None if it has none.
+    """Return ``chat_template``, or else the tokenizer's chat template, or None if it has none.
 
     Args:
         chat_template: text of a template, or the name of one of the tokenizer's templates.

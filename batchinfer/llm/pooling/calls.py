@@ -76,8 +76,8 @@ class PoolingCalls:
         Args:
             prompts: see ``generate``; texts are used as they are.
             pooling_params: one object for all prompts, or a list with one per prompt.
-                ``dimensions`` truncates embeddings to that many numbers; with ``normalize=False``,
-                they are not scaled to unit norm.
+                ``dimensions`` truncates embeddings to that many numbers. With ``normalize=False``,
+                embeddings are not scaled to unit norm.
             others: see ``generate``.
 
         Returns:
@@ -191,7 +191,7 @@ class PoolingCalls:
         """Score the similarity of one text to several texts, or of pairs of texts.
 
         If the model is a classifier with one label, its head scores the two texts of a pair
-        together. For other models, the score is the cosine similarity of their embeddings.
+        together. With other models, the score is the cosine similarity of the texts' embeddings.
 
         Args:
             data_1: one text, or the same number of texts as ``data_2``.

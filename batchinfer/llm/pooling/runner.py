@@ -41,7 +41,7 @@ class PoolingRequest:
 
 
 class PoolingRunner:
-    """Runs prompts, and turns their hidden states into embeddings or scores.
+    """Runs the prompts of pooling calls.
 
     Args:
         tokens: tokens with which a reranker answers no and yes; None if the model has its own head.
