@@ -175,7 +175,7 @@ def build_engine(
     embeddings = None
     if tower is not None:
         layers = decoder_layers_of(loaded.model)
-        # A GPU is fast only if it embeds several images at once. A CPU embeds them one at a time,
+        # A GPU is fast only if it embeds several images at once. A CPU embeds images one at a time,
         # so an image's embeddings are bitwise the same, no matter which other images are waiting.
         packs = device.type == "cuda" and not engine.deterministic
         embeddings = ImageEmbeddings(tower, EMBEDDING_BYTES, layers, packs=packs)

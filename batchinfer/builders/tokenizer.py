@@ -8,7 +8,7 @@ from batchinfer.worker.model.tokenizer import load_tokenizer, lower_cased, lower
 
 
 def make_tokenizer(model: ModelConfig) -> Tokenizer:
-    """Load the model's tokenizer, or the tokenizer that the config names in its place.
+    """Load the tokenizer that ``model.tokenizer`` names, or else the model's own tokenizer.
 
     Raises:
         ModelError: the tokenizer is missing or cannot be used.

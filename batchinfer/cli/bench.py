@@ -84,7 +84,7 @@ def run_bench(options: BenchOptions, *, show: Callable[[str], None]) -> dict[str
     Returns:
         The measurements. With ``options.deterministic``, ``deterministic`` holds the measurements
         of a second run with ``engine.deterministic``. ``deterministic_ratio`` is the requests per
-        second of the second run divided by those of the first run.
+        second of the second run divided by the requests per second of the first run.
 
     Raises:
         JobError: the model cannot be run, the dataset cannot be read, no prompt of the dataset can

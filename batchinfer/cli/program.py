@@ -42,7 +42,7 @@ def leave_as_asked() -> None:
     """Make signals end the process at once, after a last message in the format of ``--log-format``.
 
     This function looks for the option in the unparsed arguments, because a signal may arrive before
-    they are parsed.
+    parsing.
     """
     arguments = sys.argv[1:]
     if "--log-format=json" not in arguments and ("--log-format", "json") not in pairwise(arguments):

@@ -13,7 +13,7 @@ QUANTIZATIONS = ("int8", "int4", "fp8", "int8_weight_only", "int4_weight_only")
 
 @dataclass(frozen=True)
 class EngineConfig(Record):
-    """Settings of the engine. They stay the same during a run."""
+    """Settings of the engine, which stay the same during a run."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: the first CUDA device, or the CPU if there is none."""

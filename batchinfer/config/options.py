@@ -96,7 +96,7 @@ class BatchOptions:
     quiet: Annotated[bool, _option("Hide progress.", None, "--quiet")] = False
 
     def chat_template_kwargs(self) -> dict[str, Any] | None:
-        """Parse the template variables; raise UsageError unless they are a JSON object."""
+        """Parse the template variables; raise UsageError if the text is not a JSON object."""
         text, option = self.default_chat_template_kwargs, "--default-chat-template-kwargs"
         try:
             value = None if text is None else json.loads(text)

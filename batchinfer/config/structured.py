@@ -19,7 +19,7 @@ _NAME = "structured_outputs"
 
 
 def checked_schema(structured_outputs: Mapping[str, Any] | None) -> str | None:
-    """Return the JSON schema to check finished texts against; None if they need no check.
+    """Return the JSON schema to check finished texts against; None if the texts need no check.
 
     Args:
         structured_outputs: result of ``normalized``.

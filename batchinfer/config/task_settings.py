@@ -11,7 +11,7 @@ from batchinfer.config.types import Record, coerce_fields
 SCORING = SamplingParams(
     max_tokens=1, temperature=0.0, ignore_eos=True, seed=0, logprobs=0, prompt_logprobs=0
 )
-"""Sampling parameters of a score job. Its requests score tokens and draw none."""
+"""Sampling parameters of a score job, whose requests score tokens and draw none."""
 EMBEDDING = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, seed=0)
 """Sampling parameters of an embed or classify job; the drawn token is not used."""
 

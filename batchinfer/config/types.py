@@ -53,7 +53,7 @@ def coerce_fields(record: Any) -> None:
     """Convert values in place: lists to tuples, integers to floats, numpy numbers to Python's.
 
     Args:
-        record: a dataclass instance. Its fields have annotations of bool, int, float, str, None,
+        record: a dataclass instance, whose fields have annotations of bool, int, float, str, None,
             ``Literal``, ``tuple[X, ...]``, ``Mapping[K, V]``, ``Any`` and unions of these; a bool
             is not a number.
 

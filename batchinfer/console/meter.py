@@ -108,7 +108,7 @@ class Meter:
 
     def add(self, added: Counts, step: StepStats | None) -> None:
         """Add the counts of a step; ``step`` is None if another process ran the step."""
-        # If a task draws no tokens, the engine still draws one after each prompt and discards it.
+        # If a task draws no tokens, the engine still draws and discards a token after each prompt.
         self.counts += added if self.draws else replace(added, tokens=0)
         if step is not None:
             self.step = step

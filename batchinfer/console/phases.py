@@ -173,7 +173,7 @@ class Phases:
                 self._view.lasts(*current)
 
     def __enter__(self) -> Self:
-        """Make this object the active one."""
+        """Make this object the active ``Phases``."""
         if self._view is not None:
             self._thread = Thread(target=self._run, daemon=True)
             self._thread.start()

@@ -112,7 +112,7 @@ class Engine:
         return self._states.values()
 
     def add_request(self, request: Request) -> None:
-        """Queue a request. If it can never run, the next step returns it as an error.
+        """Queue a request. If the request can never run, the next step returns its error.
 
         A request continues from its ``partial_output`` if that output contains every sample and
         value that the request needs. Otherwise the request restarts.

@@ -1,8 +1,8 @@
 """Data types for the images in prompts, for the engine and its steps.
 
 All tokens of an image have the same negative id, which is unique to the image. The prefix index
-compares token ids, so two prompts share the KV blocks of an image only if they have the same tokens
-before it.
+compares token ids, so two prompts share the KV blocks of an image only if the prompts have the same
+tokens before the image.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Image:
     None: the model has one rotary position per token."""
     attends_both_ways: bool = False
     """True if adjacent tokens of the image attend to each other in both directions (Gemma 3). One
-    step must then compute them together."""
+    step must compute such tokens together."""
 
     @property
     def token_id(self) -> int:

@@ -50,7 +50,7 @@ class Request:
     scored_from: int = 1
     """With ``params.prompt_logprobs``: index of the first prompt token to score."""
     images: tuple[PromptImage, ...] = ()
-    """Images of the prompt, in order. Their tokens have negative ids."""
+    """Images of the prompt, in order. Image tokens have negative ids."""
     first_sample: int = 0
     """Index of the first sample. If above 0, an earlier request of the row computed the prompt, and
     computing the prompt again counts as recomputation."""
@@ -69,7 +69,7 @@ class Request:
     unpooled: int = 0
     """Number of leading prompt tokens that ``EncoderEngine`` excludes from pooling."""
     logits_processors: tuple[LogitsProcessor, ...] = ()
-    """The user's logits processors, in order. They run before masks, biases and penalties."""
+    """The user's logits processors, in order. All run before masks, biases and penalties."""
     named_token_ids: tuple[int, ...] = ()
     """With ``params.logprobs``: ids whose log-probabilities are returned for each output token."""
     named_prompt_token_ids: Int32 | None = None
@@ -170,8 +170,8 @@ def beyond_vocabulary(request: Request, vocab_size: int | None) -> tuple[str, st
 class TokenLogprobs:
     """Log-probabilities at one position, from the model's unmodified logits.
 
-    With a grammar, they are normalized over the tokens that the grammar allows. ``LogprobsMode``
-    selects other values.
+    With a grammar, log-probabilities are normalized over the tokens that the grammar allows.
+    ``LogprobsMode`` selects other values.
     """
 
     token_id: int

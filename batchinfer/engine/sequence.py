@@ -155,8 +155,8 @@ class Sequence:
         """True if the sequence has already waited for a prefix hit that is less than a block
         longer."""
         self.computed_once = 0
-        """Number of leading tokens that were computed or cached before. Computing them again counts
-        as recomputation."""
+        """Number of leading tokens that were computed or cached before. Computing these tokens
+        again counts as recomputation."""
         self.saved_state: StateSnapshot | None = None
         """Snapshot that was taken for this waiting sequence."""
         self.index_parent: Block | None = None

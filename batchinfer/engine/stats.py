@@ -36,11 +36,11 @@ class StepStats:
     kv_waste: float = 0.0
     """1 - kv_tokens_live / (kv_blocks_used * block_size)."""
     kv_logical_blocks: int = 0
-    """Sum of the block table lengths. It excludes blocks outside windows and counts a shared block
-    once per table."""
+    """Sum of the block table lengths. The sum excludes blocks outside windows and counts a shared
+    block once per table."""
     kv_tokens_logical: int = 0
     state_slots_used: int = 0
-    """Used blocks that hold recurrent state. Each counts as a full block of tokens."""
+    """Used blocks that hold recurrent state. Each such block counts as full of tokens."""
     contiguous_blocks: int = 0
     """Blocks needed if every running sequence reserved space for its prompt + max_tokens."""
     cow_copies: int = 0

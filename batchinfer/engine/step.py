@@ -93,8 +93,8 @@ class LogprobsMode(IntFlag):
 
 
 LogitsProcessor = Callable[..., Any]
-"""A user's function that returns logits. Its arguments are the token ids of the prompt and of the
-output (lists), and the next token's logits (float32 [V] on the model's device)."""
+"""A user's function that returns logits. The function's arguments are the token ids of the prompt
+and of the output (lists), and the next token's logits (float32 [V] on the model's device)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +179,7 @@ class Step:
 
     Blocks are copied first: ``swap_outs``, then ``swap_ins``, then ``block_copies``, each in order.
     ``block_tables`` and ``slot_mapping`` belong to the first layer group; most models have only one
-    (G = 1).
+    group (G = 1).
     """
 
     token_ids: Int32  # [T]

@@ -170,7 +170,7 @@ class SchemaDefaults:
     whitespace: Mapping[str, Any]
     """An entry for ``structured_outputs`` that limits whitespace; empty if whitespace is free."""
     closes_objects: bool
-    """True if objects may have no properties besides those in their schema."""
+    """True if objects may have no properties besides the properties in their schema."""
 
     def apply(self, structure: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return a call's ``structured_outputs`` with these defaults added."""

@@ -90,7 +90,7 @@ def output_logprobs(
     alternatives.
 
     Args:
-        text: token ids that end with those of ``tokens``; earlier ids are context for decoding.
+        text: token ids that end with the ids of ``tokens``; earlier ids are context for decoding.
         tokenizer: decodes tokens; None to leave texts out.
     """
     positions = _positions(tokens, text, tokenizer)

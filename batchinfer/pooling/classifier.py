@@ -35,8 +35,8 @@ from batchinfer.pooling.read_safetensors import Float32, StoredTensor, find_tens
 
 _CONFIG_PATTERNS = ("*.json", "[0-9]*_*/config.json")
 _RERANKERS = ("qwen3", "qwen3_moe")
-"""Values of ``model_type`` of Qwen3-Reranker. Its folders look like those of ordinary Qwen3
-models."""
+"""Values of ``model_type`` of Qwen3-Reranker. A Qwen3-Reranker's folder looks like the folder of an
+ordinary Qwen3 model."""
 _CHANGED_LOGITS = ("final_logit_softcapping", "logits_scaling", "logit_scale")
 _ACTIVATIONS: Mapping[str, Layer] = {"softmax": softmax, "sigmoid": sigmoid, "none": identity}
 _ST_ACTIVATIONS = {"Identity": "none", "Sigmoid": "sigmoid", "Softmax": "softmax"}

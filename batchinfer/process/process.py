@@ -171,7 +171,7 @@ def stop_signals() -> Iterator[threading.Event]:
 def gc_frozen() -> Iterator[None]:
     """Exclude existing objects from garbage collection, unless the caller already froze objects.
 
-    A full collection walks every object of torch, transformers and the model. This takes a quarter
+    A full collection walks every object of torch, transformers and the model, which takes a quarter
     of a second in the middle of a run.
     """
     is_ours = not gc.get_freeze_count()  # ``unfreeze`` would affect the caller's objects too

@@ -138,7 +138,7 @@ class ImageLoader:
                 they are needed.
 
         Returns:
-            A function that waits and returns the images. It raises ``RowError``
+            A function that waits and returns the images. The function raises ``RowError``
             (``invalid_image``) if an image cannot be decoded.
         """
         parts = [self._loaded.get(one.number) or self._load(one, saves_memory) for one in images]

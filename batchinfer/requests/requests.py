@@ -32,7 +32,7 @@ class RowSampling:
 
     params: SamplingParams
     own_seed: bool
-    """True if the row sets its own seed. Its samples then do not depend on the row id."""
+    """True if the row sets its own seed. The samples then do not depend on the row id."""
     spans_thinking: bool = False
     """True if structured output covers the whole sample, including reasoning."""
 

@@ -43,8 +43,8 @@ class ControlTokens:
         return next((n for n in lengths if text[:n] in self._endings), 0)
 
     def can_form_in(self, text: str) -> bool:
-        """Return True if ``text`` contains a control token's text, or starts or ends with a part
-        of one that a template could complete."""
+        """Return True if ``text`` contains a control token's text, or starts or ends with a part of
+        such a text that a template could complete."""
         at_edges = self.beginning_at_end(text) or self.ending_at_start(text)
         return bool(at_edges) or self.occur_in(text)
 

@@ -34,8 +34,8 @@ class IncrementalDetokenizer:
         self._prefix_tokens = 0
         self._prefix_chars = 0
         self.tail = ""
-        """Text after the text that ``push`` has returned. It may still change, because it may end
-        in the replacement for an incomplete character."""
+        """Text after the text that ``push`` has returned. The tail may still change, because it may
+        end in the replacement for an incomplete character."""
 
     def push(self, token_id: int) -> str:
         """Add the next token, and return the text that has become final since the last call."""

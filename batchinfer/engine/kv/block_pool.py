@@ -164,7 +164,8 @@ class BlockPool:
     def release(self, blocks: Iterable[Block], num_evicted: tuple[int, ...] = ()) -> None:
         """Drop a reference to each block of a table.
 
-        The last blocks are released first, so that they are evicted before their prefixes.
+        The last blocks are released first, so that they are evicted before the blocks of their
+        prefixes.
 
         Args:
             blocks: the blocks in the table's order.

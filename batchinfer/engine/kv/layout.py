@@ -90,8 +90,8 @@ class KVLayout:
         """Read the layout from a model's config (``config.to_dict()`` or config.json).
 
         Args:
-            config: the model's config. It must include the family's defaults to group layers by
-                window.
+            config: the model's config, including the family's defaults, which are needed to group
+                layers by window.
             block_size: tokens per block.
             dtype: name of the model's dtype.
             kv_cache_dtype: ``auto`` (the model's dtype), or ``fp8`` or its synonym ``fp8_e4m3``.

@@ -1,8 +1,8 @@
 """Size of a hybrid model's recurrent state, and its layout in slots of the KV pool.
 
 A sequence's state has a fixed size, so it takes a fixed number of pool slots. A table lists the
-slots, so they need not be adjacent. One free list therefore serves both states and KV blocks, and
-memory is not split between them in advance.
+slots, so the slots need not be adjacent. One free list therefore serves both states and KV blocks,
+and memory is not split between them in advance.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from batchinfer.engine.kv.recurrent_families import (
 )
 
 STATE_BYTES = 4
-"""Bytes per element of state. It is float32 for every dtype of the model."""
+"""Bytes per element of state, which is float32 for every dtype of the model."""
 _LANES = 16
 """Float32 elements in the widest vector register of a CPU."""
 
@@ -114,13 +114,13 @@ def layer_state_bytes(text: Mapping[str, Any]) -> int:
 
 
 def _matrix_cuts(shape: RecurrentShape) -> list[StatePart]:
-    """Return the ways to cut a layer's matrices into pieces."""
+    """Return the possible cuts of a layer's matrices into pieces."""
     columns = _widths(shape.value_width)
     return [StatePart(shape.num_values // n, shape.key_width * n) for n in columns]
 
 
 def _convolution_cuts(shape: RecurrentShape) -> list[StatePart]:
-    """Return the ways to cut the state of a layer's convolution into pieces."""
+    """Return the possible cuts of the state of a layer's convolution into pieces."""
     channels = _widths(shape.num_channels)
     return [StatePart(shape.num_channels // n, (shape.conv_width - 1) * n) for n in channels]
 

@@ -73,8 +73,8 @@ class KVManager:
     def share_blocks(self, parent: Sequence, child: Sequence, num_tokens: int) -> None:
         """Give ``child`` a row with the first ``num_tokens`` tokens computed by ``parent``.
 
-        If they share a partly filled last block, the first sequence that writes to the block copies
-        it.
+        If the sequences share a partly filled last block, the first sequence that writes to the
+        block copies it.
         """
         pool, table = self._pool, self._table
         blocks = parent.blocks[: -(-num_tokens // table.block_size)]

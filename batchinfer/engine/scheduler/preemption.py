@@ -30,7 +30,7 @@ class PreemptionPolicy:
 
     Swapping copies the sequence's blocks to the host and back, at the measured bandwidth of copies.
     Recomputing computes their tokens again, at the measured speed of this run's prefill. Blocks
-    that other sequences share are not freed, so they do not count.
+    that other sequences share are not freed, so the comparison ignores them.
 
     Args:
         preemption: ``auto``, or the choice for all sequences.

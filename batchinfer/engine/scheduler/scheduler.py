@@ -127,8 +127,8 @@ class Scheduler:
     def fork(self, parent: Sequence, child: Sequence, forecast: PoolForecast) -> None:
         """Start ``child`` if it fits; it shares all computed tokens of ``parent``.
 
-        Otherwise, ``child`` waits. When admitted, it finds the prefix in the index or recomputes
-        it.
+        Otherwise, ``child`` waits. When admitted, ``child`` finds the prefix in the index or
+        recomputes the prefix.
 
         Args:
             child: a new sample of the same row.
@@ -232,9 +232,9 @@ class Scheduler:
     def _continue_running(self) -> ScheduledRows | None:
         """Choose tokens to compute for running sequences; preempt the newest if blocks run out.
 
-        Returns None if the step in flight should be read first. This is the case if too many
-        sequences would skip this step, or if blocks run out: a sequence that ended in the step
-        in flight may free blocks, which avoids a preemption.
+        Returns None if the step in flight should be read first: if too many sequences would skip
+        this step, or if blocks run out. A sequence that ended in the step in flight may free
+        blocks, which avoids a preemption.
         """
         preempted = 0
         while True:

@@ -6,7 +6,7 @@ device's peak or the time of its memory traffic at the device's bandwidth, which
 layers' matrices, the head, attention of decodes and of prompt chunks, KV writes, one fused pass
 over the activations between matrices, and one write and one read of the logits.
 
-It does not model sampling other than greedy, loading the model, copies of blocks, reading and
+The model excludes sampling other than greedy, loading the model, copies of blocks, reading and
 writing rows, caches (a shared prefix is read from memory for every sequence), attention windows
 (every layer reads the whole context), or uneven routing to experts.
 """

@@ -14,12 +14,12 @@ from batchinfer.engine.scheduler.sequence_table import Int, Rows, SequenceTable
 from batchinfer.engine.step import Int32, SharedPrefixes
 
 MIN_SHARED_TOKENS = 64
-"""Minimum length of a shared prefix, in tokens. It is the CPU kernel's tile size. On a CPU, sharing
-64 of 128 tokens gained nothing, and sharing 512 of 576 tokens gave 1.9 times the speed."""
+"""Minimum length of a shared prefix, in tokens: the CPU kernel's tile size. On a CPU, sharing 64 of
+128 tokens gained nothing, and sharing 512 of 576 tokens gave 1.9 times the speed."""
 
 
 class PrefixTree:
-    """Finds the shared prefixes of each step. It reuses the previous order while block tables only
+    """Finds the shared prefixes of each step. The previous order is reused while block tables only
     grow."""
 
     def __init__(self, table: SequenceTable) -> None:

@@ -70,8 +70,8 @@ def add_forced_tokens(
 ) -> None:
     """Advance grammars by the tokens drawn, and append tokens that the grammars force.
 
-    The next step computes forced tokens as a chunk. Their log-probability is 0, because no other
-    token was allowed.
+    The next step computes forced tokens as a chunk. Forced tokens have log-probability 0, because
+    no other token was allowed.
 
     Args:
         samples: [K] the row of each sample.
@@ -102,7 +102,7 @@ def add_forced_tokens(
 def _add(
     sequence: Sequence, forced: list[int], at: int, stop_result: StopResult, table: SequenceTable
 ) -> None:
-    """Append forced tokens to a sequence until one ends it."""
+    """Append forced tokens to a sequence, up to a token that ends the sequence."""
     request, before = sequence.request, len(sequence.output_ids)
     max_output_tokens = table.total_limit(sequence) - request.num_prompt_tokens
     for token in forced:

@@ -1,9 +1,9 @@
 """Runs templates and tokenizers in worker processes, because a row may kill its process.
 
-``TextProcesses`` (``pool``) is the entry point. It starts a *fork server* (``server_process``,
+``TextProcesses`` (``pool``) is the entry point and starts a *fork server* (``server_process``,
 ``fork_server``): an interpreter without torch that loads the tokenizer once and forks *workers*
 (``worker``). A worker renders and tokenizes batches of rows under limits that the operating system
-enforces (``limits``). Its exit status shows why it died (``deaths``).
+enforces (``limits``). A dead worker's exit status shows why it died (``deaths``).
 
 A template or a tokenizer's pattern is a program that can loop, fill memory, or trigger a bug in
 native code, which then panics, overflows its stack or aborts. No check finds all such faults

@@ -1,4 +1,4 @@
-"""The process that forks workers. It loads the tokenizer, has one thread, and imports no torch.
+"""The process that forks workers; loads the tokenizer, has one thread, and imports no torch.
 
 Forking takes milliseconds even if the tokenizer is large, and workers share the tokenizer's memory.
 The server runs no row itself, so it always notices the end of the process that started it, and then
@@ -21,7 +21,7 @@ from batchinfer.text.processes.worker import serve
 from batchinfer.text.tokenizer import Tokenizer
 
 GREETING = b"batchinfer: makes prompts\n"
-"""First bytes that the server sends. They tell the parent that Python has started."""
+"""First bytes that the server sends, to tell the parent that Python has started."""
 # Seconds between checks that the parent is alive. The pipe may not show that the parent has ended,
 # because another child of the parent may keep the parent's end of the pipe open.
 _LOOK_S = 1.0

@@ -1,13 +1,14 @@
 """Limits of a worker process that the operating system enforces: CPU time, real time, memory.
 
 A timer ends the process by the default action of a signal, which no code in the process can delay.
-It interrupts a regular expression in native code as well as a loop in Python. One timer counts the
-process's own processor time (setitimer(2), ``ITIMER_PROF``), so a busy or suspended machine does
-not matter. A second, generous timer (``ITIMER_REAL``) ends a process that waits without computing.
-This timer also runs while the process is stopped or its virtual machine is paused, so a row that
-exceeds it runs once more with a longer limit before it is blamed. Memory is limited as address
-space (setrlimit(2), ``RLIMIT_AS``), because Linux cannot limit resident memory. macOS supports
-neither limit (``setrlimit`` fails), so memory is unlimited on macOS; see ``BOUNDS_MEMORY``.
+Such a timer interrupts a regular expression in native code as well as a loop in Python. One timer
+counts the process's own processor time (setitimer(2), ``ITIMER_PROF``), so a busy or suspended
+machine does not matter. A second, generous timer (``ITIMER_REAL``) ends a process that waits
+without computing. This timer also runs while the process is stopped or its virtual machine is
+paused, so a row that exceeds this limit runs once more with a longer limit before the row is
+blamed. Memory is limited as address space (setrlimit(2), ``RLIMIT_AS``), because Linux cannot limit
+resident memory. macOS supports neither limit (``setrlimit`` fails), so memory is unlimited on
+macOS; see ``BOUNDS_MEMORY``.
 """
 
 from __future__ import annotations

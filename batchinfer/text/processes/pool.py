@@ -131,7 +131,7 @@ class TextProcesses:
 
     def _restart_if_dead(self) -> None:
         if self._owner != os.getpid():
-            # A new lock, because another thread may have held the old one at the fork.
+            # A new lock, because another thread may have held the old lock at the fork.
             self._lock = threading.Lock()
         with self._lock:
             self.check_stopped()
@@ -176,7 +176,7 @@ class WorkerPrompts:
     def build(self, rows: Sequence[Mapping[str, object]]) -> list[Result]:
         """Return a prompt or an error for each row, in order.
 
-        Error codes: those of the builder; ``template_error`` or ``tokenizer_error`` for a row that
+        Error codes: the builder's codes; ``template_error`` or ``tokenizer_error`` for a row that
         killed its worker; ``row_too_large``.
 
         Raises:

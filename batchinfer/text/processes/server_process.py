@@ -52,7 +52,7 @@ class StoppedError(Exception):
 
 
 class ServerProcess:
-    """A fork server. It starts at once, and ends with this process. Thread-safe."""
+    """A fork server, which starts at once and ends with this process. Thread-safe."""
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
@@ -135,7 +135,7 @@ class ServerProcess:
         """End the server and its workers immediately.
 
         Args:
-            reason: reason to give in the error that unfinished calls raise; None: they raise
+            reason: reason to give in the error that unfinished calls raise; None: the calls raise
                 ``StoppedError``.
         """
         if self._closed_for is not None:

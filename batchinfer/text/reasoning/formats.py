@@ -135,8 +135,8 @@ class TokenMarker:
         return Place(sample.length_at(at), sample.length_at(at + 1), at, at + 1)
 
     def end_in_prompt(self, token_ids: TokenIds) -> int:
-        """Return the number of tokens of a prompt up to and including its last marker; 0 without
-        one."""
+        """Return the number of tokens of a prompt up to and including its last marker; 0 without a
+        marker."""
         places = np.flatnonzero(token_ids == self.token_ids[0])
         return int(places[-1]) + 1 if len(places) else 0
 

@@ -120,7 +120,8 @@ def widened_schema(schema: Any) -> Any:
 
 
 def loosened_schema(schema: Any, compiles: Callable[[Keywords], bool]) -> Any:
-    """Drop from a widened schema the keywords that do not compile. This never excludes a text.
+    """Drop from a widened schema the keywords that do not compile. Dropping keywords never excludes
+    a text.
 
     Args:
         compiles: returns True if keywords compile by themselves.

@@ -24,7 +24,7 @@ class SchemaError(ValueError):
 class JsonValidator:
     """Validates texts against a JSON schema.
 
-    Patterns use ECMAScript syntax. They are matched in linear time if possible, else with limited
+    Patterns use ECMAScript syntax and are matched in linear time if possible, else with limited
     backtracking. References to other documents are not fetched. The default draft is 2020-12. A
     text that takes too much work to validate is not allowed.
 
