@@ -31,8 +31,6 @@ from batchinfer.worker.vision.tower import vision_tower_bytes
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatedEngine(EngineContext):
-    """An ``EngineContext`` with a simulated engine."""
-
     runner: DryRunner | DryEncoder
     num_host_blocks: int = 0
     simulated_share: float = 1.0

@@ -78,9 +78,6 @@ def run_bench(options: BenchOptions, *, show: Callable[[str], None]) -> dict[str
 
     The first prompt also runs once before the measurement, as a warm-up.
 
-    Args:
-        show: prints a line.
-
     Returns:
         The measurements. With ``options.deterministic``, ``deterministic`` holds the measurements
         of a second run with ``engine.deterministic``. ``deterministic_ratio`` is the requests per

@@ -31,8 +31,6 @@ _Options = TypeVar("_Options", BatchOptions, BenchOptions)
 
 
 class LogFormat(StrEnum):
-    """The log format of ``run``."""
-
     TEXT = "text"
     JSON = "json"
 
@@ -423,5 +421,4 @@ def bench(options: BenchOptions) -> None:
 
 
 def main() -> None:
-    """Run the ``batchinfer`` program."""
     run_program(app)

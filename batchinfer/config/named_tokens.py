@@ -20,7 +20,6 @@ def token_id_table(given: Any, name: str) -> TokenIdTable:
 
     Args:
         given: lists of token ids, or an array [rows, ids].
-        name: name of the parameter, for messages.
 
     Raises:
         ValueError: the value is empty, or does not consist of lists of token ids.

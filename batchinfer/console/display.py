@@ -16,7 +16,6 @@ class Display:
     """Writes text to stderr, with a progress bar on a terminal, and the result to stdout.
 
     Args:
-        quiet: True to show only errors.
         result_on_stdout: True if people read stdout, so that the result is written there as text.
     """
 
@@ -27,7 +26,6 @@ class Display:
         """Shows phases; None if phases are not shown."""
 
     def progress(self, meter: Meter) -> Progress:
-        """Return an object that shows the progress of rows."""
         return make_progress(meter, quiet=self._quiet)
 
     def say(

@@ -37,7 +37,6 @@ def pool_blocks(count: int, block_size: int) -> str:
     """Return the size of a KV pool.
 
     Args:
-        count: number of blocks.
         block_size: tokens per block; 0 if blocks hold recurrent state only.
     """
     return f"{count:,} blocks of " + (f"{block_size} tokens" if block_size else "recurrent state")
@@ -95,7 +94,6 @@ def whole_percent(share: float) -> str:
 
 
 def size(count: float) -> str:
-    """Format a number of bytes with a suitable unit."""
     for unit in ("bytes", "KiB", "MiB", "GiB"):
         if abs(count) < 1024:
             is_whole = count >= 100 or unit == "bytes"
@@ -105,7 +103,6 @@ def size(count: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Format a duration with suitable units."""
     if 0 < seconds < 0.0095:
         return f"{seconds * 1e3:.1f} ms"
     if 0 < seconds < 0.0995:

@@ -33,7 +33,6 @@ class JsonLog:
     """Writes one JSON object per line.
 
     Args:
-        write: writes a whole line.
         clock: returns seconds since 1970.
     """
 

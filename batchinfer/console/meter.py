@@ -76,7 +76,6 @@ class Meter:
         total: number of rows to run.
         before: number of rows that earlier runs have finished.
         draws: True if rows draw tokens; otherwise, the speed is in rows and input tokens.
-        clock: returns the time in seconds.
     """
 
     def __init__(
@@ -115,7 +114,6 @@ class Meter:
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds since the clock started."""
         return max(self._clock() - self._began, 1e-9)
 
     @property

@@ -24,8 +24,6 @@ _GIGA = 1e9
 
 
 class PhaseView(Protocol):
-    """Shows phases."""
-
     def lasts(self, name: str, detail: str, seconds: float) -> None:
         """Show that a phase has lasted ``seconds``; called repeatedly.
 
@@ -123,7 +121,6 @@ class Phases:
 
     Args:
         view: shows phases; None to show no phases.
-        clock: returns the time in seconds.
     """
 
     def __init__(
@@ -151,7 +148,6 @@ class Phases:
 
     @contextmanager
     def during(self, phase: Phase) -> Iterator[Phase]:
-        """Make ``phase`` the current phase."""
         with self._lock:
             self._end_current()
             self._stack.append(phase)
@@ -205,7 +201,6 @@ _active: list[Phases] = []
 
 
 def active_phases() -> Phases | None:
-    """Return the ``Phases`` in use, or None."""
     return _active[-1] if _active else None
 
 
@@ -221,5 +216,4 @@ def phase(name: str, total: float = 0, unit: str = "") -> Iterator[Phase]:
 
 
 def phase_line(name: str, detail: str, seconds: float) -> str:
-    """Format a phase as one line."""
     return f"{name}{detail and ': '}{detail}, {duration(seconds)}"

@@ -30,8 +30,6 @@ _LEAST_CELLS, _MOST_CELLS = 8, 28
 
 
 class Progress(Protocol):
-    """Receives a job's progress."""
-
     def update(self, added: Counts, stats: StepStats | None) -> None:
         """Add the counts of a step, and show the use of the KV pool."""
 
@@ -54,7 +52,6 @@ class MeteredProgress(Progress):
     Args:
         warn: receives a line if no step has ended for 30 s, 60 s, 120 s and so on; None to
             never warn.
-        clock: returns the time in seconds.
     """
 
     def __init__(
@@ -118,8 +115,6 @@ class MeteredProgress(Progress):
 
 
 class Lines(MeteredProgress):
-    """Writes a plain line every ``every_s`` seconds."""
-
     def __init__(
         self,
         meter: Meter,

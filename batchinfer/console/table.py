@@ -39,7 +39,6 @@ class SummaryLine:
 
 
 def plain(facts: Iterable[SummaryLine]) -> Iterator[str]:
-    """Return the facts as plain lines."""
     return (fact.line for fact in facts)
 
 

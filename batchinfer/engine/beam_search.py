@@ -32,7 +32,6 @@ class Continuation:
     token_id: int
     cumulative_logprob: float
     logprobs: list[TokenLogprobs] | None
-    """Log-probabilities of all output tokens, if requested."""
     stop_checker: StopChecker | None
     """Searches the continuation for stop strings; it has seen the token."""
 

@@ -30,7 +30,6 @@ class EncoderEngine:
     Args:
         max_model_len: longest text, in tokens.
         max_num_batched_tokens: maximum number of tokens in a step; a longer text runs alone.
-        max_num_seqs: maximum number of texts in a step.
         clock: returns seconds; for statistics only.
         vocab_size: number of the model's token ids; None: prompts' ids are not checked.
     """

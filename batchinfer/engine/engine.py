@@ -28,8 +28,6 @@ from batchinfer.engine.step_io.shared_prefix import PrefixTree
 
 @dataclass(slots=True)
 class StepOutcome:
-    """Completions and statistics of one ``Engine.step``."""
-
     completions: list[Completion]
     stats: StepStats | None = None
     """None if no step was processed."""
@@ -53,7 +51,6 @@ class Engine:
     token whose result has not been read yet.
 
     Args:
-        scheduler: queue, sequence table and block pool.
         clock: returns seconds; for statistics only.
         runs_ahead: true for a runner that computes asynchronously.
         vocab_size: number of the model's token ids; None: prompts' ids are not checked.
@@ -108,7 +105,6 @@ class Engine:
 
     @property
     def states(self) -> Collection[RequestState]:
-        """States of running and waiting requests."""
         return self._states.values()
 
     def add_request(self, request: Request) -> None:

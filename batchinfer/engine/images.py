@@ -21,7 +21,6 @@ class LostImageError(Exception):
     """An image of a queued or running request can no longer be loaded.
 
     Args:
-        token_id: ``Image.token_id`` of the image.
         reason: message for the rows that need the image.
     """
 

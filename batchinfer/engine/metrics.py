@@ -98,7 +98,6 @@ def compute_metrics(
     """Return the sections ``tokens``, ``throughput`` and ``kv`` of ``summary.json``.
 
     Args:
-        pool: totals of all steps.
         requests: sums of the fields of ``RequestStats``, keyed by name.
         num_rows: finished rows.
         seconds: time that the engine ran.
@@ -136,7 +135,6 @@ def prefix_sharing(
     """Return the section ``sharing`` of ``summary.json``: planned and achieved prefix sharing.
 
     Args:
-        prompt: prompt tokens.
         distinct: tokens in the prefix trees of the planning windows. Perfect sharing computes
             these tokens, and the last token of each repeated prompt.
         computed: prompt tokens computed at first admission, without recomputation.
@@ -176,7 +174,6 @@ class MetricsCollector:
         self._totals = _Totals(0, asdict(RequestStats()), 0)
 
     def add(self, step: StepStats | None, rows: Sequence[RequestStats]) -> None:
-        """Add a step and its finished rows."""
         if step is not None:
             self._steps.append(tuple(getattr(step, name) for name in STEP_COLUMNS))
         requests = Counter(self._totals.requests)

@@ -20,7 +20,6 @@ class Recovered:
     """The device's error message."""
     num_preempted: int
     max_num_batched_tokens: int
-    """New token limit of a step."""
 
     def __str__(self) -> str:
         return (
@@ -40,7 +39,6 @@ def recover(scheduler: Scheduler, lost: Iterable[InFlight], error: OutOfMemory) 
         scheduler: has either scheduled a step that was not submitted, or submitted the steps in
             ``lost``.
         lost: steps in flight, whose results are discarded.
-        error: the error that the runner raised.
 
     Raises:
         DeviceError: the token limit cannot be lowered further.

@@ -39,16 +39,12 @@ class OutputObserver(Protocol):
 
         Args:
             states: the running and waiting requests.
-            ended: the requests that the step finished.
-            output_tokens: number of new output tokens.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class OutputIncrement:
-    """New output of one request."""
-
     row_id: int
     number: int
     """Index of the request among the requests of its row."""

@@ -30,7 +30,6 @@ class PromptScores:
 
     Args:
         num_top: alternatives per token.
-        num_named: maximum number of named ids per token.
         start: first position that needs logits.
         stop: end of the positions that need logits, exclusive.
     """

@@ -186,8 +186,6 @@ class TokenLogprobs:
 
 @dataclass(slots=True)
 class SampleOutput:
-    """One finished sample of a row."""
-
     index: int
     token_ids: TokenIds
     finish_reason: str
@@ -195,7 +193,6 @@ class SampleOutput:
     stop_reason: int | str | None
     """Stop token id or stop string; None for an end-of-sequence token."""
     stop_match: StopMatch | None
-    """Stop string that ended the text, if any."""
     cumulative_logprob: float
     logprobs: list[TokenLogprobs] | None
     score: float | None = None

@@ -26,7 +26,6 @@ def begin(
     Args:
         now: the engine's clock, in seconds.
         arrival: number of requests that arrived before this request.
-        max_model_len: largest number of tokens in a sequence.
     """
     state, partial = RequestState(request, now, arrival), request.partial_output
     if partial is None:

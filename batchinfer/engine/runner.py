@@ -13,8 +13,6 @@ class OutOfMemory(Exception):  # noqa: N818
 
 
 class Pending(Protocol):
-    """A submitted step."""
-
     def result(self) -> StepResult:
         """Wait for the step's result.
 

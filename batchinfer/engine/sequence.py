@@ -75,7 +75,6 @@ class RequestState:
         return leader
 
     def reset(self) -> None:
-        """Drop all samples and outputs."""
         self.samples = []
         self.finished.clear()
         self.search = BeamSearch(self.request) if self.request.params.beam_width else None
@@ -221,7 +220,6 @@ class Sequence:
         return token_key(token_ids)
 
     def output(self, finish_reason: str, stop: int | str | StopMatch | None) -> SampleOutput:
-        """Return the finished sample."""
         match = stop if isinstance(stop, StopMatch) else None
         return SampleOutput(
             index=self.index,

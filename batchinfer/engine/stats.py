@@ -20,7 +20,6 @@ class StepStats:
     num_swapped: int = 0
     """Waiting sequences whose blocks are only on the host."""
     num_preempted: int = 0
-    """Sequences that this step preempted."""
     prefill_tokens: int = 0
     """Prompt tokens and recomputed tokens that this step computed."""
     decode_tokens: int = 0

@@ -48,7 +48,6 @@ class SamplingColumns:
 
     @classmethod
     def zeros(cls, count: int) -> Self:
-        """Return columns of ``count`` zeros."""
         return cls(**{name: np.zeros(count, dtype) for name, dtype in _COLUMN_DTYPES.items()})
 
     def set_row(self, row: int, params: object, **derived: float) -> None:
@@ -78,8 +77,6 @@ class Penalties:
 
 
 class LogprobsMode(IntFlag):
-    """Selects the values to return as log-probabilities."""
-
     RAW = 0
     """Log-probabilities from the unmodified logits."""
     LOGITS = 1

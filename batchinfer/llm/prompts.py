@@ -293,7 +293,6 @@ def one_for_each(
     Args:
         kinds: types of a single value.
         what: description of a single value, for messages.
-        count: number of prompts.
         plural: description of several values, for messages.
 
     Raises:

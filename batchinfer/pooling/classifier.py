@@ -64,8 +64,6 @@ TokenId = Callable[[str], int | None]
 
 @dataclass(frozen=True, slots=True)
 class Classifier:
-    """Computes scores from a model's hidden states."""
-
     labels: tuple[str, ...]
     layers: tuple[Layer, ...]
     """Layers in order; the last layer returns a score for each label."""

@@ -74,14 +74,11 @@ class EmbeddingModules:
 
     @property
     def width(self) -> int:
-        """Number of dimensions of an embedding."""
         return self.dense[-1].width if self.dense else self.hidden_size * len(self.pooling)
 
 
 @dataclass(frozen=True, slots=True)
 class Embedder:
-    """Computes embeddings from a model's hidden states."""
-
     modules: EmbeddingModules
     config: EmbedConfig
 
@@ -99,14 +96,12 @@ class Embedder:
 
     @property
     def width(self) -> int:
-        """Number of dimensions of an embedding."""
         return self.config.dimensions or min(
             self.modules.width, self.modules.truncate_dim or self.modules.width
         )
 
     @property
     def normalizes(self) -> bool:
-        """True if embeddings are scaled to length 1."""
         default = self.modules.normalizes
         return default if self.config.normalize is None else self.config.normalize
 

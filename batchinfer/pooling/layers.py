@@ -16,8 +16,6 @@ Layer = Callable[[Float32], Float32]
 
 @dataclass(frozen=True, slots=True)
 class Dense:
-    """A linear layer and its activation."""
-
     weight: Float32  # [D, H]
     bias: Float32  # [D]
     activation: Layer
@@ -49,7 +47,6 @@ class LayerNorm:
 
 
 def identity(values: Float32) -> Float32:
-    """Return ``values`` unchanged."""
     return values
 
 

@@ -29,8 +29,6 @@ _MAX_HEADER = 100 << 20  # limit of the safetensors format
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Location and type of a stored tensor."""
-
     path: Path
     name: str
     dtype: str

@@ -19,8 +19,6 @@ _PLACES = ("OMP_PLACES", "GOMP_CPU_AFFINITY")
 
 @dataclass(frozen=True)
 class CpuLimits:
-    """Limits on the cores of this process."""
-
     machine: int
     """Number of cores that are online."""
     affinity: int

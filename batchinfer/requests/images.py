@@ -87,7 +87,6 @@ class ImageLoader:
     """Loads the pixels of rows' images in worker processes, in the order of the rows.
 
     Args:
-        processes: the processes that decode images.
         is_over: returns True once no more rows are needed.
     """
 
@@ -133,7 +132,6 @@ class ImageLoader:
         """Start to load the images of a prompt.
 
         Args:
-            token_ids: the prompt's tokens.
             saves_memory: True to drop pixels beyond ``PIXEL_BYTES``, and decode them again when
                 they are needed.
 

@@ -23,13 +23,10 @@ from batchinfer.text.tokenizer import Tokenizer
 from batchinfer.text.tools.row_tools import RowTools
 
 BASE_MODEL = 0
-"""Adapter number of the base model."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowSampling:
-    """Sampling parameters of a row."""
-
     params: SamplingParams
     own_seed: bool
     """True if the row sets its own seed. The samples then do not depend on the row id."""

@@ -14,8 +14,6 @@ from batchinfer.text.tools.tool_format import ToolCall, ToolFormat, Tools, calls
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The parts of a sample's text."""
-
     text: str
     reasoning: str | None = None
     """The model's reasoning; None if the model did not reason, or ``text`` holds the reasoning."""

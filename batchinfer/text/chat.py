@@ -67,8 +67,6 @@ class ContentFormat(Enum):
 
 
 class ChatTemplate:
-    """A compiled chat template."""
-
     def __init__(
         self,
         source: str,
@@ -144,7 +142,6 @@ class ChatTemplate:
         """Return the prompt's text; ``final_message`` decides how the text ends.
 
         Args:
-            tools: tools that the model may call.
             variables: further variables of the template, which override ``kwargs``.
 
         Raises:

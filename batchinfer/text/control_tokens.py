@@ -17,8 +17,6 @@ _MARK = re.compile(f"[{chr(_MARKS[0])}-{chr(_MARKS[-1])}]")
 
 
 class ControlTokens:
-    """Finds the texts of a tokenizer's control tokens."""
-
     def __init__(self, tokens: Collection[str]) -> None:
         self.tokens = frozenset(token for token in tokens if token)
         self.pattern = re.compile(_any_of(self.tokens) if self.tokens else r"(?!)")
@@ -27,7 +25,6 @@ class ControlTokens:
         self._endings = {token[-n:] for token in self.tokens for n in range(1, len(token))}
 
     def occur_in(self, text: str) -> bool:
-        """Return True if ``text`` contains the text of a control token."""
         return self.pattern.search(text) is not None
 
     def beginning_at_end(self, text: str) -> int:

@@ -145,7 +145,6 @@ class PromptSource:
     """Reads a row's text or conversation.
 
     Args:
-        columns: the input columns that the source reads.
         where: name of the source in error messages.
         read: returns the text or conversation of a row, which may be empty, or raises a
             ``RowError``: ``empty_prompt`` for null, ``template_error``, ``unsupported_content``.

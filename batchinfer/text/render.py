@@ -43,7 +43,6 @@ class RowRenderer:
     conversation without a system message gets the job's system message.
 
     Args:
-        columns: columns of the data.
         conversation_columns: columns that contain conversations, if known. If there are any, a
             missing chat template fails the job instead of each row.
         chat_template_source: content of the file that ``config.chat_template`` names.
@@ -80,7 +79,6 @@ class RowRenderer:
         for key, problem in conflicts(config):
             raise UsageError(f"{key} {problem}")
         self.vocab_size = vocab_size or tokenizer.vocab_size
-        """Number of valid token ids in rows."""
         self._ids_column = config.token_ids_column
         if self._ids_column is not None:
             require_column(self._ids_column, "prompt.token_ids_column", columns)

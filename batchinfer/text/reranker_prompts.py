@@ -62,7 +62,6 @@ class PairBuilder:
     Args:
         pair_columns: columns of the query and of the document.
         max_model_len: maximum number of tokens of a prompt.
-        columns: columns of the data.
         others: options of other builders; this builder ignores them.
 
     Raises:
@@ -89,7 +88,6 @@ class PairBuilder:
         self._pair_columns = pair_columns
 
     def render(self, rows: Sequence[RowValues]) -> list[Pair | RowError]:
-        """Return the pair or the error of each row."""
         return [or_error(lambda item: read_pair(item, self._pair_columns), row) for row in rows]
 
     def tokenize(self, pairs: Sequence[Pair | RowError]) -> list[Prompt | RowError]:
@@ -156,8 +154,6 @@ class QuestionBuilder:
     """Builds prompts from pairs with the template in ``PromptConfig``. Thread-safe.
 
     Args:
-        pair_columns: columns of the query and of the document.
-        max_model_len: maximum number of tokens of a prompt.
         options: other options of ``PromptBuilder``, whose errors this class also raises.
     """
 
@@ -175,7 +171,6 @@ class QuestionBuilder:
         self.columns = self._prompts.columns
 
     def render(self, rows: Sequence[RowValues]) -> list[Rendered]:
-        """Return the text or the error of each row."""
         pairs = [or_error(lambda item: read_pair(item, self._pair_columns), row) for row in rows]
         texts = self._prompts.render(rows)
         return [
@@ -184,5 +179,4 @@ class QuestionBuilder:
         ]
 
     def tokenize(self, rendered: Sequence[Rendered]) -> list[Prompt | RowError]:
-        """Return a prompt or an error for each row, in order."""
         return self._prompts.tokenize(rendered)

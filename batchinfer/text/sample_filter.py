@@ -36,7 +36,6 @@ class RowVerdicts:
 
     @property
     def is_full(self) -> bool:
-        """True if enough samples are kept."""
         return self.count(Verdict.ACCEPTED) >= self.wanted
 
 

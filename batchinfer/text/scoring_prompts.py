@@ -47,7 +47,6 @@ class ScoringBuilder:
 
     Args:
         completions_column: column of the completions; None to score the prompts themselves.
-        columns: columns of the data.
         max_model_len: maximum number of tokens of a prompt and its longest completion together.
         options: options of ``RowRenderer``, whose errors this class also raises.
     """
@@ -181,8 +180,6 @@ class ScoringBuilder:
 
 @dataclass(frozen=True, slots=True)
 class _Draft:
-    """A row before it is tokenized."""
-
     texts: list[RenderedText]
     """The prompt if it is text, then the completions if they are text. If both are text, each
     completion is preceded by the prompt."""
@@ -196,7 +193,6 @@ class _Draft:
     """Text of the prompt, including the whitespace at its end."""
 
     def prompt(self, ids: list[TokenIds]) -> ScoredPrompt:
-        """Make the prompt from the token ids of ``texts``."""
         has_control = any(text.has_control_text for text in self.texts)
         if self.ids is not None:
             completions = self.completion_ids or tuple(ids)

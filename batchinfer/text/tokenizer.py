@@ -88,7 +88,6 @@ class Tokenizer:
 
     @functools.cached_property
     def bos_token_id(self) -> int | None:
-        """Id of the beginning-of-sequence token, if any."""
         return self._special_id("bos_token")
 
     @functools.cached_property

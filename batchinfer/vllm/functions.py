@@ -26,7 +26,6 @@ def get_tokenizer(
     """Return a tokenizer, as transformers loads it.
 
     Args:
-        tokenizer_name: hub id or folder.
         trust_remote_code: True to run the tokenizer's own Python code, if it has any.
         options: options of ``AutoTokenizer.from_pretrained``.
 

@@ -41,9 +41,7 @@ class BlockPool:
 
     Args:
         num_blocks: device slots in the pool.
-        block_size: tokens per block.
         enable_prefix_caching: if false, nothing is indexed.
-        num_host_blocks: host slots.
         windows: sliding window of each layer group; 0 = full attention, which comes first.
             Empty if no layer attends.
         slots_per_state: slots of a sequence's recurrent state.
@@ -118,7 +116,6 @@ class BlockPool:
         """Add a reference. If the block is only on the host, the caller must also swap it in.
 
         Args:
-            block: block number ``at`` of a block table.
             at: index of the block in the table.
             num_evicted: for each window, the number of leading blocks outside the window.
         """

@@ -31,8 +31,6 @@ _SHAPE_KEYS = ("head_dim", "num_key_value_heads", "v_head_dim")
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
-    """Shape of the keys and values of one token in one layer."""
-
     num_kv_heads: int
     key_width: int
     """Elements of one key vector."""

@@ -31,8 +31,6 @@ Int = npt.NDArray[np.integer]
 
 @dataclass(frozen=True, slots=True)
 class LayerGroup:
-    """Layers that share a slot."""
-
     window: int
     """Number of tokens that a token attends to, including itself; 0: all tokens."""
     layers: tuple[int, ...]
@@ -61,7 +59,6 @@ def most_slots(windows: tuple[int, ...], block_size: int, num_tokens: int, num_n
 
     Args:
         windows: window of each layer group; 0 = full attention.
-        block_size: tokens per block.
         num_tokens: final number of tokens.
         num_new: maximum number of tokens that a step computes.
     """
@@ -82,7 +79,6 @@ def layer_groups(
     Args:
         config: the language model's config, with the defaults of its family.
         stored: elements per token that each layer stores. A layer that stores 0 is in no group.
-        max_model_len: maximum number of tokens of a sequence.
     """
     chunks = layer_chunks(config, len(stored))  # a token attends to at most one chunk
     windows = list(map(max, layer_windows(config, len(stored)), chunks))

@@ -24,7 +24,6 @@ from batchinfer.engine.kv.state_layout import (
 from batchinfer.engine.kv.unsupported_models import refuse_unsupported
 
 DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
-"""Bytes per element by dtype name."""
 
 # Keys under which the configs of different families give each number, in order of preference.
 _NUM_LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
@@ -47,11 +46,8 @@ class KVLayout:
     num_kv_heads: int
     """KV heads of a layer. This number and the two widths apply if ``shapes`` is empty."""
     key_width: int
-    """Elements of one key vector."""
     value_width: int
-    """Elements of one value vector."""
     block_size: int
-    """Tokens per block."""
     element_bytes: int
     """Bytes per element of the model's dtype, which is also the dtype of KV unless ``fp8``."""
     fp8: bool = False
@@ -92,8 +88,6 @@ class KVLayout:
         Args:
             config: the model's config, including the family's defaults, which are needed to group
                 layers by window.
-            block_size: tokens per block.
-            dtype: name of the model's dtype.
             kv_cache_dtype: ``auto`` (the model's dtype), or ``fp8`` or its synonym ``fp8_e4m3``.
             max_model_len: maximum number of tokens of a sequence; None: ignore windows.
             latent: true to cache latents (MLA), if the family supports it, instead of expanded
@@ -131,12 +125,10 @@ class KVLayout:
 
     @property
     def attention_layers(self) -> list[int]:
-        """Numbers of the layers that attend."""
         return [layer for layer in range(self.num_layers) if layer not in self.without_kv]
 
     @property
     def slots_per_state(self) -> int:
-        """Number of pool slots for a sequence's recurrent state."""
         return self.state.num_slots if self.state else 0
 
     @property
@@ -227,7 +219,6 @@ class KVLayout:
 
     @property
     def bytes_per_block(self) -> int:
-        """Bytes of one pool slot."""
         return self.elements_per_block * (1 if self.fp8 else self.element_bytes)
 
     def blocks_for(self, num_tokens: int) -> int:

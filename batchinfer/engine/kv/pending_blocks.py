@@ -32,7 +32,6 @@ class PendingBlocks:
             self._submitted[-1].add(block)
 
     def push_step(self) -> None:
-        """Count the step being built as submitted."""
         self._submitted.append(self.filled | self.moved)
         self.filled, self.moved = set(), set()
 

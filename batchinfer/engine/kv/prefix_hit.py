@@ -54,8 +54,6 @@ def find_prefix_hit(
     their slots.
 
     Args:
-        pool: the pool with the match's blocks.
-        match: the longest indexed prefix.
         with_tail: true if the hit may copy part of a block.
         fork_at: number of tokens after which other sequences fork from the hit; the window before
             that point must be complete too. None: no sequence forks.
@@ -123,7 +121,6 @@ class AcquiredPrefix:
     """The blocks that a sequence refers to after it has acquired a prefix hit."""
 
     blocks: list[Block]
-    """Block table of the hit's tokens."""
     sources: list[Block]
     """Copied blocks. The caller releases them when all blocks of the step are allocated."""
     num_swapped: int

@@ -368,7 +368,6 @@ class PrefixIndex:
 
     @staticmethod
     def subtree(block: Block) -> Iterator[Block]:
-        """Iterate over a block and its descendants in the index."""
         stack = [block]
         while stack:
             node = stack.pop()

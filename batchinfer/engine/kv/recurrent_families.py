@@ -20,7 +20,6 @@ class RecurrentShape:
     value_width: int
     """Columns of a head's matrix, which do not depend on each other; 1 without heads."""
     num_channels: int
-    """Channels of the convolution."""
     conv_width: int
     """Number of tokens that the convolution sees, including the current token."""
     num_projected: int

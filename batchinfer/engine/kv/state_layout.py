@@ -30,7 +30,6 @@ class StatePart:
     """One array of a layer's state, cut into equal pieces. A piece is contiguous, in one slot."""
 
     num_pieces: int
-    """Pieces per layer."""
     piece_elements: int
 
     def per_slot(self, slot_bytes: int) -> int:
@@ -52,7 +51,6 @@ class StateLayout:
     """
 
     layers: tuple[int, ...]
-    """The recurrent layers."""
     shape: RecurrentShape
     slot_bytes: int
     matrices: StatePart
@@ -60,7 +58,6 @@ class StateLayout:
 
     @property
     def num_slots(self) -> int:
-        """Number of slots of a sequence's state."""
         return self.first_conv_slot + self.convolutions.num_slots(len(self.layers), self.slot_bytes)
 
     @property
@@ -114,13 +111,11 @@ def layer_state_bytes(text: Mapping[str, Any]) -> int:
 
 
 def _matrix_cuts(shape: RecurrentShape) -> list[StatePart]:
-    """Return the possible cuts of a layer's matrices into pieces."""
     columns = _widths(shape.value_width)
     return [StatePart(shape.num_values // n, shape.key_width * n) for n in columns]
 
 
 def _convolution_cuts(shape: RecurrentShape) -> list[StatePart]:
-    """Return the possible cuts of the state of a layer's convolution into pieces."""
     channels = _widths(shape.num_channels)
     return [StatePart(shape.num_channels // n, (shape.conv_width - 1) * n) for n in channels]
 

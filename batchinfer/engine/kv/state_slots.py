@@ -23,14 +23,12 @@ class StateSlots:
 
     Args:
         slots_per_state: slots of one state; 0 for a model without recurrent layers.
-        free: the pool's free slots.
         take_slot: takes a free slot, evicting if necessary.
         update_priority: called with a block when its subtree in the index gets its first snapshot
             or loses its last.
         prune: called with the block of a dropped snapshot; the block may no longer be needed.
         copy_out: has the next step copy slots to the host; returns their host slots, or an empty
             list if the host has no space. May evict blocks, and so drop snapshots.
-        return_host_slots: frees host slots after the next step.
     """
 
     def __init__(
@@ -56,7 +54,6 @@ class StateSlots:
         self._num_idle = 0
         """Number of snapshots on the device whose states no sequence uses."""
         self._num_on_host = 0
-        """Number of snapshots on the host."""
         self._sources: set[RecurrentState] = set()
         """States of idle snapshots that the step being built copies. The set holds a reference to
         each state."""
@@ -73,7 +70,6 @@ class StateSlots:
 
     @property
     def num_on_device(self) -> int:
-        """Number of snapshots whose states are on the device."""
         return len(self.snapshots) - self._num_on_host
 
     def allocate(self) -> RecurrentState:
@@ -136,7 +132,6 @@ class StateSlots:
         """Keep a snapshot of a sequence's state for later rows.
 
         Args:
-            state: the state to keep.
             block: the indexed block with the state's last token.
             key: the tokens of the block that the state includes.
             followers: number of rows that will start from the snapshot.

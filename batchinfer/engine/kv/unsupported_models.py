@@ -53,7 +53,6 @@ def refuse_unsupported(config: Config) -> None:
 
 
 def _unsupported(config: Config, family: str) -> str | None:
-    """Return the reason why a model cannot run, or None."""
     if config.get("is_encoder_decoder") or config.get("cross_attention_layers"):
         return (
             "it is an encoder-decoder (is_encoder_decoder); only decoder-only models are supported"

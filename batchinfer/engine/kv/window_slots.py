@@ -19,10 +19,7 @@ class WindowSlots:
     Args:
         windows: window of each layer group; 0 = full attention, which comes first.
             Empty if no layer attends.
-        block_size: tokens per block.
-        free: the pool's free slots.
         cached: the pool's unused slots that a lookup can find.
-        take_slot: takes a free slot and evicts a block if necessary.
     """
 
     def __init__(
@@ -54,7 +51,6 @@ class WindowSlots:
         return most_slots(self._all_windows, self._block_size, num_tokens, num_new)
 
     def allocate(self, block: Block) -> None:
-        """Give a new block its window slots."""
         block.window_slots = tuple(WindowSlot(block, self._take_slot()) for _ in self.windows)
         block.serial = self._num_allocated
         self._num_allocated += 1

@@ -27,8 +27,6 @@ _LOOK_AHEAD = 256
 
 
 class Admission:
-    """Starts waiting sequences."""
-
     def __init__(
         self,
         pool: BlockPool,

@@ -35,8 +35,6 @@ def num_pending_forks(sequence: Sequence) -> int:
 
 
 class BeamGroups:
-    """Keeps the sequences of a group together."""
-
     def __init__(
         self,
         pool: BlockPool,

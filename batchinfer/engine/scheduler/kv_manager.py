@@ -147,7 +147,6 @@ class KVManager:
         token.
 
         Args:
-            rows: [S] table rows.
             num_new: [S] number of tokens in the step; ``num_computed`` already includes them.
         """
         table, window_slots = self._table, self._pool.window_slots
@@ -185,7 +184,6 @@ class KVManager:
         as many followers.
 
         Args:
-            sequence: the running sequence.
             at: number of the sequence's computed tokens.
             followers: number of rows that will start from the snapshot.
 
@@ -212,7 +210,6 @@ class KVManager:
         """Take a snapshot of the recurrent state of a sequence that is about to be swapped.
 
         Args:
-            sequence: the running sequence.
             entries: indexed blocks of all its computed tokens, from ``cache_computed_blocks``.
         """
         at, size = int(self._table.num_computed[sequence.row]), self._pool.block_size
@@ -224,7 +221,6 @@ class KVManager:
         )
 
     def _blocks_in_windows(self, num_tokens: int) -> tuple[int, ...]:
-        """Return the number of blocks of a sequence that each window includes."""
         num_blocks = -(-num_tokens // self._pool.block_size)
         return tuple(
             num_blocks - count for count in self._pool.window_slots.num_evicted(num_tokens)

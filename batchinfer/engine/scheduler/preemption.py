@@ -44,7 +44,6 @@ class PreemptionPolicy:
         """Estimated seconds to compute a prompt token."""
 
     def observe(self, seconds: float, prefill_tokens: int, decode_tokens: int) -> None:
-        """Update ``token_s`` from a step's time."""
         tokens = prefill_tokens + decode_tokens
         if prefill_tokens < _MOSTLY * tokens or tokens == 0:
             return
@@ -57,7 +56,6 @@ class PreemptionPolicy:
 
         Args:
             tables: blocks of each sequence.
-            block_size: tokens per block.
             slots_per_state: slots of a sequence's recurrent state.
         """
         if self._preemption != "auto":
@@ -117,7 +115,6 @@ class ReuseHints:
         )
 
     def remove(self, sequence: Sequence) -> None:
-        """Unmark the blocks of a sequence that no longer waits."""
         blocks = self._waiting.pop(sequence, None)
         if blocks is None:
             return
@@ -174,5 +171,4 @@ class ReuseHints:
 
 
 def _has_swapped(block: Block) -> bool:
-    """Return true if a snapshot of recurrent state in a block is on the host."""
     return any(snapshot.state.on_host for snapshot in block.snapshots)

@@ -22,7 +22,6 @@ class Schedule:
     finishes: Bool
     """[S] True where the step computes a row's last known token. These rows are sampled."""
     sampled: Rows
-    """[R] the rows to sample."""
     samples_per_row: Int32
     """[R] samples drawn from each row's logits."""
     block_copies: BlockCopies

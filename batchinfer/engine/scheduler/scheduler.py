@@ -59,7 +59,6 @@ class Scheduler:
         self._admission = Admission(pool, table, self._kv_manager, self.reuse_hints)
 
     def add(self, sequence: Sequence) -> None:
-        """Add a sequence at the end of the queue."""
         # The limit may be below the number of beams, or of an image's tokens, that must run
         # together.
         least = sequence.request.least_step_tokens
@@ -148,7 +147,6 @@ class Scheduler:
         self._kv_manager.share_blocks(parent, child, computed)
 
     def finish(self, sequence: Sequence) -> None:
-        """Free a running sequence's row and blocks."""
         sequence.state.note_peak_blocks()
         self.reuse_hints.note_use(sequence)
         self._kv_manager.free(sequence)

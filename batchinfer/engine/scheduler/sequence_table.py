@@ -32,10 +32,8 @@ class SequenceTable:
     Args:
         max_num_seqs: maximum number of running sequences. A beam search with more beams runs alone.
         max_model_len: maximum number of tokens of a sequence, prompt and output together.
-        block_size: tokens per block.
         windows: window of each layer group; 0 = full attention, which comes first.
             Empty if no layer attends.
-        slots_per_state: slots of a sequence's recurrent state.
     """
 
     def __init__(
@@ -158,11 +156,9 @@ class SequenceTable:
         return rows[np.argsort(self.admission[rows], kind="stable")]
 
     def running(self) -> Iterator[Sequence]:
-        """Iterate over the running sequences, oldest admission first."""
         return (self.sequence(row) for row in self.rows())
 
     def sequence(self, row: int | np.intp) -> Sequence:
-        """Return the sequence in a row that is in use."""
         sequence = self.sequences[row]
         assert isinstance(sequence, Sequence)
         return sequence
@@ -254,7 +250,6 @@ class SequenceTable:
         return blocks
 
     def append_block(self, row: int, block: Block) -> None:
-        """Add a block at the end of a row's table."""
         blocks = self.sequence(row).blocks
         if len(blocks) == self.block_table.shape[1]:
             more = ((0, 0), (0, len(blocks)))

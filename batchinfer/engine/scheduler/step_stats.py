@@ -27,7 +27,6 @@ def step_stats(
 
     Args:
         tokens: result of ``step_tokens.note_tokens``.
-        num_waiting: number of sequences in the queue.
         num_swapped: number of waiting sequences with blocks that are only on the host.
     """
     rows = table.rows()

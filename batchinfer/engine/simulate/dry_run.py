@@ -41,8 +41,6 @@ _CPU_TOKEN_S = 5e-6
 
 
 class _RooflineClock:
-    """Adds up the time of steps on a device."""
-
     def __init__(self, model: ModelCost, device: Device) -> None:
         self.seconds = 0.0
         """Estimated time of all steps. The engine uses it as its clock."""

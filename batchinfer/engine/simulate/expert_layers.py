@@ -28,12 +28,7 @@ def num_expert_layers(config: Config, num_layers: int) -> int:
 
 
 def num_dense_layers(config: Config, num_layers: int, expert_layers: int) -> int:
-    """Return the number of layers with a dense MLP.
-
-    Args:
-        config: the text config.
-        expert_layers: number of layers with experts.
-    """
+    """Return the number of layers with a dense MLP."""
     if blocks := _blocks(config):
         return blocks.count("mlp")
     if config.get("enable_moe_block"):  # Gemma 4: all layers have both

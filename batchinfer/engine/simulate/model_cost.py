@@ -69,7 +69,6 @@ class ModelCost:
     mlp_parameters: int
     """Parameters of a layer's dense MLP."""
     dense_layers: int
-    """Number of layers with a dense MLP."""
     experts: int
     """Experts per layer with experts; 0 if all layers are dense."""
     experts_per_token: int
@@ -90,7 +89,6 @@ class ModelCost:
     state_bytes: int = 0
     """Bytes of a sequence's recurrent state in all layers."""
     expert_layers: int = 0
-    """Number of layers with experts."""
     expert_parameters: int = 0
     """Parameters of one expert."""
     shared_parameters: int = 0
@@ -110,11 +108,8 @@ class ModelCost:
         """Read the sizes from a config (``config.to_dict()`` or config.json).
 
         Args:
-            dtype: name of the weights' dtype.
             kv_cache_dtype: as in ``KVLayout.from_config``.
-            quantization: ``model.quantization``.
             latent: as in ``KVLayout.from_config``.
-            on_cpu: true if the model runs on a CPU.
 
         Raises:
             ValueError: ``KVLayout.from_config`` refuses the config.
@@ -211,11 +206,7 @@ class ModelCost:
 
 
 def encoder_cost(config: Config, dtype: str) -> ModelCost:
-    """Read the sizes of an encoder, which has no KV, from its config (``config.to_dict()``).
-
-    Args:
-        dtype: name of the weights' dtype.
-    """
+    """Read the sizes of an encoder, which has no KV, from its config (``config.to_dict()``)."""
     text = text_config(config)
 
     def size(*names: str) -> int:
@@ -264,9 +255,7 @@ def matrix_bytes(
     are loaded, unless ``quantization`` keeps them.
 
     Args:
-        quantization: ``model.quantization``.
         element_bytes: bytes per element of the dtype that the model computes in.
-        on_cpu: true if the model runs on a CPU.
         experts: true for the experts of an MoE layer, false for the other linear layers.
     """
     saved = config.get("quantization_config") or text_config(config).get("quantization_config")
@@ -337,7 +326,6 @@ def _compressed_weights(saved: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]
 
 
 def _mean(numbers: Iterable[float]) -> float:
-    """Return the mean of numbers; 0 if there are none."""
     numbers = list(numbers)
     return sum(numbers) / max(len(numbers), 1)
 

@@ -108,8 +108,6 @@ class TowerCost:
 
 @dataclass(frozen=True, slots=True)
 class StepWork:
-    """Amount of work in a step."""
-
     tokens: int
     logits_rows: int
     decode_context: int
@@ -125,7 +123,6 @@ class StepWork:
 
     @classmethod
     def of(cls, step: Step) -> StepWork:
-        """Count the work of a step from its arrays."""
         new = np.diff(step.query_starts).astype(np.int64)
         context = step.context_lens.astype(np.int64)
         decodes, scored = new == 1, step.scored
@@ -144,7 +141,6 @@ class StepWork:
 def step_seconds(
     model: ModelCost, device: Device, work: StepWork, efficiency: Efficiency = PERFECT
 ) -> float:
-    """Return the seconds that the device takes to compute one step."""
     flops, bandwidth = device.flops[model.element_bytes], device.bandwidth
     e = efficiency
 

@@ -33,8 +33,6 @@ from batchinfer.engine.step_io.structured_output import grammar_masks
 
 @dataclass(frozen=True, slots=True)
 class BuiltStep:
-    """A step for the runner, and the data needed to process its result."""
-
     step: Step
     sampled: SampledRows
     scored: list[ScoredSpan]
@@ -46,7 +44,6 @@ def build_step(
     """Build the step for a schedule. Call it before ``num_computed`` includes the step's tokens.
 
     Args:
-        schedule: the rows and tokens of the step.
         prefixes: finds shared prefixes; None: attention does not use shared prefixes.
     """
     spans = scored_spans(table, schedule)
@@ -135,7 +132,6 @@ def _token_ids(table: SequenceTable, schedule: Schedule, starts: Int32) -> Int32
 
 
 def _images(table: SequenceTable, schedule: Schedule, starts: Int32) -> Iterator[StepImage]:
-    """Yield the step's image tokens."""
     computed = table.num_computed[schedule.rows]
     for at in np.flatnonzero(computed < table.num_prompt[schedule.rows]):
         images = table.sequence(schedule.rows[at]).request.images

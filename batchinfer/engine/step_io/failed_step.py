@@ -50,7 +50,6 @@ def fail_requests_with(
     Args:
         scheduler: has scheduled the step that failed; no step is in flight.
         states: the running and waiting requests.
-        error: the error that the runner raised.
         now: time on the engine's clock, in seconds.
 
     Returns:

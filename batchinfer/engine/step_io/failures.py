@@ -14,5 +14,4 @@ NO_TOKEN_LEFT: Failure = (
 
 
 def grammar_failure(error: str) -> Failure:
-    """Return the failure of a row whose grammar stopped with ``error``."""
     return "invalid_structured_output", error

@@ -41,14 +41,11 @@ class SampledRows:
     has_grammar: Bool
 
     def only(self, chosen: Bool | Rows) -> SampledRows:
-        """Return a subset of the rows, by mask or index."""
         return SampledRows(*(getattr(self, entry.name)[chosen] for entry in fields(self)))
 
 
 @dataclass(frozen=True, slots=True)
 class InFlight:
-    """A submitted step whose result has not been read."""
-
     pending: Pending
     sampled: SampledRows
     scored: list[ScoredSpan]

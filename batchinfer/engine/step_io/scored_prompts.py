@@ -81,7 +81,6 @@ def process_scores(spans: list[ScoredSpan], result: StepResult | None) -> None:
     """Store a step's log-probabilities of prompt tokens in their requests' ``scores``.
 
     Args:
-        spans: the spans that the step scored.
         result: log-probabilities of ``scored_tokens(spans)``, in order.
     """
     at = 0

@@ -20,7 +20,6 @@ def find_stops(
     Args:
         samples: [K] the row of each sample.
         sequences: [K] sequences that include the drawn tokens; forced tokens are appended to them.
-        result: the K samples.
     """
     stop_result = StopResult(
         _stops(samples, sequences, result), samples.at_limit.copy(), samples.lengths.copy()

@@ -56,7 +56,6 @@ class StopResult:
     """Stop token or stop string of each sample that stops."""
     at_limit: Bool
     lengths: Int32
-    """Number of output tokens."""
     broken: dict[int, str] = field(default_factory=dict)
     """Grammar errors by sample."""
 
@@ -76,7 +75,6 @@ def add_forced_tokens(
     Args:
         samples: [K] the row of each sample.
         sequences: [K] sequences that include the drawn tokens.
-        result: the K samples.
         stop_result: receives new stops.
     """
     tokens, continues = (

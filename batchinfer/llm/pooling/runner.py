@@ -128,7 +128,6 @@ class PoolingRunner:
 
         Args:
             make_result: turns the values of a head into the output's ``outputs``.
-            kind: the class of the outputs.
 
         Raises:
             ValueError: a prompt cannot run, and ``on_error`` is ``raise``. In this case, no prompt

@@ -15,7 +15,6 @@ class RowFiles:
 
     Args:
         files: finds the images to which the values of rows refer.
-        columns: columns of images.
     """
 
     def __init__(self, files: ImageFiles, columns: Sequence[str]) -> None:
@@ -77,7 +76,6 @@ class RowFiles:
 
 
 def image_parts(message: Message) -> Iterator[Mapping[str, Any]]:
-    """Yield the image parts of a message's content."""
     content = message.get("content")
     for part in content if isinstance(content, list) else ():
         if part["type"] == "image":

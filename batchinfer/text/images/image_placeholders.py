@@ -29,11 +29,9 @@ class ImageSettings:
     """Settings that say how to find and process images. Picklable.
 
     Args:
-        model_folder: folder of the model and its image processor.
         token_id: id of the token that the embeddings of an image replace.
         files: finds the images to which the values of rows refer.
         max_pixels: largest allowed number of pixels of an image.
-        processor_kwargs: ``prompt.mm_processor_kwargs``.
         salt: hash of everything else that affects an image's pixels.
         merge_size: for models with multimodal rotary positions: each image token covers
             ``merge_size`` x ``merge_size`` patches.
@@ -135,9 +133,6 @@ class ImagesInText:
 
 class RowImages(RowFiles):
     """Finds and opens the images of rows.
-
-    Args:
-        columns: columns of the data.
 
     Raises:
         DataError: a column of ``prompt.images`` is missing.

@@ -18,10 +18,6 @@ if TYPE_CHECKING:
 def load_image_processor(folder: Path, token_id: int, kwargs: Mapping[str, Any]) -> ImageProcessor:
     """Load the image processor of a model's folder; later calls return the same object.
 
-    Args:
-        token_id: id of the token that the embeddings of an image replace.
-        kwargs: ``prompt.mm_processor_kwargs``.
-
     Raises:
         ModelError: the folder has no processor, ``kwargs`` do not fit it, or Pillow is missing.
     """
@@ -70,7 +66,6 @@ def _load(folder: Path, token_id: int, kwargs: str) -> ImageProcessor:
 
 
 def _image_processor(folder: Path, name: str) -> Any:
-    """Load the image processor that belongs to a processor's class."""
     from transformers import AutoImageProcessor, ImageProcessingMixin
 
     from batchinfer.text.images import gemma4_unified

@@ -16,7 +16,6 @@ class PixtralProcessor:
     """Implements the part of a transformers processor that ``ImageProcessor`` uses.
 
     Args:
-        image_processor: transformers' image processor.
         settings: content of ``processor_config.json``.
     """
 

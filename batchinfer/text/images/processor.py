@@ -72,7 +72,6 @@ class ImageProcessor:
         return self._replacement(size)
 
     def num_tokens(self, size: tuple[int, int]) -> int:
-        """Return the number of embeddings of an image."""
         return self.replacement(size).count(self._token)
 
     def patches_per_token(self, patch_size: int) -> float:

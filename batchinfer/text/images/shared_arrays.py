@@ -36,7 +36,6 @@ class SharedArrays:
         self.num_bytes = max(self.num_bytes, _ALIGNMENT)
         self._file = _memory_file(self.num_bytes)
         self.memory = mmap.mmap(self._file, self.num_bytes)
-        """The file's memory."""
         for name, array in contiguous.items():
             self._view(name)[...] = array
 

@@ -28,8 +28,6 @@ class End:
 
 @dataclass(frozen=True, slots=True)
 class Death:
-    """Why a worker process died."""
-
     predicate: str
     """Predicate for a sentence that begins with "the template" or "the tokenizer"."""
     is_certain: bool = False

@@ -31,8 +31,6 @@ processor works."""
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits of one worker process."""
-
     cpu_seconds: float = 10.0
     """Seconds of processor time for a row that runs alone."""
     shared_cpu_seconds: float = 2.5

@@ -46,7 +46,6 @@ class TextProcesses:
     Args:
         most: initial maximum number of workers, by default the number of cores that this process
             may use.
-        limits: limits of each worker.
     """
 
     def __init__(self, most: int | None = None, limits: Limits = _LIMITS) -> None:

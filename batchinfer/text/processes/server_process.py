@@ -212,7 +212,6 @@ class ServerProcess:
         return not_started(self._failed_for)
 
     def _end_after(self, error: Exception) -> str:
-        """End the server, and return the reason of its failure."""
         self._hang_up()
         has_ended = isinstance(error, EOFError | ConnectionError)
         if has_ended:

@@ -184,8 +184,6 @@ Marker = TokenMarker | TextMarker
 
 
 class MarkerTracker:
-    """Tracks the phase of a sample, token by token."""
-
     def __init__(self, phase: Phase, start: Marker, end: Marker) -> None:
         self.phase = phase
         self.num_thinking = 0

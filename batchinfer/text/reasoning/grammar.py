@@ -32,7 +32,6 @@ class ReasoningGrammar:
         answer: the grammar of the answer; None for any text.
         budget: maximum number of reasoning tokens, not counting markers; None: no limit.
         eos_token_ids: tokens that are not allowed during reasoning if the answer has a grammar.
-        masks: makes token masks.
     """
 
     def __init__(
@@ -52,7 +51,6 @@ class ReasoningGrammar:
         self.masks = masks
 
     def begin(self) -> _State:
-        """Return a matcher for a new sample."""
         return _State(self)
 
 

@@ -65,8 +65,6 @@ class HarmonyTracker:
 
 
 class HarmonyFormat:
-    """Splits reasoning and answers in gpt-oss's format."""
-
     start_token_ids: tuple[int, ...] = ()
 
     def __init__(self, tokenizer: Tokenizer) -> None:

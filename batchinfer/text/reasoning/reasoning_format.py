@@ -62,8 +62,6 @@ class SampleText:
 
 
 class Phase(Enum):
-    """Phase of a sample after some of its tokens."""
-
     BEFORE = "before"
     """Neither the reasoning nor the answer has begun."""
     THINKING = "thinking"
@@ -74,8 +72,6 @@ class Phase(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """A sample's reasoning and its answer."""
-
     reasoning: str | None
     """Reasoning without markers and surrounding whitespace; None if the model did not reason."""
     text: str
@@ -88,9 +84,7 @@ class ReasoningTracker(Protocol):
     """Tracks the phase of one sample, token by token."""
 
     @property
-    def phase(self) -> Phase:
-        """Current phase of the sample."""
-        ...
+    def phase(self) -> Phase: ...
 
     @property
     def num_thinking(self) -> int:

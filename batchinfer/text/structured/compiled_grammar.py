@@ -92,11 +92,7 @@ class MatcherState:
 
 
 class GrammarCompiler:
-    """Compiles ``structured_outputs`` for one model. Thread-safe.
-
-    Args:
-        vocab_size: number of the model's token ids.
-    """
+    """Compiles ``structured_outputs`` for one model. Thread-safe."""
 
     def __init__(
         self, tokenizer: Tokenizer, eos_token_ids: frozenset[int], vocab_size: int

@@ -152,7 +152,6 @@ def _characters(text: str, line: int) -> Iterator[tuple[str, bool]]:
 
 
 def _class_expression(token: _Token) -> str:
-    """Return a character class as a Lark regular expression."""
     inside = token.text[1:-1]
     negated = inside.startswith("^")
     characters = list(_characters(inside[negated:], token.line))

@@ -46,7 +46,6 @@ def sources(
 
     Args:
         structured_outputs: the result of ``config.structured.normalized``.
-        compiles: returns True if a source compiles.
 
     Raises:
         GrammarError: the schema is invalid.

@@ -61,7 +61,6 @@ class JsonValidator:
             ) from None
 
     def allows(self, text: str) -> bool:
-        """Return True if a text is JSON that the schema allows."""
         try:
             return bool(self._validator.is_valid(self._value(text)))
         except (ValueError, RecursionError):

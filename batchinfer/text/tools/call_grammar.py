@@ -128,7 +128,6 @@ def marker(tokenizer: Tokenizer, text: str) -> str:
 
 
 def markers(tokenizer: Tokenizer, *texts: str) -> list[str]:
-    """Return the ``marker`` of each text."""
     return [marker(tokenizer, text) for text in texts]
 
 

@@ -32,7 +32,6 @@ class RowTools:
 
     @property
     def key(self) -> str:
-        """String that identifies the tools and the choice."""
         return json.dumps([list(self.tools), self.choice, self.several], ensure_ascii=False)
 
     def grammar(self, tools_as: ToolFormat, tokenizer: Tokenizer) -> str | None:

@@ -19,8 +19,6 @@ Tools = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call to a tool."""
-
     name: str
     arguments: str
     """JSON text of an object."""
@@ -48,8 +46,6 @@ class ParsedCalls:
 
 
 class ToolFormat(ABC):
-    """The format in which a model writes tool calls."""
-
     spans_thinking = False
     """True if the grammar covers the whole sample, including reasoning."""
 
