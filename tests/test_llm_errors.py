@@ -189,7 +189,11 @@ def test_nested_call_is_refused(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> No
     ("arguments", "error", "message"),
     [
         ({"pipeline_parallel_size": 2}, NotYetError, "pipeline_parallel_size"),
-        ({"prompt_embeds": torch.ones(3)}, NotYetError, "prompt_embeds"),
+        (
+            {"prompt_embeds": torch.ones(3)},
+            TypeError,
+            r"give {'prompt_embeds': tensor} as a prompt",
+        ),
         (
             {"num_gpu_blocks_override": 7, "num_kv_blocks": 7},
             ValueError,

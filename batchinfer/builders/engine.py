@@ -36,6 +36,7 @@ from batchinfer.worker.linear.packed_linear import pack_linears
 from batchinfer.worker.loader import LoadedModel, check_adapter, load_model
 from batchinfer.worker.lora.lora_layers import AdapterLoader
 from batchinfer.worker.memory import MemoryPlan, device_memory, fit_memory, model_bytes
+from batchinfer.worker.model.body import embedding_size
 from batchinfer.worker.model.config import load_config
 from batchinfer.worker.model.model_folder import CONFIG_FILES, resolve_folder
 from batchinfer.worker.model_runner import ModelRunner
@@ -224,6 +225,7 @@ def build_engine(
         ),
         tokenizer=tokenizer,
         **pool_fields(loaded, layout, memory) | {"adapters": adapters.numbers},
+        embedding_size=embedding_size(loaded.model),
         images=None if tower is None else image_support(folder, pretrained),
         load_adapter=adapters.load if more_adapters else None,
         warm_up=_SamplingKernels(logits) if cache.pool.is_cuda else None,

@@ -200,9 +200,12 @@ class Engine:
         built = build_step(self.scheduler.table, schedule, self._prefixes)
         pending = self._runner.submit(built.step)
         stats = self.scheduler.advance(schedule, began)
-        of_images = built.step.image_token_ids()
-        if len(of_images):
-            stats = replace(stats, images=len(set(of_images.tolist())), image_tokens=len(of_images))
+        if images := built.step.images:
+            stats = replace(
+                stats,
+                images=len({each.image.number for each in images}),
+                image_tokens=sum(len(each.indices) for each in images),
+            )
         return InFlight(pending, built.sampled, built.scored, stats, began)
 
     def _process(self, completions: list[Completion]) -> StepStats:
@@ -241,7 +244,8 @@ class Engine:
         if request.params.prompt_logprobs is not None and request.prompt_token_ids.min() < 0:
             return (
                 "bad_sampling_params",
-                "prompt_logprobs cannot be combined with images, whose tokens have no probability",
+                "prompt_logprobs cannot be combined with images or prompt_embeds, whose "
+                "tokens have no probability",
             )
         # The last token is never fed back to the model, so it needs no KV.
         kv_tokens = min(prompt + request.params.max_tokens, room) - 1

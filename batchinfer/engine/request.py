@@ -11,7 +11,7 @@ import numpy.typing as npt
 from batchinfer.config import MAX_BEAMS, SamplingParams
 from batchinfer.engine.images import PromptImage
 from batchinfer.engine.prompt_logprobs import PromptLogprobs
-from batchinfer.engine.step import Float32, Int32, LogitsProcessor, LogprobsMode
+from batchinfer.engine.step import Float32, Int32, LogitsProcessor, LogprobsMode, UInt8
 from batchinfer.protocols import Grammar, StopChecker, StopMatch
 
 LARGEST_GROUP = MAX_BEAMS
@@ -51,6 +51,10 @@ class Request:
     """With ``params.prompt_logprobs``: index of the first prompt token to score."""
     images: tuple[PromptImage, ...] = ()
     """Images of the prompt, in order. Image tokens have negative ids."""
+    prompt_embeds: UInt8 | None = None
+    """[``num_prompt_tokens``, bytes of a vector] embeddings of the prompt in the model's dtype. The
+    prompt's ids are then negative; equal vectors have equal ids, and different vectors have
+    different ids. None: the model embeds ``prompt_token_ids``."""
     first_sample: int = 0
     """Index of the first sample. If above 0, an earlier request of the row computed the prompt, and
     computing the prompt again counts as recomputation."""

@@ -22,6 +22,7 @@ Int64 = npt.NDArray[np.int64]
 UInt64 = npt.NDArray[np.uint64]
 Float32 = npt.NDArray[np.float32]
 Bool = npt.NDArray[np.bool_]
+UInt8 = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +171,14 @@ def _no_slots() -> Int64:
     return np.empty((0, 0), dtype=np.int64)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class StepEmbeds:
+    """Prompt tokens of a step that are given as embeddings instead of ids."""
+
+    first: int  # index of the first of these tokens among the packed tokens
+    vectors: UInt8  # [t, bytes of a vector] embeddings in the model's dtype
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
     """Input of one forward pass, with sequences packed into one row of tokens.
@@ -198,15 +207,12 @@ class Step:
     scored: ScoredTokens | None = None  # None: no prompt tokens are scored
     pooled: Int32 | None = None  # [E] indices of packed tokens whose hidden states are returned
     images: tuple[StepImage, ...] = ()  # image tokens of the step
+    prompt_embeds: tuple[StepEmbeds, ...] = ()  # tokens given as embeddings
     grid_positions: Int32 | None = None  # [3, T] in place of positions, for images with grids
     query_ends: Int32 | None = None  # [T] one past the last position that each token sees; None:
     # each token sees up to itself
     prompt_lens: Int32 | None = None  # [S] prompt tokens of each sequence; None: all are prompt
     adapters: Int32 | None = None  # [S] number of each sequence's adapter, 0 = none; None: all 0
-
-    def image_token_ids(self) -> Int32:
-        """Return the negative ids among the step's tokens, which belong to images."""
-        return self.token_ids[(self.token_ids < 0) & (self.previous_sample < 0)]
 
     @property
     def num_sequences(self) -> int:

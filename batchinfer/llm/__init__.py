@@ -17,7 +17,7 @@ from batchinfer.llm.pooling.params import (
     PoolingRequestOutput,
     ScoringRequestOutput,
 )
-from batchinfer.llm.prompts import TextPrompt, TokensPrompt
+from batchinfer.llm.prompts import EmbedsPrompt, TextPrompt, TokensPrompt
 
 __all__ = [
     "LLM",
@@ -26,6 +26,7 @@ __all__ = [
     "ClassificationRequestOutput",
     "CompletionOutput",
     "EmbeddingRequestOutput",
+    "EmbedsPrompt",
     "FlatLogprobs",
     "LoRARequest",
     "Logprob",

@@ -48,6 +48,7 @@ class CallDefaults:
     seed: int | None
     skip_tokenizer_init: bool
     enable_lora: bool
+    enable_prompt_embeds: bool
     generation_config: str
     override_generation_config: Mapping[str, Any] | None
 

@@ -132,14 +132,14 @@ other such arguments have the default None, or a false value such as 0 or {}."""
 _NOT_YET = """
 allowed_local_media_path allowed_media_domains calculate_kv_scales cpu_offload_gb cpu_offload_params
 default_mm_loras diffusion_config disable_sliding_window ec_transfer_config enable_elastic_ep
-enable_expert_parallel enable_mm_embeds enable_prompt_embeds enable_return_routed_experts
-enable_trace_replay guided_decoding_disable_additional_properties guided_options_request
-hf_config_path io_processor_plugin kv_cache_dtype_skip_layers kv_transfer_config lora_modules
-mm_processor_kwargs model_class_overrides model_weights multi_modal_uuids
-num_lookahead_slots offload_group_size override_attention_dtype override_pooler_config pooler_config
-preset prompt_adapter_request prompt_embeds qlora_adapter_name_or_path quantization_config
-reasoning_parser_plugin return_sampling_mask rope_scaling rope_theta scheduler_cls token_type_ids
-tokens_only watermark_config watermarking weight_transfer_config
+enable_expert_parallel enable_mm_embeds enable_return_routed_experts enable_trace_replay
+guided_decoding_disable_additional_properties guided_options_request hf_config_path
+io_processor_plugin kv_cache_dtype_skip_layers kv_transfer_config lora_modules mm_processor_kwargs
+model_class_overrides model_weights multi_modal_uuids num_lookahead_slots offload_group_size
+override_attention_dtype override_pooler_config pooler_config preset prompt_adapter_request
+qlora_adapter_name_or_path quantization_config reasoning_parser_plugin return_sampling_mask
+rope_scaling rope_theta scheduler_cls token_type_ids tokens_only watermark_config watermarking
+weight_transfer_config
 """
 _SIZES = """
 data_parallel_size decode_context_parallel_size nnodes pipeline_parallel_size
@@ -156,6 +156,7 @@ ELSEWHERE: Mapping[str, str] = {
     "hf_token": "set the environment variable HF_TOKEN",
     "kv_offloading_size": "give swap_space, like 8GiB",
     "logits_processors": "give SamplingParams(logits_processors=[function])",
+    "prompt_embeds": "give {'prompt_embeds': tensor} as a prompt",
     "prompt_token_ids": "give the token ids as prompts",
     "reasoning_config": "give reasoning={'start': ..., 'end': ...}",
     "tokenization_kwargs": "give SamplingParams(truncate_prompt_tokens=...), or token ids",

@@ -11,7 +11,7 @@ from typing import Any
 from batchinfer.builders.context import EngineContext
 from batchinfer.config import ModelConfig, PromptConfig, sampling
 from batchinfer.config.call_params import BeamSearchParams, SamplingParams
-from batchinfer.errors import RowError
+from batchinfer.errors import NotYetError, RowError
 from batchinfer.llm.arguments import CallDefaults, SchemaDefaults
 from batchinfer.llm.compatibility import settle
 from batchinfer.llm.images import CallImages, TextWithImages, TokensWithImages
@@ -23,6 +23,7 @@ from batchinfer.llm.outputs import (
     beam_search_output,
 )
 from batchinfer.llm.params import check_params
+from batchinfer.llm.prompt_embeds import PromptEmbeds
 from batchinfer.llm.prompts import (
     Conversation,
     PromptLike,
@@ -61,6 +62,7 @@ class GenerationCalls:
     _chat_template: str | None
     _context: EngineContext
     _defaults: CallDefaults
+    _embeds: PromptEmbeds | None
     _has_tokenizer: bool
     _model: ModelConfig
     _images: CallImages | None
@@ -87,7 +89,8 @@ class GenerationCalls:
                 ``{"prompt_token_ids": ...}``. Pass images in ``multi_modal_data``, as in vLLM:
                 ``{"prompt": ..., "multi_modal_data": {"image": picture}}``, where the picture is a
                 PIL image, an array [height, width, 3] of uint8, the bytes of a file, or a list of
-                these.
+                these. With ``LLM(enable_prompt_embeds=True)``, a prompt may be its embeddings:
+                ``{"prompt_embeds": tensor}``, [tokens, H] in the model's dtype.
             sampling_params: one object for all prompts, or a list with one per prompt; default:
                 ``get_default_sampling_params()``.
             adapter: name of the adapter for all prompts, or a list; None means the base model.
@@ -228,6 +231,9 @@ class GenerationCalls:
             raise TypeError("params must be BeamSearchParams(beam_width=..., max_tokens=...)")
         with self._calls.one_call("beam_search"):
             read = self._read_prompts(prompts)
+            if any(isinstance(prompt, Prompt) and prompt.embeds is not None for prompt in read):
+                hint = "call LLM.generate with SamplingParams(beam_width=...)"
+                raise NotYetError("LLM.beam_search with prompt_embeds", hint=hint)
             items = self._items(read, params.sampling(), adapter, lora_request)
             outputs = self._runner.run(items, errors, use_tqdm)
             tokenizer = self._context.tokenizer if self._has_tokenizer else None
@@ -253,7 +259,12 @@ class GenerationCalls:
         return SamplingParams(**{name: value for name, value in named.items() if value is not None})
 
     def _read_prompts(self, prompts: PromptLike | Sequence[PromptLike]) -> list[Prompt | RowError]:
-        read = read_prompts(prompts, self._context.vocab_size, has_tokenizer=self._has_tokenizer)
+        read = read_prompts(
+            prompts,
+            self._context.vocab_size,
+            has_tokenizer=self._has_tokenizer,
+            embeds=self._embeds,
+        )
         with_images = [item for item in read if isinstance(item, TextWithImages | TokensWithImages)]
         if with_images and self._images is None:
             raise ValueError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -45,9 +45,15 @@ class TokensWithImages:
 
 
 class CallImages:
-    """Makes the prompts of ``LLM`` calls that have images, and loads the images."""
+    """Makes the prompts of ``LLM`` calls that have images, and loads the images.
 
-    def __init__(self, support: ImageSupport, processes: TextProcesses) -> None:
+    Args:
+        numbers: numbers for images that nothing else uses.
+    """
+
+    def __init__(
+        self, support: ImageSupport, processes: TextProcesses, numbers: Iterator[int]
+    ) -> None:
         self.settings = ImageSettings(
             support.folder,
             support.token_id,
@@ -58,7 +64,7 @@ class CallImages:
             attends_both_ways=support.attends_both_ways,
         )
         self._processes = processes
-        self._numbers = ImageNumbers()
+        self._numbers = ImageNumbers(numbers=numbers)
 
     def prompts(
         self, items: Sequence[TextWithImages | TokensWithImages]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
 
 from batchinfer.builders.engine import build_engine
 from batchinfer.config import QUANTIZATIONS, ModelConfig
@@ -33,6 +36,7 @@ from batchinfer.llm.params import read_logprobs_mode
 from batchinfer.llm.pooling.calls import PoolingCalls
 from batchinfer.llm.pooling.choose_runner import choose_runner, classifier_tokens, refused_calls
 from batchinfer.llm.pooling.runner import PoolingRunner
+from batchinfer.llm.prompt_embeds import PromptEmbeds
 from batchinfer.llm.run_prompts import CallRunner
 from batchinfer.llm.run_requests import Calls
 from batchinfer.llm.vllm_views import EngineView, Metric, ModelView, read_metrics
@@ -79,6 +83,7 @@ class LLM(GenerationCalls, PoolingCalls):
             hub id.
         enable_lora: True to let calls pass more adapters as ``LoRARequest``; each is loaded when
             first used.
+        enable_prompt_embeds: True to accept prompts as embeddings: ``{"prompt_embeds": tensor}``.
         generation_config: folder whose ``generation_config.json`` sets
             ``get_default_sampling_params``; ``auto``: the model's folder; ``vllm``: no folder, only
             vLLM's defaults.
@@ -128,6 +133,7 @@ class LLM(GenerationCalls, PoolingCalls):
         quantization: str | None = None,
         adapters: Mapping[str, str | os.PathLike[str]] | None = None,
         enable_lora: bool = False,
+        enable_prompt_embeds: bool = False,
         generation_config: str = "auto",
         override_generation_config: Mapping[str, Any] | None = None,
         structured_outputs_config: Any = None,
@@ -150,6 +156,7 @@ class LLM(GenerationCalls, PoolingCalls):
             seed=seed,
             skip_tokenizer_init=skip_tokenizer_init,
             enable_lora=enable_lora,
+            enable_prompt_embeds=enable_prompt_embeds,
             generation_config=as_text(generation_config),
             override_generation_config=override_generation_config,
         )
@@ -190,9 +197,11 @@ class LLM(GenerationCalls, PoolingCalls):
             random_weights=random_weights,
             with_images=self._has_tokenizer and not random_weights,
         )
+        numbers = itertools.count()
         self._images = None
         if self._context.images is not None:
-            self._images = CallImages(self._context.images, self._processes)
+            self._images = CallImages(self._context.images, self._processes, numbers)
+        self._embeds = self._reader_of_embeds(numbers) if enable_prompt_embeds else None
         settings = None if self._images is None else self._images.settings
         self._processes.load(self._context.tokenizer, settings)
         self._adapters = Adapters(self._model.adapters, self._context)
@@ -209,6 +218,16 @@ class LLM(GenerationCalls, PoolingCalls):
             self._model, self._context, self._calls, tokens, random_weights=random_weights
         )
         self._view = EngineView(self._model, engine, self._context, self._pooling)
+
+    def _reader_of_embeds(self, numbers: Iterator[int]) -> PromptEmbeds:
+        size = self._context.embedding_size
+        if not size:
+            raise NotYetError(
+                "LLM(enable_prompt_embeds=True) for an encoder, or for a model whose layers also "
+                "read token ids,"
+            )
+        dtype = getattr(torch, self._context.model_facts["dtype"])
+        return PromptEmbeds(size, dtype, numbers)
 
     def reset_prefix_cache(self) -> bool:
         """Drop all cached prefixes, after the active call has ended. Returns True."""

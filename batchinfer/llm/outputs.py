@@ -209,7 +209,9 @@ def finished(item: PromptRequest, completion: Completion, answers: AnswerReader)
     assert isinstance(item.prompt, Prompt)
     request, params = completion.request, item.params
     samples = [_sample(sample, request, item, answers) for sample in completion.outputs]
-    ids = item.prompt.vocabulary_ids if item.prompt.images else request.prompt_token_ids
+    ids = request.prompt_token_ids
+    if item.prompt.images or item.prompt.embeds is not None:
+        ids = item.prompt.vocabulary_ids[-len(ids) :]
     prompt_ids, scored = ids.tolist(), completion.prompt_token_logprobs()
     logprobs = None
     if scored is not None and params.prompt_logprobs is not None:

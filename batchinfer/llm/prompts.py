@@ -11,6 +11,7 @@ from batchinfer.engine.request import TokenIds
 from batchinfer.errors import NotYetError
 from batchinfer.llm.compatibility import settle
 from batchinfer.llm.images import TextWithImages, TokensWithImages, image_file, is_picture
+from batchinfer.llm.prompt_embeds import PromptEmbeds
 from batchinfer.text.chat import FinalMessage
 from batchinfer.text.encode import half_of_pair
 from batchinfer.text.prompts import Prompt
@@ -45,9 +46,25 @@ class TokensPrompt(TypedDict):
     prompt: NotRequired[str]
 
 
-PromptLike = str | Sequence[int] | TextPrompt | ImagesPrompt | TokensPrompt | Mapping[str, Any]
-"""Text, token ids, ``{"prompt": text}`` (with ``multi_modal_data`` for images) or
-``{"prompt_token_ids": ids}``."""
+class EmbedsPrompt(TypedDict):
+    """vLLM's type for a prompt given as embeddings [tokens, H]; outputs show ``prompt`` as their
+    text."""
+
+    prompt_embeds: Any
+    prompt: NotRequired[str]
+
+
+PromptLike = (
+    str
+    | Sequence[int]
+    | TextPrompt
+    | ImagesPrompt
+    | TokensPrompt
+    | EmbedsPrompt
+    | Mapping[str, Any]
+)
+"""Text, token ids, ``{"prompt": text}`` (with ``multi_modal_data`` for images),
+``{"prompt_token_ids": ids}`` or ``{"prompt_embeds": tensor}``."""
 Conversation = Sequence[Mapping[str, Any]]
 """Messages: ``[{"role": "user", "content": "..."}]``."""
 _KEYS = ("prompt", "prompt_token_ids")
@@ -58,17 +75,24 @@ _FILE_KEYS = ("image", "image_pil", "bytes")
 
 
 def read_prompts(
-    prompts: PromptLike | Sequence[PromptLike], vocab_size: int, *, has_tokenizer: bool
+    prompts: PromptLike | Sequence[PromptLike],
+    vocab_size: int,
+    *,
+    has_tokenizer: bool,
+    embeds: PromptEmbeds | None = None,
 ) -> list[str | TextWithImages | TokensWithImages | Prompt]:
-    """Return each prompt as a text or as a ``Prompt`` with token ids; a prompt with images becomes
-    a text or token ids together with the images.
+    """Return each prompt as a text or as a ``Prompt`` with token ids or embeddings; a prompt with
+    images becomes a text or token ids together with the images.
+
+    Args:
+        embeds: reads embeddings; None if the ``LLM`` does not accept them.
 
     Raises:
         TypeError, ValueError: an item is not a prompt; the message names its index and the
             valid forms.
     """
     items: Sequence[Any] = [prompts] if _is_one(prompts) else listed(prompts, "prompts", _FORMS)
-    read = [_read(item, f"prompt {at}", vocab_size) for at, item in enumerate(items)]
+    read = [_read(item, f"prompt {at}", vocab_size, embeds) for at, item in enumerate(items)]
     for at, prompt in enumerate(read):
         if isinstance(prompt, str | TextWithImages) and not has_tokenizer:
             raise ValueError(
@@ -183,9 +207,11 @@ def _is_one(prompts: Any) -> bool:
 
 
 def _read(
-    item: Any, name: str, vocab_size: int
+    item: Any, name: str, vocab_size: int, embeds: PromptEmbeds | None
 ) -> str | TextWithImages | TokensWithImages | Prompt:
     shown: str | None = None
+    if isinstance(item, Mapping) and item.get("prompt_embeds") is not None:
+        return _embedded(item, name, embeds)
     if isinstance(item, Mapping) and "multi_modal_data" in item:
         if item["multi_modal_data"]:
             return _with_images(item, name, vocab_size)
@@ -195,6 +221,19 @@ def _read(
     if isinstance(item, str):
         return checked_text(item, name)
     return Prompt(_checked_ids(item, name, vocab_size), shown, False, False)
+
+
+def _embedded(item: Mapping[Any, Any], name: str, embeds: PromptEmbeds | None) -> Prompt:
+    if embeds is None:
+        raise ValueError(f"{name} has prompt_embeds; give LLM(enable_prompt_embeds=True)")
+    for key in ("prompt_token_ids", "multi_modal_data"):
+        if item.get(key) is not None:
+            raise ValueError(f"{name} has both prompt_embeds and {key}; keep one of them")
+    _check_keys(item, (*_KEYS, "prompt_embeds"), name)
+    shown = item.get("prompt")
+    if not isinstance(shown, str | None):
+        raise TypeError(f"{name}: its prompt is {kind_of(shown)}; give a string")
+    return embeds.read(item["prompt_embeds"], f"{name}: its prompt_embeds", shown)
 
 
 def _with_images(
@@ -222,11 +261,7 @@ def _with_images(
 def _value_of(item: Mapping[Any, Any], name: str) -> tuple[Any, str | None, str]:
     """Return the text or token ids of a prompt that is a dict, the text that outputs show for token
     ids, and the value's name in messages."""
-    unknown = {str(key): value for key, value in item.items() if key not in _KEYS}
-    try:
-        settle(name, unknown, _KEYS, stacklevel=8)
-    except TypeError as error:
-        raise ValueError(str(error).replace("no argument", "no key")) from None
+    _check_keys(item, _KEYS, name)
     values = {key: item[key] for key in _KEYS if item.get(key) is not None}
     if not values:
         raise ValueError(f"{name} must have prompt or prompt_token_ids")
@@ -237,6 +272,14 @@ def _value_of(item: Mapping[Any, Any], name: str) -> tuple[Any, str | None, str]
     if "prompt_token_ids" in values:
         return values["prompt_token_ids"], values.get("prompt"), f"{name}: its prompt_token_ids"
     return values["prompt"], None, f"{name}: its prompt"
+
+
+def _check_keys(item: Mapping[Any, Any], known: Sequence[str], name: str) -> None:
+    unknown = {str(key): value for key, value in item.items() if key not in known}
+    try:
+        settle(name, unknown, known, stacklevel=9)
+    except TypeError as error:
+        raise ValueError(str(error).replace("no argument", "no key")) from None
 
 
 def checked_text(text: str, name: str) -> str:

@@ -227,4 +227,6 @@ def _truncated(prompt: Prompt, kept: int | None, max_model_len: int) -> Prompt:
         return prompt
     if prompt.images:
         raise RowError("prompt_too_long", "truncate_prompt_tokens cannot cut a prompt with images")
-    return replace(prompt, token_ids=np.ascontiguousarray(prompt.token_ids[-most:]), truncated=True)
+    embeds = None if prompt.embeds is None else prompt.embeds[-most:]
+    token_ids = np.ascontiguousarray(prompt.token_ids[-most:])
+    return replace(prompt, token_ids=token_ids, embeds=embeds, truncated=True)

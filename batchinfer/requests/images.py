@@ -49,14 +49,17 @@ class ImageNumbers:
     A later window of rows thus finds the KV blocks and embeddings of an image that an earlier
     window used. An image that appears again gets a new number only if no row holds the image and
     ``remembered`` other images were used since.
+
+    Args:
+        numbers: numbers that nothing else uses; default: from 0.
     """
 
-    def __init__(self, remembered: int = REMEMBERED) -> None:
+    def __init__(self, remembered: int = REMEMBERED, numbers: Iterator[int] | None = None) -> None:
         self._by_key: weakref.WeakValueDictionary[bytes, RowImage] = weakref.WeakValueDictionary()
         self._number_of: OrderedDict[bytes, int] = OrderedDict()
         """Numbers by key, in the order of their last use."""
         self._remembered = remembered
-        self._numbers = itertools.count()
+        self._numbers = itertools.count() if numbers is None else numbers
 
     def numbered(self, prompt: Prompt) -> Prompt:
         """Number the images of a prompt, and give each image token the id of its image."""

@@ -180,6 +180,7 @@ class RequestMaker:
             reused_prefix_len=row.reused_prefix_len,
             branch_points=row.branch_points,
             images=row.images,
+            prompt_embeds=row.prompt.embeds,
             adapter=row.adapter,
             key=row.key,
         )

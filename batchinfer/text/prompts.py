@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from batchinfer.config import PromptConfig
 from batchinfer.errors import RowError
@@ -40,12 +41,16 @@ class Prompt:
     """Number of leading tokens that pooling leaves out."""
     images: tuple[RowImage, ...] = field(default=(), kw_only=True)
     """Images, in the order of their tokens, which have negative ids."""
+    embeds: npt.NDArray[np.uint8] | None = field(default=None, kw_only=True)
+    """[tokens, bytes of a vector] embeddings in the model's dtype, if the prompt is given as
+    embeddings. Its ids are then negative."""
 
     @property
     def vocabulary_ids(self) -> TokenIds:
-        """Token ids, with the vocabulary's id of the image token in place of negative ids."""
+        """Token ids. The vocabulary's id of the image token replaces the negative ids of images,
+        and 0 those of embeddings, as in vLLM."""
         if not self.images:
-            return self.token_ids
+            return np.maximum(self.token_ids, 0)
         return np.where(self.token_ids < 0, np.int32(self.images[0].token_id), self.token_ids)
 
     @property

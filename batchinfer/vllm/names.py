@@ -9,6 +9,7 @@ VERSION: Final = "0.32.0"
 """Version of vLLM whose API ``batchinfer.LLM`` follows."""
 
 _PROMPTS = {
+    "EmbedsPrompt": "batchinfer:EmbedsPrompt",
     "PromptType": "batchinfer.llm.prompts:PromptLike",
     "TextPrompt": "batchinfer:TextPrompt",
     "TokensPrompt": "batchinfer:TokensPrompt",

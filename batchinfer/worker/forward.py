@@ -77,18 +77,23 @@ def _position_ids(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
 def _inputs(
     model: Any, step: Step, token_ids: torch.Tensor, images: ImageEmbeddings | None
 ) -> tuple[dict[str, torch.Tensor], AbstractContextManager[None] | None]:
-    """Return the model's arguments for token ids [T]: the ids, or embeddings if the step has
-    images. Also return a context manager in which DeepStack changes the outputs of layers; None
-    without DeepStack.
+    """Return the model's arguments for token ids [T]: the ids, or embeddings if the step has images
+    or prompt embeddings. Also return a context manager in which DeepStack changes the outputs of
+    layers; None without DeepStack.
 
     Some models (Gemma 4) also look up a separate embedding of each token for every layer. Image
     tokens use the padding token's embeddings.
     """
-    if not step.images:
+    if not step.images and not step.prompt_embeds:
         return {"input_ids": token_ids[None]}, None
-    assert images is not None
     embeddings = model.get_input_embeddings()(token_ids.clamp(min=0))
-    layer_hooks = images.put(step.images, embeddings)
+    for each in step.prompt_embeds:
+        vectors = torch.from_numpy(each.vectors).to(embeddings.device).view(embeddings.dtype)
+        embeddings[each.first : each.first + len(vectors)] = vectors
+    layer_hooks = None
+    if step.images:
+        assert images is not None
+        layer_hooks = images.put(step.images, embeddings)
     inputs = {"inputs_embeds": embeddings[None]}
     body: Any = body_of(model)
     if getattr(body, "hidden_size_per_layer_input", None):

@@ -11,6 +11,7 @@ import numpy as np
 
 from batchinfer.engine.images import StepImage, images_of_chunk, query_ends, rotary_positions
 from batchinfer.engine.kv.pending_blocks import Pairs
+from batchinfer.engine.request import Request
 from batchinfer.engine.scheduler.schedule import Schedule
 from batchinfer.engine.scheduler.sequence_table import Rows, SequenceTable
 from batchinfer.engine.sequence import Sequence
@@ -23,6 +24,7 @@ from batchinfer.engine.step import (
     ScoredTokens,
     SharedPrefixes,
     Step,
+    StepEmbeds,
 )
 from batchinfer.engine.step_io.in_flight import SampledRows, snapshot_rows
 from batchinfer.engine.step_io.ngrams import repeating_tokens
@@ -95,6 +97,7 @@ def _step(
         adapters=adapters if adapters.any() else None,
         state_tables=table.state_table[rows],
         images=tuple(_images(table, schedule, starts)),
+        prompt_embeds=tuple(_prompt_embeds(table, schedule, starts)),
         grid_positions=grid_positions,
         query_ends=_query_ends(table, schedule, starts, positions),
         prompt_lens=table.num_prompt[rows],
@@ -131,14 +134,28 @@ def _token_ids(table: SequenceTable, schedule: Schedule, starts: Int32) -> Int32
     return token_ids
 
 
-def _images(table: SequenceTable, schedule: Schedule, starts: Int32) -> Iterator[StepImage]:
+def _prompt_chunks(
+    table: SequenceTable, schedule: Schedule, starts: Int32
+) -> Iterator[tuple[Request, int, int, int]]:
+    """Yield the request of each sequence whose prompt is not computed yet, the positions [start,
+    stop) that the step computes, and the index of the first of them among the packed tokens."""
     computed = table.num_computed[schedule.rows]
     for at in np.flatnonzero(computed < table.num_prompt[schedule.rows]):
-        images = table.sequence(schedule.rows[at]).request.images
-        if images:
-            start = int(computed[at])
-            stop = start + int(schedule.num_new[at])
-            yield from images_of_chunk(images, start, stop, int(starts[at]))
+        start = int(computed[at])
+        stop = start + int(schedule.num_new[at])
+        yield table.sequence(schedule.rows[at]).request, start, stop, int(starts[at])
+
+
+def _images(table: SequenceTable, schedule: Schedule, starts: Int32) -> Iterator[StepImage]:
+    for request, start, stop, first in _prompt_chunks(table, schedule, starts):
+        yield from images_of_chunk(request.images, start, stop, first)
+
+
+def _prompt_embeds(table: SequenceTable, schedule: Schedule, starts: Int32) -> Iterator[StepEmbeds]:
+    """Yield the step's tokens that are given as embeddings."""
+    for request, start, stop, first in _prompt_chunks(table, schedule, starts):
+        if request.prompt_embeds is not None:
+            yield StepEmbeds(first, request.prompt_embeds[start:stop])
 
 
 def _rotary_positions(

@@ -285,6 +285,8 @@ class PoolingCalls:
             read = self._read_prompts(prompts)
             if any(isinstance(prompt, Prompt) and prompt.images for prompt in read):
                 raise NotYetError(f"LLM.{call} with images")
+            if any(isinstance(prompt, Prompt) and prompt.embeds is not None for prompt in read):
+                raise NotYetError(f"LLM.{call} with prompt_embeds")
             single_or_list = PoolingParams() if params is None else params
             names = ("pooling_params", _PARAMS, len(read), "pooling params")
             each: list[PoolingParams] = one_for_each(single_or_list, PoolingParams, *names)

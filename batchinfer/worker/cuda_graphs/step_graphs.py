@@ -86,7 +86,8 @@ class StepGraphs:
 
     def size_for(self, step: Step) -> GraphSize | None:
         """Return the size whose graph can compute a step, or None."""
-        if step.num_sequences == 0 or step.images or not self._inputs.holds(step):
+        has_embeddings = step.images or step.prompt_embeds
+        if step.num_sequences == 0 or has_embeddings or not self._inputs.holds(step):
             return None
         chunks = self._cache.layout.chunks
         if chunks and crosses_chunks(step, max(chunks)):

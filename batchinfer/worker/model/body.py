@@ -22,6 +22,15 @@ def body_of(model: torch.nn.Module) -> torch.nn.Module:
     return body
 
 
+def embedding_size(model: torch.nn.Module) -> int:
+    """Return the size H of the model's input embeddings; 0 if it cannot run on embeddings alone,
+    because its layers look up further embeddings of token ids (Gemma 3n, Gemma 4)."""
+    if getattr(body_of(model), "hidden_size_per_layer_input", None):
+        return 0
+    size: int = model.get_input_embeddings().embedding_dim  # type: ignore[operator]
+    return size
+
+
 def last_of_body(model: torch.nn.Module) -> torch.nn.Module:
     """Return the module that the model's ``forward`` calls for hidden states: the body, or the
     body's decoder (OPT)."""
