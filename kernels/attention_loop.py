@@ -1,8 +1,8 @@
-"""Parts that all attention kernels share: the loop over a paged KV cache, and launch shapes.
+"""Code that all attention kernels share: the loop over a paged KV cache, and launch shapes.
 
 One program computes a tile of rows over a range of positions with an online softmax (formulas:
 `README.md`). A tile has a row for each of its query tokens and each query head of one KV head, so
-each key is loaded once for all of them. The rows of a token's heads are adjacent.
+each key is loaded once for all rows. The rows of a token's heads are adjacent.
 
 The addresses of keys and values depend on slots, which are loaded from the block table first.
 Triton divides its pipeline stages among such dependent loads: with 5 stages it fetches two tiles
@@ -29,9 +29,8 @@ _INT32_ROWS = 2**31
 
 @dataclass(frozen=True)
 class Heads:
-    """The properties of a model and device that determine a program's launch shape.
-
-    Nothing else may affect the launch shape, so that the same input always gives the same bits.
+    """The properties of a model and device that determine a program's launch shape. No other
+    property may affect the launch shape, so that the same input always gives the same bits.
     """
 
     group: int  # query heads per KV head
@@ -42,7 +41,6 @@ class Heads:
 
     @classmethod
     def of(cls, query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor) -> Self:
-        """Return the properties for the arguments of `paged_attention`."""
         return cls(
             query.shape[1] // key_cache.shape[1],
             padded(key_cache.shape[3]) + padded(value_cache.shape[3]),
@@ -63,7 +61,8 @@ class LaunchConfig:
 
 
 def tile_tokens(heads: Heads, most: int) -> int:
-    """Return tokens per tile: a power of two, such that keys and values fit in `_TILE_BYTES`."""
+    """Return the number of tokens per tile: a power of two for which the keys and values fit in
+    `_TILE_BYTES`."""
     tokens = min(most, _TILE_BYTES // (heads.widths * heads.cache_bytes))
     return max(16, 1 << (tokens.bit_length() - 1))
 
@@ -76,8 +75,8 @@ def padded(size: int) -> int:
 class Cache(NamedTuple):
     """One layer's paged KV cache, passed to kernels as one argument.
 
-    A token's row number is its offset in units of UNIT elements. The offsets of all slots and
-    tokens, except tokens of transposed values, are multiples of UNIT.
+    A token's row number is its offset in the cache, divided by UNIT elements. The offsets of all
+    slots and tokens are multiples of UNIT, except for the tokens of transposed values.
     """
 
     key_ptr: torch.Tensor  # [num_slots, Hkv, block_size, Dk]
@@ -102,7 +101,6 @@ class Cache(NamedTuple):
 
     @classmethod
     def of(cls, keys: torch.Tensor, values: torch.Tensor) -> Self:
-        """Describe caches [num_slots, Hkv, block_size, width] with any strides."""
         key_slot, key_head, key_token, key_stride = keys.stride()
         value_slot, value_head, value_token, value_stride = values.stride()
         transposed = is_transposed(values)
@@ -137,7 +135,8 @@ def load_tokens(
     WIDTH: tl.constexpr,
     WIDTH_BLOCK: tl.constexpr,
 ):  # [TILE, WIDTH_BLOCK]
-    # Add columns first, so that a tile needs only one multiply-add per token.
+    # Add the columns first, so that computing a tile's addresses takes only one multiply-add per
+    # token.
     columns = tl.arange(0, WIDTH_BLOCK)
     ptrs = (ptr + columns * width_stride)[None, :] + rows[:, None].to(tl.int64) * UNIT
     mask = columns[None, :] < WIDTH
@@ -154,7 +153,7 @@ def _load_transposed(
     offsets,  # [TILE] int32: position of each token in its block
 ):  # [VALUE_BLOCK, TILE]
     # Tell Triton that adjacent tokens of a block are adjacent in memory. Triton cannot infer this,
-    # because slots come from a table.
+    # because slots are loaded from a table.
     tile: tl.constexpr = slots.shape[0]
     if tile // cache.BLOCK_SIZE * cache.BLOCK_SIZE == tile:
         slots = tl.max_constancy(slots, cache.BLOCK_SIZE)
@@ -178,7 +177,8 @@ def load_query(
     query = tl.load(ptrs, mask=mask, other=0.0)
     scales = tl.zeros([query.shape[0]], tl.float32) + score_scale
     if (query.dtype == tl.bfloat16) & (CACHE_TYPE.primitive_bitwidth == 8):
-        # Converting two float8 numbers to float16 takes one instruction, to bfloat16 four.
+        # Converting two float8 numbers to float16 takes one instruction; converting two to bfloat16
+        # takes four.
         query, down = in_float16(query.to(tl.float32))
         scales = scales * down
     return query, scales
@@ -219,8 +219,8 @@ def attend(
             blocks, offsets = tokens // cache.BLOCK_SIZE, tokens % cache.BLOCK_SIZE
         live = None
         if MASKED:
-            # Block numbers are clamped here, and scores are masked below: computing a mask at each
-            # use is cheaper than carrying a mask through the pipeline.
+            # Clamp block numbers here, and mask scores below. Computing a mask at each use is
+            # cheaper than carrying a mask through the pipeline.
             blocks = tl.minimum(blocks, (end - 1) // cache.BLOCK_SIZE)
             live = tokens[:, None] < end
             if window is not None:
@@ -258,8 +258,8 @@ def attend(
             tile_max *= scales
             scores *= scales[:, None]
         if cache.TRANSPOSED and query.dtype == tl.float16:
-            # Multiply weights (and their sum) by 2^15, because weights below 2^-24 would be 0 in
-            # float16.
+            # Multiply weights (and the sum of weights) by 2^15, because weights below 2^-24 would
+            # be 0 in float16.
             tile_max -= 15.0
         new_max = tl.maximum(row_max, tile_max)
         # Avoid computing -inf - -inf, which is NaN, for rows that have seen no token yet.
@@ -305,5 +305,5 @@ def initial_state(
 
 @triton.jit
 def divide(acc, row_sum):
-    # Padding rows see no token, so their sum is 0. Their output becomes 0.
+    # Padding rows see no token, so their sum and their output are 0.
     return acc / tl.where(row_sum == 0.0, 1.0, row_sum)

@@ -1,10 +1,9 @@
 """Batch-invariant paged attention: the bits of a token's output depend only on its own context.
 
-The formula is the same as in `paged_attention`. In `paged_attention`, decodes and chunks run in
-different kernels and may give the same token different bits. In this module, one compiled kernel
-computes all tokens: in chunks of any size and in decodes, after a cached prefix or a preemption,
-and with any other sequences in the batch. The kernel always sums over a token's context in this
-order:
+The formula is the same as in `paged_attention`, where decodes and chunks run in different kernels
+that may give the same token different bits. In this module, one compiled kernel computes all
+tokens: in chunks of any size and in decodes, after a cached prefix or a preemption, and with any
+other sequences in the batch. The kernel always sums over a token's context in this order:
 
 1. Positions are cut into pieces at multiples of `ALIGNED_PIECE`, and pieces into tiles. Both are
    counted from position 0.
@@ -14,10 +13,10 @@ order:
    pieces of its tile, or programs store the states of their pieces and `merge_partials` joins them
    with the same operations. Both use explicit fused multiply-adds.
 
-The work list has one item per tile of a chunk's query tokens, with all pieces that they see. A
-decode is one item with all its pieces, or one item per piece; both give the same sums. The list is
-made on the device, like the list in `decode_plan.py`. A prefix that several sequences share is read
-once for each of them.
+The work list has one item per tile of a chunk's query tokens, with all pieces that these tokens
+see. A decode is one item with all its pieces, or one item per piece; both give the same sums. The
+list is made on the device, like the list in `decode_plan.py`. A prefix that several sequences share
+is read once for each sequence.
 
 Sources: "Defeating Nondeterminism in LLM Inference" (He and Thinking Machines Lab 2025) proposes
 splits of a fixed size instead of a fixed number of splits, and the same order for prefill and
@@ -59,15 +58,13 @@ from batchinfer.kernels.split_kv import (
     store_partials,
 )
 
-# Positions per piece, a multiple of every tile size. Pieces of this length take little time to
-# join, and several programs can compute a sequence that is longer than a piece.
+# Positions per piece, a multiple of every tile size. Joining pieces of this length takes little
+# time, and several programs can share a sequence that is longer than a piece.
 ALIGNED_PIECE = 2048
 
 
 @dataclass(frozen=True)
 class BatchInvariantWork:
-    """The work list of a step for one window, and memory for the partial results of decodes."""
-
     items: torch.Tensor  # [N, 2] int32: sequence; tile of query tokens, or piece of a decode
     # [1 + num_launches] int32: N, then the number of items that each launch has taken.
     counters: torch.Tensor
@@ -98,10 +95,8 @@ def plan_batch_invariant(
     Args:
         tokens: query tokens per tile, from `batch_invariant_query_tile`.
         num_tokens: upper bound on the total query tokens of chunks.
-        max_chunks: upper bound on the number of chunks.
-        max_context_len: upper bound on `context_lens`.
         num_launches: number of attention layers, each of which uses the list once.
-        piece: positions per piece (default: `ALIGNED_PIECE`). The bits of results depend on it.
+        piece: positions per piece (default: `ALIGNED_PIECE`), which affects the bits of results.
         splits: true to allow one item per piece of a decode if the partial results fit into the
             workspace.
     """
@@ -146,8 +141,8 @@ def batch_invariant_config(heads: Heads) -> LaunchConfig:
     """Return the launch shape: at least 64 rows, the smallest number that a Hopper warp group can
     multiply.
 
-    In a decode, most rows are empty. This costs nothing, because reading the context takes longer
-    than multiplying. Tiles are as long as the registers allow.
+    In a decode, most rows are padding. Padding costs nothing, because reading the context takes
+    longer than multiplying. Tiles are as long as the registers allow.
     """
     if heads.query_bytes == 4:
         return LaunchConfig(padded(heads.group), tile=16, num_warps=8, num_stages=2)
@@ -162,7 +157,6 @@ def batch_invariant_config(heads: Heads) -> LaunchConfig:
 
 
 def batch_invariant_query_tile(heads: Heads) -> int:
-    """Return the query tokens per program, for the argument `tokens` of `plan_batch_invariant`."""
     return batch_invariant_config(heads).rows // heads.group
 
 
@@ -284,7 +278,7 @@ def _batch_invariant_kernel(
         number = tl.load(items_ptr + 2 * item + 1)
         query_start = tl.load(query_starts_ptr + sequence)
         query_len = tl.load(query_starts_ptr + sequence + 1) - query_start
-        # Number of tokens that earlier steps computed.
+        # The number of tokens that earlier steps computed.
         computed = tl.load(context_lens_ptr + sequence) - query_len
         first = tl.where(query_len == 1, 0, number * TOKENS)
 
@@ -341,8 +335,8 @@ def _batch_invariant_kernel(
                 total_max, total_sum, decay, weight = join_sums(
                     total_max, total_sum, piece_max, piece_sum
                 )
-                # Registers cannot hold both sums, so they are stored in memory and added 16 columns
-                # at a time.
+                # Registers cannot hold both sums, so the sums are stored in memory and added 16
+                # columns at a time.
                 at = totals_ptr + tl.program_id(0) * (2 * ROWS * cache.VALUE_BLOCK)
                 at += rows[:, None] * cache.VALUE_BLOCK
                 piece_at = at + ROWS * cache.VALUE_BLOCK

@@ -17,8 +17,8 @@ import triton.language as tl
 from batchinfer.kernels.fp8 import as_bytes
 from batchinfer.kernels.launch import OPTIONS, check_launchable
 
-# Elements that one program copies. A block of a real model has 10^5 to 10^7 elements, so even a
-# single pair occupies all multiprocessors.
+# Number of elements that one program copies. A block of a real model has 10^5 to 10^7 elements, so
+# even a single pair occupies all multiprocessors.
 _CHUNK = 4096
 
 

@@ -29,8 +29,8 @@ def causal_conv(
     states: PagedStates,
     out: torch.Tensor,  # [T, channels]
 ) -> None:
-    """Convolve packed sequences, and update their states in place. A state holds the last inputs,
-    multiplied by ``before``. Inputs before a sequence's first token are 0."""
+    """Convolve packed sequences, and update their states in place. A state holds a sequence's last
+    inputs, multiplied by ``before``. Inputs before the first token are 0."""
     for table, rows, zeros in states.sequences():
         x = inputs[rows].double()
         if before is not None:

@@ -2,8 +2,8 @@
 
 One program computes the attention of a tile of query tokens to all positions that they see. Tiles
 of positions that all rows see need no masks. The list of query tiles is made on the device, once
-for all layers (see `decode_plan.py`). It has no tiles for decodes, so the size of a launch depends
-only on the step's chunks.
+for all layers (see `decode_plan.py`). The list has no tiles for decodes, so the size of a launch
+depends only on the step's chunks.
 """
 
 from dataclasses import dataclass
@@ -28,8 +28,6 @@ from batchinfer.kernels.launch import OPTIONS
 
 @dataclass(frozen=True)
 class ChunkWork:
-    """A step's list of tiles of query tokens."""
-
     items: torch.Tensor  # [N, 2] int32: sequence, and index of the tile's first query token in it
     num_items: torch.Tensor  # [1] int32
     tokens: int  # query tokens per tile, at most
@@ -46,7 +44,6 @@ def plan_chunks(
 
     Args:
         tokens: query tokens per tile, from `query_tile`.
-        num_tokens: upper bound on the total query tokens of chunks.
         max_chunks: upper bound on the number of chunks (default: all sequences).
     """
     num_sequences = len(query_starts) - 1
@@ -97,10 +94,10 @@ def chunk_config(heads: Heads) -> LaunchConfig:
     """Return the launch shape: at most 128 rows, unless the heads of one token need more.
 
     With 128 rows, each loaded element of keys and values is multiplied 128 times. At 350 TFLOP/s,
-    an H200 then reads 2.7 TB/s from its L2 cache; with 64 rows it would read 5.4 TB/s. Warp groups
+    an H200 then reads 2.7 TB/s from its L2 cache; with 64 rows, it would read 5.4 TB/s. Warp groups
     (compute capability 9.0 and later) multiply from shared memory, which leaves registers for long
     tiles. Long tiles spread the cost per row and tile over more keys. Tiles are shorter for float8,
-    because its conversion takes registers, and for float32, which tensor cores do not multiply.
+    because the conversion takes registers, and for float32, which tensor cores do not multiply.
     """
     if heads.query_bytes == 4:
         return LaunchConfig(padded(heads.group), tile=16, num_warps=8, num_stages=2)
@@ -121,14 +118,12 @@ def chunk_config(heads: Heads) -> LaunchConfig:
 
 
 def query_tile(heads: Heads) -> int:
-    """Return the query tokens per program, for the argument `tokens` of `plan_chunks`."""
     return chunk_config(heads).rows // heads.group
 
 
 def attend_chunks(
     shared: dict[str, Any], heads: Heads, work: ChunkWork, query_ends: torch.Tensor | None = None
 ) -> None:
-    """Compute attention for all chunks; `shared` is the result of `shared_arguments`."""
     config = chunk_config(heads)
     arguments = {name: value for name, value in shared.items() if name != "NUM_KV_HEADS"}
     _chunk_kernel[(len(work.items), shared["NUM_KV_HEADS"])](

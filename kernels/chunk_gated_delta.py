@@ -13,16 +13,16 @@ decays up to token i (one number, or one for each key channel):
 
 D holds the delta that each token writes: b times the difference between the token's value and the
 value that the matrix recalls for the token's key. The recalled value depends on the deltas of the
-chunk's earlier tokens, so D is the solution of a linear system (UT transform; Yang et al. 2024,
+chunk's earlier tokens, so a linear system must be solved for D (UT transform; Yang et al. 2024,
 https://arxiv.org/abs/2412.06464, https://arxiv.org/abs/2406.06484; Kimi Team 2025,
 https://arxiv.org/abs/2510.26692). One kernel computes (I + A)^-1 diag(b) and P for all chunks in
 parallel. Another kernel then computes the chunks of a sequence one after the other.
 
-All exponents are at most 0. With a decay per channel, exp(G[i] - G[j]) must be split into the
-factors exp(G[i] - R) and exp(R - G[j]), where R is G at a token between j and i, so that the sums
-over channels become matrix multiplications. Chunks are cut into parts of 16 tokens. For tokens i
-and j in different parts, R is G at the first token of i's part. For tokens in the same part,
-exp(G[i] - G[j]) is computed for each pair.
+All exponents are at most 0. With a decay per channel, sums over channels become matrix
+multiplications if exp(G[i] - G[j]) is split into the factors exp(G[i] - R) and exp(R - G[j]), where
+R is G at a token between j and i. Chunks are cut into parts of 16 tokens. For tokens i and j in
+different parts, R is G at the first token of i's part. For tokens in the same part, exp(G[i] -
+G[j]) is computed for each pair.
 """
 
 import torch
@@ -35,7 +35,7 @@ from batchinfer.kernels.launch import OPTIONS, compute_capability
 from batchinfer.kernels.recurrent_state import PagedStates
 
 _CHANNELS = 64  # key channels that a program multiplies at a time
-_CHANNELS_BY_ROW = 32  # the same, if each channel has its own decay
+_CHANNELS_BY_ROW = 32  # like _CHANNELS, if each channel has its own decay
 
 
 def chunk_gated_delta(
@@ -50,7 +50,7 @@ def chunk_gated_delta(
 ) -> None:
     """Scan the sequences of a work list, and update their states.
 
-    Factors of matrix multiplications are rounded to the model's dtype; products are summed in
+    Operands of matrix multiplications are rounded to the model's dtype; products are summed in
     float32.
 
     Args:
@@ -224,7 +224,6 @@ def _solve_chunks_kernel(
 
 @triton.jit
 def _squares(x):
-    """Return the sum of the squares of each row."""
     x = x.to(tl.float32)
     return tl.sum(x * x, axis=1)
 
@@ -246,13 +245,13 @@ def _add_products_by_row(
     CHUNK: tl.constexpr,
 ):
     """Add the products of BLOCK_ROWS channels, each with its decay. Products with later tokens are
-    wrong, and the caller masks them out."""
+    wrong; the caller must mask them."""
     dtype: tl.constexpr = key.dtype
     key, query = key.to(tl.float32), query.to(tl.float32)
     places, mask = tl.arange(0, CHUNK), (rows < KEY_WIDTH)[None, :]
     part = places // 16
-    # Products with tokens of earlier parts of 16 tokens. R of the module's docstring is G at the
-    # first token of the later token's part; ``meets`` is its offset.
+    # Products with tokens of earlier parts of 16 tokens. ``meets`` is the offset of R (see the
+    # module's docstring), which is G at the first token of the later token's part.
     meets = tl.minimum(part * 16, count - 1)[:, None] * total_stride + rows[None, :]
     since = tl.exp(tl.minimum(total - tl.load(totals + meets, mask=mask, other=0.0), 0.0))
     key_since, query_since = (key * since).to(dtype), (query * since).to(dtype)
@@ -388,7 +387,7 @@ def _chunk_gated_delta_kernel(
         tl.store(outs, out, mask=value_mask)
         delta *= tl.load(scales + 2, mask=is_token, other=0.0)[:, None]
         key_mask = is_token[None, :] & row_mask[:, None]
-        # Loading the keys again in transposed order is cheaper than transposing them.
+        # Loading the keys again in transposed order is cheaper than transposing the loaded keys.
         if BY_ROW:
             keys = writing_ptr + (tokens[None, :] * NUM_HEADS + head) * KEY_WIDTH + rows[:, None]
             final = start + tl.minimum(begin + CHUNK, count) - 1
@@ -400,7 +399,8 @@ def _chunk_gated_delta_kernel(
             matrix *= tl.load(scales_ptr + ((start + begin) * NUM_HEADS + head) * 4 + 3)
         key = tl.load(keys, mask=key_mask, other=0.0)
         matrix = tl.dot(key, delta.to(dtype), matrix, input_precision="ieee")
-    # Compute the pointers again, because keeping them would leave too few registers for the loop.
+    # Compute the state's pointers again. Keeping these pointers would leave too few registers for
+    # the loop.
     state = state_pointers(
         slots_ptr,
         tables_ptr,

@@ -35,7 +35,7 @@ def chunk_mamba2(
 ) -> None:
     """Scan the sequences of a work list, and update their states.
 
-    Factors of matrix multiplications are rounded to the model's dtype; products are summed in
+    Operands of matrix multiplications are rounded to the model's dtype; products are summed in
     float32.
 
     Args:
@@ -252,7 +252,8 @@ def _chunk_mamba2_kernel(
         writes += rows[:, None]
         write = tl.load(writes, mask=is_token[None, :] & row_mask[:, None], other=0.0)
         matrix = tl.dot(write, new, matrix * tl.exp(last), input_precision="ieee")
-    # Compute the pointers again, because keeping them would leave too few registers for the loop.
+    # Compute the state's pointers again. Keeping these pointers would leave too few registers for
+    # the loop.
     state = state_pointers(
         slots_ptr,
         tables_ptr,

@@ -1,4 +1,4 @@
-"""Parts that the chunked scans of recurrent layers share: lists of chunks, and pointers to states.
+"""Code that the chunked scans of recurrent layers share: lists of chunks, and pointers to states.
 
 A chunk has up to 64 tokens of one sequence. The first chunk of a sequence starts at its first token
 in the step. A scan computes a sequence's chunks one after the other, with matrix multiplications
@@ -16,17 +16,14 @@ import triton.language as tl
 from batchinfer.kernels.chunk_attention import ChunkWork, plan_chunks
 
 CHUNK = 64
-"""Largest number of tokens in a chunk."""
 _WHOLE = 1 << 30  # more tokens than any sequence has
 _MAX_ELEMENTS = 4096  # elements of a matrix that a program keeps in registers
 
 
 @dataclass(frozen=True)
 class ScanWork:
-    """The sequences of a step that compute several tokens, and their chunks.
-
-    All recurrent layers share these lists. Other sequences have at most one token in the step.
-    """
+    """The sequences of a step that compute more than one token, and their chunks. All recurrent
+    layers share these lists."""
 
     sequences: ChunkWork
     chunks: ChunkWork
@@ -41,7 +38,7 @@ def plan_scan(
     """List the chunks of a step, on the device.
 
     Args:
-        num_tokens: upper bound on the tokens of sequences that compute several tokens.
+        num_tokens: upper bound on the tokens of sequences that compute more than one token.
         max_chunks: upper bound on the number of these sequences.
     """
     return ScanWork(
@@ -53,7 +50,6 @@ def plan_scan(
 
 
 def column_block(num_rows: int, num_columns: int) -> int:
-    """Return how many columns of a matrix a program keeps in registers."""
     rows = max(16, triton.next_power_of_2(num_rows))
     return int(max(16, min(triton.next_power_of_2(num_columns), _MAX_ELEMENTS // rows)))
 
@@ -72,8 +68,8 @@ def state_pointers(
     COLUMNS: tl.constexpr,
     PER_SLOT: tl.constexpr,
 ):
-    """Return pointers [BLOCK_ROWS, BLOCK_COLUMNS] to columns, which may be in several pieces of the
-    state."""
+    """Return pointers [BLOCK_ROWS, BLOCK_COLUMNS] to columns. The columns may be in several pieces
+    of the state."""
     piece = first + columns // COLUMNS
     slots = tl.load(tables_ptr + sequence * table_stride + piece // PER_SLOT).to(tl.int64)
     starts = slots * slot_stride + piece % PER_SLOT * (ROWS * COLUMNS) + columns % COLUMNS

@@ -1,10 +1,9 @@
 """Attention for decodes: sequences that compute one token in this step.
 
 Each program repeatedly takes a piece of a context and a KV head from the work list.
-`merge_partials` merges the results of a context's pieces; if a context has only one piece, its
-result is written directly. The result does not depend on which program computes a piece, or on the
-order in which pieces are computed. `shared_attention.py` first computes the pieces that several
-sequences share.
+`merge_partials` merges the results of a context's pieces; if a context has only one piece, the
+result is written directly. Results do not depend on which program computes a piece, or on the order
+of pieces. `shared_attention.py` first computes the pieces that several sequences share.
 """
 
 from typing import Any
@@ -39,8 +38,8 @@ def decode_config(heads: Heads, *, split: bool = False) -> LaunchConfig:
     Rows are the heads of a group, padded to at least 16 for `tl.dot`. With split queries (float8
     GEMMs), the heads of a group, padded to 4 or 8, are columns of the GEMMs. A tile has 128 tokens
     (256 for split queries) or 32 KB, whichever is less, so that narrow heads and narrow dtypes have
-    longer tiles. Two more tiles are loaded while a tile is computed. With four warps, the registers
-    of a multiprocessor hold three such programs.
+    longer tiles. While a tile is computed, the next two tiles are loaded. With four warps, the
+    registers of a multiprocessor hold three such programs.
     """
     tile = tile_tokens(heads, most=256 if split else 128)
     rows = (4 if heads.group <= 4 else MAX_HEADS) if split else padded(heads.group)
@@ -48,8 +47,8 @@ def decode_config(heads: Heads, *, split: bool = False) -> LaunchConfig:
 
 
 def multiplies_float8(query: torch.dtype, heads: Heads, *, transposed: bool) -> bool:
-    """Return true if decodes use float8 GEMMs: the device's warp groups support them, and the heads
-    of a group fit into one GEMM."""
+    """Return true if decodes use float8 GEMMs: if the device's warp groups support float8, and the
+    heads of a group fit into one GEMM."""
     fits = heads.cache_bytes == 1 and transposed and heads.group <= MAX_HEADS
     return fits and query == torch.bfloat16 and heads.capability == 90
 
@@ -60,12 +59,11 @@ def attend_decodes(
     """Compute attention for all decodes piece by piece, then merge the pieces.
 
     Args:
-        shared: from `shared_arguments`.
-        launch: index of this launch among those that use the work list.
         transposed: true if blocks store values transposed (`is_transposed`).
     """
     num_kv_heads = shared["NUM_KV_HEADS"]
-    # If the window does not hide the prompt, masks must hide the positions between the two.
+    # If the window does not hide the prompt, masks must hide the positions between prompt and
+    # window.
     hides_middle = shared["prompt_lens_ptr"] is not None
     split = multiplies_float8(shared["query_ptr"].dtype, heads, transposed=transposed)
     split = split and not hides_middle

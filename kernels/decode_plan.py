@@ -1,9 +1,9 @@
-"""The work list of a step's decodes, whose items are pieces of their contexts.
+"""The work list of a step's decodes. Each item is a piece of a decode's context.
 
-A context is cut into pieces of `DECODE_PIECE` tokens. The length is constant, so the order in which
-a row's terms are added does not depend on other rows of the step. If the partial results would take
-more than `MAX_WORKSPACE_BYTES`, the longest contexts get longer pieces instead. The list is made
-once for all layers with the same window. It is made on the device from the lengths in device
+A context is cut into pieces of `DECODE_PIECE` tokens. This length is constant, so the order in
+which a row's terms are added does not depend on other rows of the step. If the partial results
+would take more than `MAX_WORKSPACE_BYTES`, the longest contexts get longer pieces. The work list is
+made once for all layers with the same window. It is made on the device, from lengths in device
 memory, so that a captured step can be replayed with other lengths.
 
 If several sequences store a whole piece in the same blocks, the list has one shared item per tile
@@ -11,7 +11,8 @@ of sequences (`shared_attention.py`) instead of one item per sequence. Sequences
 are adjacent in `order`, so a shared piece belongs to a run of sequences: sequences i and i + 1 of
 `order` share piece p if shared_lens[i + 1] reaches the end of the piece. A run ends before a
 sequence that does not decode, or whose pieces have another length. Shared items come after single
-items in the list. They always fit, because each shared item replaces at least one single item.
+items in the list. The list always has space for shared items, because each shared item replaces at
+least one single item.
 """
 
 import math
@@ -35,10 +36,8 @@ _SHARED_ROWS = 64
 
 @dataclass(frozen=True)
 class DecodeWork:
-    """The work list of a step for one window, and memory for the results of its pieces."""
-
-    # [S * max_pieces, 2] int32: sequence and piece. For a shared item, the index of its first
-    # sequence in `order`, instead of the sequence.
+    # [S * max_pieces, 2] int32: sequence and piece. For a shared item, the sequence is replaced by
+    # the index of the item's first sequence in `order`.
     items: torch.Tensor
     # [2, 1 + num_launches] int32; row 0 counts single items, and row 1 shared items: the number of
     # items, then the number of items that each launch has taken.
@@ -75,7 +74,6 @@ def plan_decode(
         shared_lens: number of leading tokens that each sequence of `order` shares with the previous
             sequence. These tokens are in the same blocks and come before the query tokens of both
             sequences. Ignored if there is a window.
-        max_context_len: upper bound on `context_lens`.
         num_launches: number of attention layers, each of which uses the list once.
         num_splits: largest number of pieces per context (default: from `max_context_len`). Any
             value gives correct results.
@@ -123,22 +121,22 @@ def plan_decode(
 
 
 def sequences_at_once(num_sequences: int) -> int:
-    """Return the number of sequences that a planning kernel lists per iteration. There are only two
-    values, because Triton compiles the kernels once for each value."""
+    """Return the number of sequences that a planning kernel lists per iteration. Only two values
+    are possible, because Triton compiles the kernels once for each value."""
     few = num_sequences <= _FEW_SEQUENCES
     return min(SEQUENCES_AT_ONCE, _FEW_SEQUENCES) if few else SEQUENCES_AT_ONCE
 
 
 def counters_block(num_launches: int) -> int:
-    """Return a power of two that is at least the number of counters. It is the same for nearly all
-    models, so that they share compiled kernels."""
+    """Return a power of two that is at least the number of counters. The result is the same for
+    nearly all models, so that models share compiled kernels."""
     return max(_COUNTERS_BLOCK, int(triton.next_power_of_2(1 + num_launches)))
 
 
 def default_num_splits(num_sequences: int, num_heads: int, value_width: int, reach: int) -> int:
     """Return the number of pieces that cover `reach` tokens, or fewer if the workspace is too
     small."""
-    # One more than the quotient, because a window may start inside a piece.
+    # A window that starts inside a piece needs one more piece than the quotient.
     wanted = -(-reach // DECODE_PIECE) + 1 if reach > DECODE_PIECE else 1
     affordable = MAX_WORKSPACE_BYTES // (4 * num_sequences * num_heads * (value_width + 2))
     return max(1, min(wanted, affordable))
@@ -162,8 +160,8 @@ def append_items(
 ):
     """Append (sequence, number) pairs, and return the new number of items.
 
-    Each sequence gets `count` numbers: first, first + STEP, and so on. They are listed from last to
-    first, because the last tile of a chunk sees the longest context and should start first.
+    Each sequence gets `count` numbers: first, first + STEP, and so on. The numbers are listed from
+    last to first, because the last tile of a chunk sees the longest context and should start first.
     """
     count = count.to(tl.int32)
     ends = num_items + tl.cumsum(count, 0)
@@ -233,7 +231,7 @@ def _list_shared(
 ):
     """Append the shared pieces, and return the new number of items.
 
-    Each run of sequences that share a piece is cut into tiles. An item consists of the index of a
+    Each run of sequences that share a piece is cut into tiles. An item is a pair: the index of a
     tile's first sequence in the order, and the piece.
     """
     longest = tl.full([], 0, tl.int32)
@@ -304,7 +302,7 @@ def _plan_kernel(
         )  # fmt: skip
         first = count * 0
         if order_ptr is not None:
-            # The last piece is never shared: shared tokens come before the query tokens.
+            # The last piece is never shared, because shared tokens come before the query tokens.
             before, after = _shared_on_both_sides(decode_shared_ptr, places, num_sequences)
             first = tl.maximum(before, after) // PIECE
         num_single = append_items(items_ptr, num_single, max_items, sequences, first, count - first)

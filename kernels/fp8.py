@@ -3,8 +3,8 @@
 Formula: round to nearest, ties to even, with a scale of 1. Numbers beyond +-448 become +-448. NaN
 stays NaN, except that a NaN among transposed values moves to the key of its token and head. The
 conversion to float8 uses integer arithmetic, which is the same on every device. The conversion from
-float8 is exact. It uses a hardware instruction from compute capability 8.9 on; other devices read
-the cache as bytes and use integer arithmetic.
+float8 is exact. From compute capability 8.9 on, a hardware instruction converts from float8; other
+devices read the cache as bytes and use integer arithmetic.
 
 Format: sign, 4 bits of exponent with a bias of 7, 3 bits of mantissa; no infinity, and one NaN (OCP
 8-bit floating point; Micikevicius et al. 2022, arXiv:2209.05433).
@@ -41,8 +41,8 @@ def is_transposed(values: torch.Tensor) -> bool:
 
 @functools.cache
 def converts_fp8(device: torch.device) -> bool:
-    """Return true if Triton can convert float8 e4m3fn on the device. Triton's interpreter is
-    excluded, because version 3.9.0 rounds wrongly."""
+    """Return true if Triton can convert float8 e4m3fn on the device. The result is false in
+    Triton's interpreter, which rounds wrongly in version 3.9.0."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
@@ -92,7 +92,7 @@ def without_nan(
     value,  # [HEADS, WIDTH] float
 ):
     # Tensor cores multiply the stored values of unused tokens by a weight of 0, and 0 * NaN is NaN.
-    # A NaN is therefore moved to the head's key, so that every row that sees the token still
+    # A NaN is therefore moved from the value to the head's key. Every row that sees the token still
     # becomes NaN.
     lost = value != value
     some = tl.max(lost.to(tl.int32), 1)

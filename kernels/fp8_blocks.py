@@ -22,17 +22,17 @@ from batchinfer.kernels.fp8 import FP8, as_readable, narrow
 from batchinfer.kernels.launch import OPTIONS, check_launchable
 
 BLOCK = 128
-"""Number of rows and number of columns in a block of a weight. All numbers of a block share one
+"""Number of rows, and of columns, in a block of a weight. All elements of a block share one
 scale."""
 MOST = 448.0
 """The largest float8 e4m3fn number."""
 LEAST = 1e-10
-"""Lower bound for a block's largest magnitude, so that its scale is not zero."""
+"""Lower bound for a block's largest magnitude, so that no scale is zero."""
 _GROUPS = 8  # groups of a row that a program quantizes: two loads of 16 bytes per thread
 
 
 def num_blocks(size: int) -> int:
-    """Return the number of blocks along `size` rows or columns; the last one may be shorter."""
+    """Return the number of blocks along `size` rows or columns. The last block may be shorter."""
     return -(-size // BLOCK)
 
 
@@ -67,7 +67,7 @@ def scales_of(
     largest = largest.clamp_min(LEAST)
     largest = largest.where(largest.isfinite(), torch.nan)
     # Divide by a tensor, because torch replaces a division by a Python number with a multiplication
-    # by its reciprocal.
+    # by the number's reciprocal.
     most = torch.full_like(largest, MOST)
     return largest / most, most / largest
 
@@ -100,7 +100,6 @@ def quantize_groups(
     codes: torch.Tensor,  # [T, K] float8, contiguous
     scales: torch.Tensor,  # [G, T] float32, contiguous
 ) -> None:
-    """Quantize rows: write their float8 codes and the scales of their groups."""
     check_launchable("quantize_groups", x, codes, scales)
     num_rows, width = x.shape
     if codes.dtype != FP8 or scales.shape != (num_blocks(width), num_rows):

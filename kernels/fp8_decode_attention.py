@@ -1,10 +1,11 @@
-"""Decode attention with bfloat16 queries that multiplies a float8 cache without converting it.
+"""Decode attention that multiplies bfloat16 queries by a float8 cache without converting the cache.
 
 A bfloat16 has 8 bits of significand and a float8 e4m3 has 4, so each query element is split into
 the sum of two float8 terms, upper and lower. A softmax weight is also split into two terms. Both
 GEMMs are transposed: keys times queries, and values times weights. The cache is the first operand
-of both. A warp group reads 64 of its rows from shared memory: tokens in the first GEMM, and columns
-of values in the second. The terms of up to 8 heads fill the 16 columns of the second operand.
+of both GEMMs. A warp group reads 64 rows of this operand from shared memory: tokens in the first
+GEMM, and columns of values in the second. The terms of up to 8 heads fill the 16 columns of the
+second operand.
 
 Tensor cores of an H100 keep about 14 bits of a float8 sum, so each tile is summed separately, and
 tiles are added in float32. Two float8 terms represent weights down to 2^-18 of the largest weight,
@@ -12,8 +13,8 @@ so weights are relative to the largest weight of their own tile. The maximum sco
 `README.md` is therefore the maximum of the latest tile, but not less than the largest maximum so
 far minus 64 (in powers of two).
 
-Blocks store values transposed, because float8 GEMMs sum over tokens, and need this dimension to be
-contiguous in both operands. Values are never NaN (`without_nan`), so a weight of 0 is enough to
+Blocks store values transposed, because float8 GEMMs sum over tokens and need the token dimension to
+be contiguous in both operands. Values are never NaN (`without_nan`), so a weight of 0 is enough to
 mask unused values.
 """
 
@@ -32,8 +33,8 @@ def split_float8(
     x,  # [ROWS, WIDTH] float32, converted from bfloat16
     CACHE_TYPE: tl.constexpr,  # float8, or uint8 for float8 as bytes
 ):  # codes of the upper and of the lower terms [ROWS, WIDTH], and their scales [ROWS] float32
-    # Multiply each row by a power of two, so that its largest number is at least 128. Then only
-    # bits below 2^-10 are lost.
+    # Multiply each row by a power of two that makes the row's largest number at least 128. Then
+    # only bits below 2^-10 are lost.
     largest = tl.max(tl.abs(x), 1)
     exponent = tl.minimum(tl.maximum(largest.to(tl.int32, bitcast=True) >> 23, 8), 253)
     up = ((261 - exponent) << 23).to(tl.float32, bitcast=True)
@@ -76,7 +77,7 @@ def attend_split(
     value_ptr = cache.value_ptr + kv_head * cache.value_head_stride
     places = _by_rows(tl.arange(0, TILE))
     largest = row_max
-    # Each thread sums its own tokens. The threads' sums are added at the end.
+    # Each thread sums over its own tokens. The sums of all threads are added at the end.
     sums = tl.where(places[:, None] == 0, row_sum[None, :], 0.0)
     acc = tl.zeros([cache.VALUE_BLOCK, heads], tl.float32)
     for tile in range(begin // TILE * TILE, end, TILE):
@@ -119,7 +120,7 @@ def attend_split(
 
 
 # A tile is cut into runs of adjacent tokens of one block. A thread copies parts of only a few runs,
-# so it computes only a few addresses. Its other addresses differ from these by constants.
+# so it computes only a few addresses and derives the rest by adding constants.
 @triton.jit
 def _runs(
     table_ptr,
@@ -130,14 +131,14 @@ def _runs(
     WINDOWED: tl.constexpr,
     TILE: tl.constexpr,
 ):  # [runs] int32 each: slots, and the offsets of the runs' first tokens in them
-    divides: tl.constexpr = BLOCK_SIZE & -BLOCK_SIZE  # largest power of two that divides it
+    divides: tl.constexpr = BLOCK_SIZE & -BLOCK_SIZE  # largest power of two that divides BLOCK_SIZE
     run: tl.constexpr = divides if divides < TILE else TILE
     firsts = tl.arange(0, TILE // run) * run
     if TILE // BLOCK_SIZE * BLOCK_SIZE == TILE:
         blocks, offsets = tile // BLOCK_SIZE + firsts // BLOCK_SIZE, firsts % BLOCK_SIZE
     else:
         blocks, offsets = (tile + firsts) // BLOCK_SIZE, (tile + firsts) % BLOCK_SIZE
-    # Clamp block numbers outside the range to its first and last block.
+    # Clamp block numbers to the first and last block of the range.
     blocks = tl.minimum(blocks, (end - 1) // BLOCK_SIZE)
     if WINDOWED:
         blocks = tl.maximum(blocks, begin // BLOCK_SIZE)
@@ -205,8 +206,8 @@ def _by_tokens(rows):  # [TILE, N] in the order of rows -> in the order of token
 
 @triton.jit
 def _split(x, CACHE_TYPE: tl.constexpr):  # float32 up to 448 -> two float8 codes
-    # Convert through float16, which has enough bits for both terms, because one instruction
-    # converts two float16 numbers to float8.
+    # Convert through float16, which has enough bits for both terms. One instruction converts two
+    # float16 numbers to float8.
     x = x.to(tl.float16)
     upper = narrow(x, CACHE_TYPE)
     lower = narrow(x - widen(upper, tl.float16), CACHE_TYPE)
@@ -215,7 +216,7 @@ def _split(x, CACHE_TYPE: tl.constexpr):  # float32 up to 448 -> two float8 code
 
 @triton.jit
 def _operand(codes):
-    # If the device cannot multiply float8, use float16, which represents every float8 number.
+    # If the device cannot multiply float8, use float16, which can represent every float8 number.
     return widen(codes, tl.float16) if codes.dtype == tl.uint8 else codes
 
 

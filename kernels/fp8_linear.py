@@ -1,4 +1,4 @@
-"""Linear layers with float8 e4m3fn weights that have a scale for every 128 x 128 block.
+"""Linear layers with float8 e4m3fn weights, scaled by 128 x 128 block.
 
 Formula, with G groups of 128 columns (the last group may be shorter):
 
@@ -36,16 +36,16 @@ from batchinfer.kernels.launch import (
     num_multiprocessors,
 )
 
-# Number of row tiles that read the same tile of a weight one after the other, so that it stays in
-# the L2 cache.
+# Number of row tiles that read the same tile of a weight one after the other, so that this tile
+# stays in the L2 cache.
 _GROUPED = 8
 _FEW_ROWS = 64  # up to this number of rows, reading the weights takes most of the time
 _PIECE_GROUPS = 2  # smallest number of groups per piece
 _SUMMED = 1024  # outputs per program of the kernel that adds pieces
-# Largest number of pipeline stages. With few rows, each program has 40 KiB of loads in flight.
+# Largest number of pipeline stages. With few rows, each program then has 40 KiB of loads in flight.
 _STAGES = 5
-# Bytes of a multiprocessor's shared memory that operands may take: first on devices with little
-# shared memory (the compute capabilities below), then on other devices.
+# Bytes of a multiprocessor's shared memory that operands may take: on devices with little shared
+# memory (the compute capabilities in `_LITTLE_SHARED_MEMORY`), and on other devices.
 _SHARED_MEMORY, _MORE_SHARED_MEMORY = 96 * 2**10, 160 * 2**10
 _LITTLE_SHARED_MEMORY = (86, 89, 120)
 _TRITON_DTYPES = {
@@ -82,9 +82,6 @@ def fp8_linear(
     Args:
         adds: true to add the product to `out`, rounding once.
         pieces: largest number of pieces; None: enough to keep the device busy.
-
-    Raises:
-        ValueError: shapes or dtypes do not match.
     """
     check_launchable("fp8_linear", x, weight, weight_scales, out, x_scales, bias)
     check_blocks("fp8_linear", weight, weight_scales)
@@ -153,7 +150,7 @@ def fp8_linear(
 
 
 def num_pieces(rows: int, outputs: int, width: int, device: torch.device) -> int:
-    """Return the default number of pieces: enough to keep the device busy."""
+    """Return the default number of pieces, which keeps the device busy."""
     tile = _tile(rows, 1, compute_capability(device))
     tiles = triton.cdiv(rows, tile.rows) * triton.cdiv(outputs, tile.outputs)
     # With few rows, a program occupies only a part of a multiprocessor.
@@ -181,8 +178,7 @@ def _tile(rows: int, x_bytes: int, capability: int) -> _Tile:
 
 
 def _operand_dtype(x: torch.Tensor, readable: torch.Tensor) -> tl.dtype:
-    """Return the operands' dtype: the dtype of x, or float16 if the device cannot multiply
-    float8."""
+    """Return the dtype of x, or float16 if x is float8 and the device cannot multiply float8."""
     if x.dtype == FP8:
         return tl.float8e4nv if readable.dtype == FP8 else tl.float16
     return _TRITON_DTYPES[x.dtype]
@@ -238,7 +234,7 @@ def _fp8_linear_kernel(
             in_range = columns[None, :] < WIDTH - group * BLOCK
             x = tl.load(x_ptrs, mask=in_range, other=0.0)
             weight = tl.load(weight_ptrs, mask=in_range, other=0.0)
-        # Read scales one iteration ahead, because Triton's pipeline loads only the operands.
+        # Load scales one iteration ahead, because Triton's pipeline loads only the operands ahead.
         is_last = group + 1 == last
         weight_scales_ptr += tl.where(is_last, 0, 1)
         next_weight_scale = tl.load(weight_scales_ptr)
@@ -282,8 +278,8 @@ def _place(
     OUTPUTS_BLOCK: tl.constexpr,
     GROUPED: tl.constexpr,
 ):
-    # Programs that run together compute GROUPED tiles of rows for the same tiles of the weight, so
-    # that both stay in L2.
+    # Programs that run at the same time compute GROUPED tiles of rows for the same tiles of the
+    # weight, so that the rows and the weight stay in the L2 cache.
     program = tl.program_id(0)
     row_tiles = tl.cdiv(num_rows, ROWS)
     output_tiles: tl.constexpr = (OUTPUTS + OUTPUTS_BLOCK - 1) // OUTPUTS_BLOCK

@@ -1,7 +1,8 @@
 """Converts float8 e4m3fn to 16 bits in registers, several numbers per instruction.
 
-The conversion is exact. It uses hardware instructions from compute capability 8.9 on. On earlier
-devices, integer operations convert the four codes in a register. Only `widen_cache` preserves NaN.
+The conversion is exact. From compute capability 8.9 on, hardware instructions convert. On earlier
+devices, integer operations convert the four codes in a register at once. Only `widen_cache`
+preserves NaN.
 """
 
 import triton
@@ -9,7 +10,7 @@ import triton.language as tl
 
 from batchinfer.kernels.fp8 import widen
 
-# True if Triton's interpreter runs the kernels. It cannot run inline assembly.
+# True if Triton's interpreter runs the kernels. The interpreter cannot run inline assembly.
 _INTERPRETED: tl.constexpr = tl.constexpr(triton.knobs.runtime.interpret)
 
 
@@ -21,7 +22,7 @@ def widen_cache(
 ):
     """Convert like `widen`, but convert bytes to float16 four at a time."""
     if (tl.uint8 == stored.dtype) & (tl.float16 == DTYPE) & (not _INTERPRETED):
-        # Move each byte's sign, exponent and mantissa to their places in a float16.
+        # Move each byte's sign, exponent and mantissa to the float16 fields.
         wide = tl.inline_asm_elementwise(
             """
             {
@@ -40,8 +41,8 @@ def widen_cache(
             pack=4,
         )
         if NANS:
-            # Only for 0x7F (NaN), adding one unit to the mantissa carries into the highest exponent
-            # bit.
+            # Adding one unit to the mantissa carries into the highest exponent bit only for 0x7F
+            # (NaN).
             wide = tl.inline_asm_elementwise(
                 """
                 {
@@ -69,8 +70,8 @@ def widen_words(
 ):
     """Convert float8 to 16 bits, several numbers at a time."""
     if tl.float8e4nv == stored.dtype and tl.bfloat16 == DTYPE:
-        # Convert through float32, because Triton 3.9 would convert numbers to bfloat16 one by one,
-        # which is slow.
+        # Convert through float32. Triton 3.9 would convert numbers to bfloat16 one by one, which is
+        # slow.
         wide = tl.inline_asm_elementwise(
             """
             {
@@ -91,8 +92,8 @@ def widen_words(
             pack=2,
         )
     elif tl.bfloat16 == DTYPE:
-        # Move sign, exponent and mantissa to their places in a bfloat16. Multiplying by a power of
-        # two corrects the exponent's bias and makes subnormal numbers normal.
+        # Move sign, exponent and mantissa to the bfloat16 fields. Multiplying by a power of two
+        # corrects the exponent's bias and makes subnormal numbers normal.
         wide = tl.inline_asm_elementwise(
             """
             {

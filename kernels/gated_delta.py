@@ -16,7 +16,7 @@ from batchinfer.kernels.recurrent_state import PagedStates
 
 @dataclass(frozen=True)
 class GatedDeltaWeights:
-    """Weights and constants of a layer, float32 and contiguous."""
+    """Weights and constants of a layer. Tensors are float32 and contiguous."""
 
     conv: torch.Tensor
     """[conv_width, channels]; channels are the queries and keys of all key heads, then values."""
@@ -28,7 +28,7 @@ class GatedDeltaWeights:
     """[Dv]"""
     norm_eps: float
     max_beta: float
-    """Largest strength with which a value is written: 1, or 2 if states may change sign."""
+    """Largest write strength beta: 1, or 2 if states may change sign."""
     num_key_heads: int
     key_width: int
     with_silu: bool = True
@@ -36,7 +36,7 @@ class GatedDeltaWeights:
 
     @property
     def decay_width(self) -> int:
-        """Number of decays per head: 1, or Dk if each row of its matrix has a decay."""
+        """Number of decays per head: 1, or Dk if each row of the head's matrix has a decay."""
         return len(self.dt_bias) // len(self.decay_rate)
 
 

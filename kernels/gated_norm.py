@@ -30,7 +30,7 @@ def gated_norm(
     """Write the gated norm of every row to `out`.
 
     Args:
-        width: elements that are normalized together; it divides W.
+        width: number of elements that are normalized together, a divisor of W.
         weight: one weight for each element of a row, or for each element of a group.
     """
     check_launchable("gated_norm", x, gate, weight, out)

@@ -6,12 +6,12 @@ import torch
 import triton
 from triton.runtime import driver
 
-# Triton reads this setting at import, when it decorates kernels. This module reads it at import
-# too, so that this module and Triton use the same value.
+# Triton reads this setting when it decorates kernels, at import. This module also reads the setting
+# at import, so that both use the same value.
 INTERPRETED: bool = triton.knobs.runtime.interpret
 
-# Options of every launch: fuse multiply-adds. Without this option, Triton 3.9 warns that later
-# versions have another default.
+# Options of every launch. Fusing multiply-adds is the default, but without this option Triton 3.9
+# warns that later versions have another default.
 OPTIONS: dict[str, bool] = {"enable_fp_fusion": True}
 
 _PERSISTENT_EACH = 4  # programs per multiprocessor
@@ -19,12 +19,7 @@ _INTERPRETED = 2  # number of programs in the interpreter, which runs them one a
 
 
 def check_launchable(name: str, *tensors: torch.Tensor | None) -> None:
-    """Check that all tensors are on one CUDA device, or that Triton's interpreter is active.
-
-    Raises:
-        ValueError: tensors are on several devices.
-        RuntimeError: tensors are not on a CUDA device.
-    """
+    """Check that all tensors are on one CUDA device, or that Triton's interpreter is active."""
     devices = {tensor.device for tensor in tensors if tensor is not None}
     if len(devices) > 1:
         raise ValueError(f"{name}: the tensors are on several devices: {sorted(map(str, devices))}")
@@ -40,8 +35,8 @@ def check_launchable(name: str, *tensors: torch.Tensor | None) -> None:
 def num_persistent(device: torch.device, most: int) -> int:
     """Return the number of programs for a launch whose programs take items from a work list.
 
-    The number is `most`, or fewer if fewer fill all multiprocessors, whose registers hold at most
-    four programs each. Programs that start after the list is empty return immediately.
+    The number is `most`, or less if fewer programs fill all multiprocessors, whose registers hold
+    at most four programs each. Programs that start after the list is empty return immediately.
     """
     if device.type != "cuda":
         return min(most, _INTERPRETED)
@@ -50,8 +45,8 @@ def num_persistent(device: torch.device, most: int) -> int:
 
 @functools.cache
 def num_multiprocessors(device: torch.device) -> int:
-    """Return a device's number of multiprocessors. If it is not a CUDA device, return the number of
-    an H100."""
+    """Return a device's number of multiprocessors, or an H100's number for devices other than
+    CUDA."""
     if device.type != "cuda":
         return 132
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
@@ -63,7 +58,7 @@ def warps_for(elements: int) -> int:
 
 
 def compute_capability(device: torch.device) -> int:
-    """Return the compute capability to compile for; 90 means 9.0. In the interpreter, it is 90."""
+    """Return the compute capability to compile for, 90 (which means 9.0) in the interpreter."""
     if device.type == "cuda":
         return _capability_of(device)
     # Without a CUDA device, kernels may still be compiled for a target.

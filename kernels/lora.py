@@ -5,9 +5,9 @@ Formula, for every adapter a and every i in [starts[a], starts[a + 1]), with t =
     lowered[i, :] = sum_k down[a, :, k] x[t, k]             (`lora_shrink`)
     out[t, n]    += sum_r up[a, n, r] lowered[i, r]         (`lora_expand`)
 
-Rows of one adapter are adjacent in `rows`. A program computes a tile of these rows, and reads the
-adapter's factors once for the whole tile. `starts` is read on the device, so that one captured
-launch works for all mixtures of adapters.
+Rows of one adapter are adjacent in `rows`. A program computes a tile of an adapter's rows, and
+reads the adapter's factors once for the whole tile. `starts` is read on the device, so that one
+captured launch works for all mixtures of adapters.
 
 Accumulation: in float32. A row's sum over k is cut into pieces of `SPLIT` elements, which are added
 in order. `lowered` is rounded to the dtype of x between the two GEMMs. The result is added to `out`
@@ -34,7 +34,6 @@ _WIDTH = 64  # columns per tile
 
 
 def num_splits(width: int) -> int:
-    """Return the number of pieces for rows of `width` elements."""
     return -(-width // SPLIT)
 
 
@@ -132,7 +131,7 @@ def _rows_of_tile(
     TOKENS: tl.constexpr,
 ):  # the tile's adapter, indices into `rows`, and a mask of the indices that are used
     # The tiles of adapter a begin at index starts[a] // TOKENS + a and end before the first tile of
-    # adapter a + 1. They are always enough for the adapter's rows.
+    # adapter a + 1. These tiles are always enough for the adapter's rows.
     low = tl.full([], 0, tl.int32)
     high = num_adapters - 1
     while low < high:

@@ -1,8 +1,8 @@
-"""Weights with 8 or 4 bits for the C kernels, and a reference in torch for the int8 GEMMs.
+"""8-bit and 4-bit weights for the C kernels, and a torch reference for the int8 GEMMs.
 
 A GEMM with int8 or 4-bit codes rounds each row of x to int8, scaled so that the row's largest
-magnitude becomes 127. Sums of products are integers, so they are the same on every processor and in
-any order. The few float operations that follow have a fixed order, and each result is rounded to
+magnitude becomes 127. Sums of products are integers, so the sums are exact on every processor and
+in any order. The few float operations that follow have a fixed order, and each result is rounded to
 float32.
 """
 
@@ -20,13 +20,14 @@ from batchinfer.kernels.fp8_blocks import BLOCK, quantize_blocks
 _INT8_MOST = 127.0
 _INT4_MOST = 15
 _STEP = 8  # number of codes that the kernels read together; divides the size of a group
-# Largest number of columns per group. Sums of more products of 255 * 127 could exceed 32 bits.
+# Largest number of columns per group. The sum of more products, each up to 255 * 127, could exceed
+# 32 bits.
 _MOST = 1 << 16
-# Rows whose largest magnitude is not above this number become 0, because the inverses of their
-# scales could overflow.
+# A row becomes 0 if its largest magnitude is at most this number, because the inverse of the row's
+# scale could overflow.
 _SMALLEST = _INT8_MOST * torch.finfo(torch.float32).tiny
 _CLIPS = (1.0, 0.92, 0.84)
-"""Shares of a group's range to try when rounding. Numbers outside the chosen share are clipped."""
+"""Shares of a group's range to try when rounding. Weights outside the chosen share are clipped."""
 _ELEMENTS_AT_ONCE = 1 << 20  # a few float tensors of this size fit into a last-level cache
 
 
@@ -47,14 +48,12 @@ class Int8Weight:
 
     @classmethod
     def joined(cls, weights: Sequence[Int8Weight]) -> Int8Weight:
-        """Concatenate the outputs of ``weights``."""
         return cls(
             torch.cat([weight.codes for weight in weights]),
             torch.cat([weight.scales for weight in weights]),
         )
 
     def dequantized(self) -> torch.Tensor:
-        """Return the weight [out, in] in float32."""
         return self.codes * self.scales[:, None]
 
 
@@ -72,7 +71,7 @@ class GroupedWeight:
     group_size: int
     """Columns per group: a multiple of 8, at most 65,536. The last group may have fewer."""
     order: torch.Tensor | None = None
-    """[in] int32, contiguous: for each column of codes, its column in the weight; None: the same
+    """[in] int32, contiguous: the weight's column for each column of codes; None: the same
     column."""
 
     bits: ClassVar[int]
@@ -93,11 +92,8 @@ class GroupedWeight:
 
     @classmethod
     def joined(cls, weights: Sequence[Self]) -> Self:
-        """Concatenate the outputs of ``weights``.
-
-        Raises:
-            ValueError: their group sizes, tables or orders differ.
-        """
+        """Concatenate the outputs of ``weights``, which must have equal group sizes, tables and
+        orders."""
         sizes = {weight.group_size for weight in weights}
         if len(sizes) > 1:
             raise ValueError(f"weights with groups of {sorted(sizes)} columns cannot be joined")
@@ -111,7 +107,7 @@ class GroupedWeight:
 
     @property
     def by_output(self) -> tuple[str, ...]:
-        """Names of the tensors whose first dimension is the outputs."""
+        """Names of the tensors whose first dimension is the output."""
         return "codes", "scales", "zeros"
 
     @property
@@ -129,7 +125,6 @@ class GroupedWeight:
         return self.scales
 
     def dequantized(self) -> torch.Tensor:
-        """Return the weight [out, in] in float32."""
         width = self.codes.shape[1]
         spread = [
             t.repeat_interleave(self.group_size, 1)[:, :width]
@@ -156,8 +151,8 @@ class Int4Weight(GroupedWeight):
     table: torch.Tensor | None = None
     """[16] int8 number for each code, from -127 to 127; None: the code itself."""
     factors: torch.Tensor | None = None
-    """[out] float32. With factors, there is a table, scales are float8 e4m3fn without NaN, and
-    zeros are 0. None: all 1."""
+    """[out] float32. A weight with factors has a table, float8 e4m3fn scales without NaN, and zeros
+    of 0. None: all 1."""
 
     bits = 4
 
@@ -194,8 +189,6 @@ class Int4Weight(GroupedWeight):
         return self.scales.float() * self.factors[:, None]
 
     def values(self) -> torch.Tensor:
-        """Return the numbers that codes stand for before zero points and scales are applied,
-        [out, in] int16."""
         return super().values() if self.table is None else self.table[self.codes.int()].short()
 
 
@@ -204,7 +197,7 @@ class Float8GroupedWeight:
     """A float8 weight [out, in] with a scale for each output and group of columns:
     ``codes * scales``.
 
-    If several outputs share a scale, it is stored for each of them.
+    If several outputs share a scale, the scale is stored for each output.
     """
 
     codes: torch.Tensor
@@ -242,16 +235,12 @@ class Float8GroupedWeight:
 
     @classmethod
     def rounded(cls, weight: torch.Tensor) -> Float8GroupedWeight:
-        """Quantize a weight [out, in] in blocks of 128 x 128."""
+        """Quantize a weight in blocks of 128 x 128."""
         return cls.of_blocks(*quantize_blocks(weight), (BLOCK, BLOCK))
 
     @classmethod
     def joined(cls, weights: Sequence[Float8GroupedWeight]) -> Float8GroupedWeight:
-        """Concatenate the outputs of ``weights``.
-
-        Raises:
-            ValueError: their group sizes differ.
-        """
+        """Concatenate the outputs of ``weights``, which must have equal group sizes."""
         sizes = {weight.group_size for weight in weights}
         if len(sizes) > 1:
             raise ValueError(f"weights with groups of {sorted(sizes)} columns cannot be joined")
@@ -261,7 +250,8 @@ class Float8GroupedWeight:
         return cls(codes, scales, sizes.pop())
 
     def dequantized(self) -> torch.Tensor:
-        """Return the weight [out, in] in float32. GEMMs with bfloat16 rows round it to bfloat16."""
+        """Return the weight in float32. (GEMMs with bfloat16 rows round the dequantized weight to
+        bfloat16.)"""
         spread = self.scales.repeat_interleave(self.group_size, 1)[:, : self.codes.shape[1]]
         return self.codes.float() * spread
 
@@ -270,7 +260,6 @@ LowBitWeight = Int8Weight | GroupedWeight
 
 
 def can_group(group_size: int) -> bool:
-    """Return true if the kernels support groups of ``group_size`` columns."""
     return group_size % _STEP == 0 and group_size <= _MOST
 
 
@@ -297,7 +286,7 @@ def _round_groups(weight: torch.Tensor, group_size: int) -> tuple[torch.Tensor, 
         inverse, zeros = _grid(low * clip, high * clip)
         exact = values * inverse
         wrong = exact.round().clamp_(-zeros, _INT4_MOST - zeros).sub_(exact).square_()
-        # Sum in float64, so that the choice does not depend on the order of summation.
+        # Sum in float64, so that the chosen share does not depend on the order of summation.
         error = wrong.sum(-1, keepdim=True, dtype=torch.float64)
         error *= (high.double() - low).mul_(clip).square_()
         clips = torch.where(error < least, clip, clips)

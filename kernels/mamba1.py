@@ -18,7 +18,7 @@ class Mamba1Weights:
     decay_rate: torch.Tensor
     """[N, channels], positive."""
     skip: torch.Tensor
-    """[channels] factor by which a value is multiplied before it is added to the output (D)."""
+    """[channels] factor of the values in the output (D)."""
 
 
 def mamba1(

@@ -28,18 +28,15 @@ class Mamba2Weights:
     dt_bias: torch.Tensor
     """[H]"""
     skip: torch.Tensor
-    """[H] factor by which a value is multiplied before it is added to the output (D)."""
+    """[H] factor of the values in the output (D)."""
     norm: torch.Tensor | None
     """[H * P] weight of the gated norm; None: the output is only gated."""
     norm_eps: float
     norm_width: int
-    """Number of elements that are normalized together."""
     gate_first: bool
-    """True if the gate is applied before the norm."""
     num_groups: int
     state_size: int
     dt_limits: tuple[float, float]
-    """Smallest and largest time step."""
 
 
 def mamba2(

@@ -5,8 +5,8 @@ Formula, for every row t and output n:
     out[t, n] = bias[n] + sum_k x[t, k] weight[n, k]      (plus out[t, n] with `adds`)
 
 cuBLAS chooses tiles and split-K based on the number of rows. In this kernel, the launch shape
-depends only on the weight, and a program sums each output from the first k to the last. The price
-is that a tile with few rows takes as long as a full tile.
+depends only on the weight, and a program sums each output from the first k to the last. In return,
+a tile with few rows takes as long as a full tile.
 
 Accumulation: float32, rounded to the dtype of `out` once; float32 inputs are multiplied in full
 float32 (no TF32).
@@ -25,8 +25,7 @@ import triton.language as tl
 from batchinfer.kernels.launch import OPTIONS, check_launchable
 
 _ROW_TILES = 8  # tiles of rows that read the same tile of weights while it is in the L2 cache
-# From this number of outputs on, the wide tiles of 256 rows occupy most of an H100's
-# multiprocessors.
+# From this number of outputs on, wide tiles occupy most of an H100's multiprocessors for 256 rows.
 _MANY_OUTPUTS = 6144
 
 
@@ -42,7 +41,7 @@ class ProductConfig:
 
 
 def product_config(weight: torch.Tensor) -> ProductConfig:
-    """Return the launch shape for a weight [N, K]. It must not depend on the number of rows.
+    """Return the launch shape for a weight [N, K], which must not depend on the number of rows.
 
     A tile has 128 rows, 64 for each of two warp groups. For weights with few outputs, tiles are
     narrow, so that more multiprocessors are busy. float32 tiles are smaller, because tensor cores
@@ -62,7 +61,6 @@ def matmul(
     out: torch.Tensor,  # [M, N], last dimension contiguous
     adds: bool = False,  # add to `out` instead of overwriting it
 ) -> None:
-    """Multiply every row by the weight, and write the result to `out`."""
     check_launchable("matmul", x, weight, bias, out)
     (num_rows, depth), num_outputs = x.shape, len(weight)
     assert weight.shape[1] == depth, "rows and weight differ in width"
@@ -120,8 +118,8 @@ def _matmul_kernel(
     rows = ((first_tile + place % tiles) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     outputs = place // tiles * OUTPUTS_BLOCK + tl.arange(0, OUTPUTS_BLOCK)
 
-    # Rows and outputs past the end read the last row or output again. This needs no mask, because
-    # no sum mixes rows or outputs.
+    # Rows and outputs past the end read the last row or output again. No mask is needed, because no
+    # sum mixes rows or outputs.
     x_ptrs = x_ptr + tl.minimum(rows, num_rows - 1)[:, None] * x_stride
     weight_rows = tl.minimum(outputs, OUTPUTS - 1).to(tl.int64)
     weight_ptrs = weight_ptr + weight_rows[:, None] * weight_stride

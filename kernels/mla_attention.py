@@ -6,9 +6,9 @@ rank + rotary elements, 512 + 64 in DeepSeek's models. The two parts are multipl
 because 576 would be padded to 1024.
 
 The query heads of a token are cut into groups, each as large as the registers allow. A program has
-one row for each head of a group and each of the program's query tokens. Programs for other groups
-read the context again, usually from the L2 cache, because programs for the same piece run at the
-same time. The work lists are the same as for `paged_attention`, with these groups instead of KV
+one row for each head of a group and each of the program's query tokens. Each group's program reads
+the context again, usually from the L2 cache, because programs for the same piece run at the same
+time. The work lists are the same as for `paged_attention`, with groups of query heads instead of KV
 heads.
 
 Sources: DeepSeek-V2 (2024, arXiv:2405.04434, section 2.1). FlashMLA (DeepSeek 2025) also keeps a
@@ -38,13 +38,12 @@ _MERGED_HEADS = 16  # query heads per program that merges pieces, at most
 
 
 def head_tile(num_heads: int, most: int = _MOST_HEADS) -> int:
-    """Return the number of query heads per program: the largest divisor of `num_heads` that is not
-    larger than `most`."""
+    """Return the number of query heads per program: the largest divisor of `num_heads` that is at
+    most `most`."""
     return max(count for count in range(1, most + 1) if num_heads % count == 0)
 
 
 def mla_config(query: torch.Tensor) -> LaunchConfig:
-    """Return the launch shape for queries [T, Hq, D]."""
     rows = padded(head_tile(query.shape[1]))
     if query.element_size() == 4:
         return LaunchConfig(rows, tile=16, num_warps=8, num_stages=1)
@@ -53,7 +52,6 @@ def mla_config(query: torch.Tensor) -> LaunchConfig:
 
 
 def mla_query_tile(query: torch.Tensor) -> int:
-    """Return the query tokens per program, for the argument `tokens` of `plan_chunks`."""
     return mla_config(query).rows // head_tile(query.shape[1])
 
 
@@ -204,9 +202,8 @@ def _attend_latents(
     acc_high = tl.zeros([ROWS, RANK // 2], tl.float32)
     for tile in range(begin, end, TILE):
         tokens = tile + places
-        # Block numbers are clamped here, and scores are masked below. Latents outside the range are
-        # loaded as 0. A weight of 0 is not enough, because a reused slot may hold NaN, and 0 * NaN
-        # is NaN.
+        # Clamp block numbers here, and mask scores below. Load latents outside the range as 0. A
+        # weight of 0 is not enough, because a reused slot may hold NaN, and 0 * NaN is NaN.
         blocks = tl.minimum(tokens, end - 1) // BLOCK_SIZE
         slots = tl.load(table_ptr + blocks).to(tl.int64)
         rows = (slots * slot_units + tokens % BLOCK_SIZE * token_units) * UNIT
@@ -364,7 +361,7 @@ def _mla_chunk_kernel(
     first = tl.load(items_ptr + 2 * tl.program_id(0) + 1)
     query_start = tl.load(query_starts_ptr + sequence)
     query_len = tl.load(query_starts_ptr + sequence + 1) - query_start
-    # Number of tokens that earlier steps computed.
+    # The number of tokens that earlier steps computed.
     computed = tl.load(context_lens_ptr + sequence) - query_len
     rows = tl.arange(0, ROWS)
     live = (rows < TOKENS * GROUP) & (first + rows // GROUP < query_len)

@@ -10,14 +10,14 @@ Layout: `README.md` has shapes and strides. Query head h reads KV head h // (Hq 
 heads of a KV head are adjacent rows of one GEMM.
 
 `decode_attention.py` computes sequences with one query token; `chunk_attention.py` computes
-sequences with several. Both use the loop over the cache in `attention_loop.py`. Every program reads
-the lengths on the device, so a captured launch can be replayed with other lengths if the shapes of
-its tensors stay the same.
+sequences with more query tokens. Both use the loop over the cache in `attention_loop.py`. Every
+program reads the lengths on the device, so a captured launch can be replayed with other lengths if
+the shapes of its tensors stay the same.
 
 Accumulation: scores, running maximum, sum and output are float32. Softmax weights are rounded to
-the query's dtype for the GEMM with V. With a float8 cache, they are rounded to float16, or stay
-float32 if queries are float32 (`README.md`). float32 inputs are multiplied in full float32 (no
-TF32). Exponentials have base 2, with log2(e) multiplied into the scale.
+the query's dtype for the GEMM with V. With a float8 cache, softmax weights are rounded to float16,
+or stay float32 if queries are float32 (`README.md`). float32 inputs are multiplied in full float32
+(no TF32). Exponentials have base 2, with log2(e) multiplied into the scale.
 
 Sources: online softmax as in FlashAttention-2 (Dao 2023, arXiv:2307.08691); pieces of a context as
 in Flash-Decoding (Dao, Haziza, Massa, Sizov 2023); the block table of PagedAttention (Kwon et al.
@@ -58,8 +58,8 @@ def paged_attention(
     """Compute attention into `out`. The cache must already hold this step's keys and values.
 
     Rows of `query` and `out` from query_starts[S] onward are neither read nor written. A sequence
-    may have no query tokens. If a sequence has one query token and a context of 0 tokens, its
-    output is 0.
+    may have no query tokens. The output of a sequence with one query token and a context of 0
+    tokens is 0.
 
     Args:
         query_ends: see `reference.paged_attention`. A sequence with one query token must see its
@@ -89,8 +89,8 @@ def paged_attention(
 
 
 def check_window(planned: int, sliding_window: int, prompt_lens: torch.Tensor | None) -> None:
-    """Check that a work list was made for this window. With `prompt_lens`, it must list whole
-    contexts, because masks hide the positions outside the window."""
+    """Check that a work list was made for this window. With `prompt_lens`, the list must cover
+    whole contexts, because masks hide the positions outside the window."""
     wanted = sliding_window if prompt_lens is None else 0
     assert planned == wanted, "the work list was made for another window"
 

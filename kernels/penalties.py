@@ -9,13 +9,13 @@ For the logit x of a token, in this order, each operation rounded to float32:
 
 Repetition penalty: Keskar et al. 2019, arXiv:1909.05858. The other parameters are defined as in the
 OpenAI API, and the order is the same as in vLLM (v1/sample/sampler.py). The model's logits are not
-changed. The kernel writes float32 values only for edited tokens, and one bit per token that says
-whether the token is edited. To read an edited row, kernels therefore load only an eighth of a byte
-more per logit.
+changed. The kernel writes float32 values only for edited tokens, and a bit for each token that is 1
+if the token is edited. Kernels that read an edited row therefore load only an eighth of a byte more
+per logit.
 
 One program computes one distribution. A token may be listed several times, so all new values are
-computed before any is written. Occurrences are counted first, in the memory that later holds the
-new values.
+computed before the first is written. Before that, occurrences are counted, in the memory that later
+holds the new values.
 """
 
 from typing import NamedTuple
@@ -155,7 +155,7 @@ def _penalties_kernel(
 
 @triton.jit
 def _count(ids_ptr, counts_ptr, values_ptr, first, end, BLOCK: tl.constexpr):
-    """Write how often each id occurs. The memory of the values holds the counters."""
+    """Write how often each id occurs. The counters are in the memory of the values."""
     lanes = tl.arange(0, BLOCK)
     places = values_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
     for start in range(first, end, BLOCK):

@@ -2,10 +2,10 @@
 Attention, Mamba-2 and Mamba-1.
 
 A program keeps some columns of a head's matrix in registers while it computes a sequence's tokens
-one after the other. A sequence's bits therefore depend neither on how it is cut into steps nor on
-other sequences. With a work list (`PagedStates.scan_work`), chunked scans compute the sequences
-that have several tokens in the step. The bits of these sequences depend on where chunks begin: at
-the sequence's first token in the step, and every 64 tokens after it.
+one after the other. A sequence's bits therefore depend neither on how the sequence is cut into
+steps nor on other sequences. With a work list (`PagedStates.scan_work`), chunked scans compute the
+sequences that have more than one token in the step. The bits of these sequences depend on where
+chunks begin: at the sequence's first token in the step, and then every 64 tokens.
 
 References: `gated_delta.py`, `mamba2.py` and `mamba1.py`, with the same arguments.
 """
@@ -154,8 +154,8 @@ def mamba1(
 def _grid(
     states: PagedStates, num_heads: int, width: int
 ) -> tuple[tuple[int, int], dict[str, int]]:
-    """Return the launch grid, with a program for each sequence and each block of a piece's columns,
-    and the kernel's constants."""
+    """Return the kernel's constants and the launch grid, which has a program for each sequence and
+    each block of a piece's columns."""
     places = states.places
     block = min(_MAX_COLUMNS, triton.next_power_of_2(places.columns))
     blocks = triton.cdiv(places.columns, block)
@@ -178,9 +178,8 @@ def _block_of(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ):
-    """Return a program's block of columns: pointers and their mask, both [BLOCK_ROWS,
-    BLOCK_COLUMNS]; and the columns' indices among the columns of all heads and their mask, both
-    [BLOCK_COLUMNS]."""
+    """Return a program's block of columns: pointers and a mask [BLOCK_ROWS, BLOCK_COLUMNS]; and the
+    indices of the columns, among the columns of all heads, and a mask [BLOCK_COLUMNS]."""
     blocks_of_piece: tl.constexpr = (COLUMNS + BLOCK_COLUMNS - 1) // BLOCK_COLUMNS
     piece = tl.program_id(1) // blocks_of_piece
     slot = tl.load(tables_ptr + sequence * table_stride + (first + piece) // PER_SLOT).to(tl.int64)

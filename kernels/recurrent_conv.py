@@ -29,7 +29,7 @@ def recurrent_conv(
 ) -> torch.Tensor:
     """Return the convolution [T, C] of packed sequences, and update their states.
 
-    Rows of padding tokens, which belong to no sequence, are undefined.
+    The rows of padding tokens are undefined.
 
     Args:
         silu: true to apply SiLU to the result.
@@ -225,6 +225,6 @@ def _update_kernel(
         if at >= start:
             new = input_ptr + at.to(tl.int64) * input_stride + channels
             x = tl.load(new, mask=mask, other=0.0).to(tl.float32)
-        elif at >= oldest:  # the input moves to an earlier row, which was read already
+        elif at >= oldest:  # the input moves to an earlier row, which was already read
             x = tl.load(state + (at - start + CONV_WIDTH - 1) * CHANNELS, mask=mask, other=0.0)
         tl.store(state + row * CHANNELS, x, mask=mask)

@@ -1,4 +1,4 @@
-"""Describes recurrent states in pool slots to kernels, and reads and writes them in torch for the
+"""Describes recurrent states in pool slots to kernels, and reads and writes states in torch for the
 reference kernels."""
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StatePlaces:
-    """Where one layer's state is within the slots of a sequence's state.
+    """The place of one layer's state within the slots of a sequence's state.
 
     A head's matrix [key width, value width] is cut by columns into pieces [key width, columns]. The
     last inputs of the convolution are cut by channels into pieces [conv_width - 1, channels]. Piece
@@ -39,7 +39,7 @@ class StatePlaces:
 class PagedStates:
     """States of one layer for the packed sequences of a step, which have T tokens in total.
 
-    If a sequence's context has only the step's tokens, its state starts from zeros.
+    The state of a sequence whose context has only the step's tokens starts from zeros.
     """
 
     slots: torch.Tensor
@@ -55,7 +55,8 @@ class PagedStates:
     """Sequences to compute in chunks on a CUDA device; None: compute token by token."""
 
     def sequences(self) -> list[tuple[list[int], slice, bool]]:
-        """Return each sequence's slots, its packed tokens, and whether it starts from zeros."""
+        """Return each sequence's slots, its packed tokens, and True if its state starts from
+        zeros."""
         starts, lens = self.query_starts.tolist(), self.context_lens.tolist()
         return [
             (table, slice(starts[at], starts[at + 1]), lens[at] == starts[at + 1] - starts[at])
@@ -89,11 +90,7 @@ class PagedStates:
         zeros: bool,
     ) -> torch.Tensor:
         """Convolve a sequence's tokens, preceded by the inputs in its state, and store the last
-        inputs.
-
-        Returns:
-            [tokens, channels] float64.
-        """
+        inputs. Return [tokens, channels] float64."""
         conv_width, num_channels = weight.shape
         pieces = self._conv_pieces(table, conv_width, num_channels)
         past = torch.stack(pieces).double().view(len(pieces), -1, self.places.channels)

@@ -1,6 +1,6 @@
 """Reference implementations of the kernels in plain torch, which define the correct results.
 
-They are simple instead of fast: they loop over sequences and compute in float64. They run on any
+The references are simple instead of fast: they loop over sequences and compute in float64, on any
 device. Like the kernels, they never read stale slots or table entries after a sequence's last
 block.
 """
@@ -30,9 +30,9 @@ def paged_attention(
     """Compute causal attention over a paged KV cache, one sequence after the other.
 
     Args:
-        query_ends: one past the last position that each query token sees. It is larger than the
+        query_ends: one past the last position that each query token sees. An end is larger than the
             token's own position, at most the sequence's context length, and never smaller than the
-            end of the previous token. None: each token sees up to itself.
+            previous token's end. None: attention is causal.
         prompt_lens: number of leading positions of each sequence that the window does not hide.
     """
     starts = query_starts.tolist()
@@ -65,7 +65,6 @@ def gather(
     table: torch.Tensor,  # [max_blocks]
     positions: torch.Tensor,  # [K]
 ) -> torch.Tensor:  # [K, Hkv, D]
-    """Return the cached keys or values of one sequence at these positions."""
     block_size = cache.shape[2]
     slots = table[positions // block_size].long()
     return cache[slots, :, positions % block_size]
@@ -78,8 +77,8 @@ def visible(
     ends: torch.Tensor | None = None,  # [Q]
     prompt_len: int = 0,
 ) -> torch.Tensor:  # [Q, K] bool
-    """Return the mask of causal attention: position p sees [0, p], or (p - w, p] with a window
-    w. With ``ends``, it instead sees all positions before its own end. The window does not hide the
+    """Return the mask of causal attention: position p sees [0, p], or (p - w, p] with a window w.
+    With ``ends``, position p sees all positions before its own end. The window does not hide the
     first ``prompt_len`` positions."""
     distance = positions[:, None] - key_positions[None, :]
     mask = distance >= 0 if ends is None else key_positions[None, :] < ends[:, None]
@@ -151,8 +150,8 @@ def unpack_block_tables(
 
 
 def stored(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Convert values to the cache's dtype. Clamp to the range of float8, because old versions of
-    torch do not saturate."""
+    """Convert values to the cache's dtype. float8 values are clamped, because old versions of torch
+    do not saturate."""
     if dtype == FP8:
         x = x.clamp(-448.0, 448.0)
     return x.to(dtype)
@@ -162,7 +161,6 @@ def block_copy(
     pool: torch.Tensor,  # [num_slots, slot_elems]
     pairs: torch.Tensor,  # [C, 2]
 ) -> None:
-    """Copy each pair's source slot to its destination slot."""
     sources, destinations = pairs.long().unbind(dim=1)
     pool[destinations] = pool[sources]
 
@@ -196,7 +194,6 @@ def sigmoid_mul(
     x: torch.Tensor,  # [T, H, D]
     gate: torch.Tensor,  # [T, H, D]
 ) -> None:
-    """Compute ``x *= sigmoid(gate)``."""
     x.copy_(x.double() * gate.double().sigmoid())
 
 
@@ -269,7 +266,7 @@ def lora_shrink(
     lowered: torch.Tensor,  # [P, N, R] float32
 ) -> None:
     """Multiply each row by its adapter's first factor. Write the product to the first piece of
-    `lowered`, and zeros to the others."""
+    `lowered`, and zeros to the other pieces."""
     for factor, start, stop in zip(down, starts[:-1].tolist(), starts[1:].tolist(), strict=False):
         lowered[:, start:stop] = 0
         lowered[0, start:stop] = (x[rows[start:stop]].double() @ factor.double().T).float()
@@ -312,7 +309,6 @@ def quantize_groups(
     codes: torch.Tensor,  # [T, K] float8
     scales: torch.Tensor,  # [G, T] float32
 ) -> None:
-    """Quantize rows: write their float8 codes and the scales of their groups of 128 columns."""
     for group in range(num_blocks(x.shape[1])):
         columns = slice(group * BLOCK, (group + 1) * BLOCK)
         numbers = x[:, columns].float()

@@ -22,7 +22,6 @@ def rms_norm(
     offset: float = 0.0,
     out: torch.Tensor,  # [N, W], contiguous
 ) -> None:
-    """Normalize every row of `x`, and write the result to `out`."""
     check_launchable("rms_norm", x, weight, out)
     num_rows, width = x.shape
     if num_rows == 0:

@@ -142,8 +142,8 @@ def _rotary_write_kernel(
         y *= inverse * (OFFSET + tl.where(is_query, q_norm, k_norm))
     turned = x * cos + tl.where(is_low, -y, y) * sin
 
-    # All elements must be read before any is written. Other programs do not access this token's
-    # elements, so a barrier within the program is enough.
+    # All elements must be read before the first is written. A barrier within the program is enough,
+    # because other programs do not access this token's elements.
     tl.debug_barrier()
     tl.store(qkv_ptr + starts + columns, turned, mask=mask & is_query)
     if destination < 0:

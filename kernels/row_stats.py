@@ -7,8 +7,8 @@ Formula, for every row x:
 
 computed in float32 with an online softmax (Milakov & Gimelshein 2018, arXiv:1805.02867). Every lane
 of a program has its own maximum and sum, which are merged at the end. One program reads one row, so
-a row's bits do not depend on other rows. If a row has NaN or +inf, or only -inf, its maximum is not
-finite, and its other statistics are undefined.
+a row's bits do not depend on other rows. If a row has NaN or +inf, or only -inf, the row's maximum
+is not finite, and its other statistics are undefined.
 """
 
 import torch
@@ -79,9 +79,9 @@ def add_logits(
     best_at,  # [...] int32
     total,  # [...] float32, 0 in the first call
 ):
-    """Add a logit to each lane: update its maximum, the maximum's column, and its sum."""
+    """Add a logit to each lane: update the lane's maximum, the maximum's column, and the sum."""
     # Compute exp(-|x - old maximum|) without -inf - -inf, which is NaN. If x is the new maximum,
-    # this factor scales the old sum; otherwise it is the term of x.
+    # this factor scales the old sum; otherwise, the factor is the term of x.
     seen = tl.where(x == float("-inf"), 0.0, x)
     factor = tl.exp(-tl.abs(seen - tl.where(best == float("-inf"), seen, best)))
     factor = tl.where(x == float("-inf"), 0.0, factor)
@@ -93,7 +93,8 @@ def add_logits(
 
 @triton.jit
 def merge_lanes(best, best_at, total, WIDTH: tl.constexpr):
-    """Merge the lanes. Return the row's maximum, its log-probability and its first column."""
+    """Merge the lanes. Return the row's maximum, the maximum's log-probability and its first
+    column."""
     maximum = tl.max(best)
     at = tl.min(tl.where(best == maximum, best_at, WIDTH))
     total = tl.sum(total * tl.exp(best - maximum))

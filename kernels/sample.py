@@ -8,13 +8,13 @@ One program computes one distribution (a row of logits, and parameters that its 
 3. one draw per sample reads one tile.
 
 With 16-bit logits, the two passes read 4 bytes per logit; greedy rows need only the first pass. For
-flat rows, whose last kept token was not among the candidates, a second launch continues the search.
+flat rows, whose last kept token is not among the candidates, a second launch continues the search.
 Weights are integers, so their sums are exact in any order, and no bit depends on other rows.
 
 A draw returns the first token, by id, whose cumulative weight exceeds floor(u times the sum of kept
-weights). The sums of tiles show which tile has this token. u is 24 random bits from Philox-4x32-10
-(Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"), divided by 2^24. The seed is
-the key, and (stream, sample index, position) is the counter.
+weights). The tile that contains this token is found from the sums of tiles. u is 24 random bits
+from Philox-4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"), divided by
+2^24. The seed is the key, and (stream, sample index, position) is the counter.
 """
 
 from typing import NamedTuple
@@ -48,8 +48,9 @@ tokens."""
 
 # Fuse only explicit fused multiply-adds, so that tokens are the same as on a CPU.
 _OPTIONS = {"enable_fp_fusion": False}
-# Programs that continue the search, or that read edited logits, have fewer warps, because each
-# thread needs more registers. With edited logits, programs process half as many logits at a time.
+# Programs that continue the search, or that read edited logits, have fewer warps, because their
+# threads need more registers. Programs that read edited logits process half as many logits at a
+# time.
 _WARPS, _FEWER_WARPS = 16, 8
 _LOGITS_AT_A_TIME = 4096
 _SUMS_AT_A_TIME = tl.constexpr(1024)
@@ -67,8 +68,8 @@ class Distributions(NamedTuple):
 
 
 class Draws(NamedTuple):
-    """The samples of each distribution, and the values that determine their random numbers. Kernels
-    take these tensors as one argument."""
+    """The samples of each distribution, and the values that determine the samples' random numbers.
+    Kernels take these tensors as one argument."""
 
     starts: torch.Tensor  # [D + 1] int32
     samples: torch.Tensor  # [k] int32
@@ -123,7 +124,7 @@ def sample(
     logprobs: torch.Tensor,  # [K] float32, computed from the model's logits; 0 after a failure
     failures: torch.Tensor,  # [K] int32: 0, NONFINITE or NO_TOKEN_LEFT
 ) -> None:
-    """Draw the samples that `samples` lists, and write the statistics of the rows in `rows`."""
+    """Draw the samples in `samples`, and write the statistics of the rows in `rows`."""
     check_launchable("sample", logits, rows, samples, token_ids)
     num_distributions, vocab = len(rows), logits.shape[1]
     if num_distributions == 0:
@@ -175,7 +176,7 @@ def tile_width(dtype: torch.dtype) -> int:
 
 def _readable(logits: torch.Tensor) -> int:
     """Return the number of elements of a row that may be read: a multiple of 16 if rows are padded
-    to it in memory, else the vocabulary size."""
+    to a multiple of 16 in memory, else the vocabulary size."""
     whole = -(-logits.shape[1] // 16) * 16
     padded = logits.stride(0) % 16 == 0 and logits.stride(0) >= whole
     end = logits.storage_offset() + (len(logits) - 1) * logits.stride(0) + whole
@@ -190,8 +191,8 @@ def _unused_bits(dtype: torch.dtype) -> int:
 
 @triton.jit
 def _scale_of(distribution, top, draws, distributions):
-    # Use at least 1e-30. Lower temperatures have the same effect, but their reciprocals may be
-    # infinite.
+    # Use a temperature of at least 1e-30. Lower temperatures have the same effect, but their
+    # reciprocals may be infinite.
     temperature = tl.load(distributions.temperature + distribution)
     temperature = tl.where(draws, tl.maximum(temperature, 1e-30), 1.0)
     inverse = tl.div_rn(tl.full([], 1.0, tl.float32), temperature)
@@ -271,7 +272,7 @@ def _draw(row, scale, cut, last, bits, tile_sums_ptr, shape):
     every = tl.full([], 0, tl.int64)
     for start in range(0, num_tiles, _SUMS_AT_A_TIME):
         in_range = start + lanes < num_tiles
-        # Bypass the L1 cache, because atomic additions do not update it.
+        # Bypass the L1 cache, which atomic additions do not update.
         every += tl.sum(
             tl.load(tile_sums_ptr + start + lanes, mask=in_range, other=0, cache_modifier=".cg")
         )

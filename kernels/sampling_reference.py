@@ -78,7 +78,7 @@ def _failure(raw: torch.Tensor, x: torch.Tensor) -> int:
 
 
 def _fma(a: torch.Tensor, b: torch.Tensor | float, c: torch.Tensor | float) -> torch.Tensor:
-    """Return float32 a * b + c. It is rounded once, except in about one of 2^29 cases."""
+    """Return float32 a * b + c, rounded once, except in about one of 2^29 cases."""
     factor = b.double() if isinstance(b, torch.Tensor) else float(torch.tensor(b))
     term = c.double() if isinstance(c, torch.Tensor) else float(torch.tensor(c))
     return (a.double() * factor + term).float()
@@ -142,7 +142,6 @@ def apply_penalties(
     presence: torch.Tensor,  # [D] float32
     frequency: torch.Tensor,  # [D] float32
 ) -> EditedLogits:
-    """Apply biases, allowed tokens and penalties token by token."""
     vocab = logits.shape[1]
     words = torch.zeros(len(rows), math.ceil(vocab / 32), dtype=torch.int64)
     values = torch.full((len(rows), vocab), torch.nan)
@@ -181,7 +180,6 @@ def apply_token_bitmask(
     rows: torch.Tensor,  # [M] int32
     masks: torch.Tensor,  # [M, words] int32, bit i % 32 of word i // 32: token i is allowed
 ) -> None:
-    """Set the logits of forbidden tokens to -inf."""
     for row, mask in zip(rows.tolist(), masks.tolist(), strict=True):
         for token in range(logits.shape[1]):
             if token // 32 >= len(mask) or not mask[token // 32] >> (token % 32) & 1:

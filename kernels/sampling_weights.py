@@ -1,14 +1,14 @@
 """Loads rows of logits for sampling, and computes their sort keys and integer weights.
 
-A tile has `WIDTH` adjacent logits, which a warp loads at once, so that sums over a tile need only
-one warp. A program reads `SEGMENTS` tiles at a time, as [SEGMENTS, WIDTH].
+A tile has `WIDTH` adjacent logits, which one warp loads at once and sums. A program reads
+`SEGMENTS` tiles at a time, as [SEGMENTS, WIDTH].
 
 The weight of a logit x, in a row with largest logit m, at temperature t:
 
     w(x) = floor(2^40 exp((x - m) / t)), or 0 where exp((x - m) / t) < min_p
 
-The division is rounded as in IEEE 754: x - m is multiplied by the rounded reciprocal of t, and the
-result is corrected once (Markstein 1990, IBM Journal of Research and Development 34:1). exp is the
+The quotient is rounded as in IEEE 754: x - m is multiplied by the rounded reciprocal of t, and the
+product is corrected once (Markstein 1990, IBM Journal of Research and Development 34:1). exp is the
 polynomial of `cpu/element_types.h`, with the fused multiply-adds that C compilers use, so that
 equal logits have the same weights on a CPU.
 """
@@ -44,7 +44,7 @@ def load_logits(row, columns, shape):
     """Return the model's logits and the edited logits in float32; -inf outside the row.
 
     A row is a tuple: logits [VOCAB]; edited logits [VOCAB] float32, or None; a bit for each token,
-    set if it is edited, [VOCAB / 32] int32, or None; true if tokens that are not edited are
+    set if the token is edited, [VOCAB / 32] int32, or None; true if tokens that are not edited are
     forbidden.
     """
     logits_ptr, values_ptr, present_ptr, restricted = row
@@ -72,7 +72,8 @@ def sort_keys(x, SHIFT: tl.constexpr):
 def weigh(x, scale):
     """Return int64 weights; `scale` is (largest logit, temperature, 1 / temperature, min_p)."""
     top, temperature, inverse, min_p = scale
-    # Clamp the distance: logits further below have weight 0 anyway, and -inf would become NaN.
+    # Clamp the distance, because -inf would become NaN. Logits at a larger distance have weight 0
+    # anyway.
     distance = tl.maximum(x - top, -88.0 * temperature)
     y = distance * inverse
     y = tl.fma(tl.fma(-y, temperature + 0.0 * y, distance), inverse + 0.0 * y, y)
@@ -101,8 +102,8 @@ def is_kept(keys, columns, cut, last):
 
 @triton.jit
 def last_reaching(keys, measures, goal, low, high):
-    """Return the largest key in [low, high] such that the measures of all tokens with this key or
-    larger keys add up to at least `goal`. The caller ensures that `low` is such a key."""
+    """Return the largest key in [low, high] for which the measures of all tokens with this key or
+    larger keys add up to at least `goal`. The key `low` must meet this condition."""
     while low < high:
         middle = (low.to(tl.int64) + (high.to(tl.int64) - low + 1) // 2).to(tl.int32)
         reached = tl.sum(tl.where(keys >= middle, measures, tl.zeros_like(measures))) >= goal

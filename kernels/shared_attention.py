@@ -29,10 +29,10 @@ from batchinfer.kernels.split_kv import store_partials
 def shared_config(heads: Heads) -> LaunchConfig:
     """Return the launch shape: 64 rows, unless the heads of one token need more.
 
-    If few sequences share a piece, most of the 64 rows are padding, but attending to the piece then
-    takes little more time than reading it. If many sequences share it, each tile of rows reads the
-    piece from the L2 cache. The sums of wide heads and the conversion of float8 take many
-    registers, so for these, tiles of tokens are short, and only one tile is fetched ahead.
+    If few sequences share a piece, most of the 64 rows are padding, but attending to the piece
+    takes little more time than reading it. If many sequences share a piece, each tile of rows reads
+    the piece from the L2 cache. Wide heads and float8 caches take many registers, so their tiles of
+    tokens are short, and only one tile is fetched ahead.
     """
     rows, fp8 = shared_rows(heads.group), heads.cache_bytes == 1
     if heads.query_bytes == 4:
@@ -48,12 +48,7 @@ _UNUSED = {"context_lens_ptr", "out_ptr", "out_strides", "sinks_ptr", "prompt_le
 
 
 def attend_shared(shared: dict[str, Any], heads: Heads, work: DecodeWork, launch: int) -> None:
-    """Compute the partial states of shared pieces.
-
-    Args:
-        shared: from `shared_arguments`.
-        launch: index of this launch among those that use the work list.
-    """
+    """Compute the partial states of shared pieces."""
     config = shared_config(heads)
     num_programs = num_persistent(work.items.device, len(work.items) * shared["NUM_KV_HEADS"])
     _shared_kernel[(num_programs,)](
@@ -86,7 +81,8 @@ def _sequences_of_tile(
     SEQUENCES: tl.constexpr,  # sequences per tile, at most
     ROWS: tl.constexpr,
 ):  # number of sequences in the tile
-    # Count the sequences before the first one that does not share the piece with its predecessor.
+    # Count the sequences before the first sequence that does not share the piece with its
+    # predecessor.
     after = tl.arange(0, ROWS)
     places = place + after
     shared = tl.load(decode_shared_ptr + places, mask=places < num_sequences, other=0)
@@ -156,7 +152,7 @@ def _shared_kernel(
             cache, kv_head, table_ptr + table_row * table_stride, scales, cap, None, TILE, False,
         )  # fmt: skip
         # Load the sequences again, as int32, to save registers. (Offsets in the workspace fit into
-        # int32.) Because of the clamping, Triton cannot reuse the load above.
+        # int32.) The clamping prevents Triton from reusing the earlier load.
         places = tl.minimum(place + rows // GROUP, num_sequences - 1)
         sequences = tl.load(order_ptr + places)
         at = (sequences * (NUM_KV_HEADS * GROUP) + heads) * max_pieces + piece

@@ -21,7 +21,6 @@ def silu_mul(
     *,
     out: torch.Tensor,  # [N, W], contiguous
 ) -> None:
-    """Write silu(gate) * up to `out` for every row."""
     check_launchable("silu_mul", gate_up, out)
     num_rows, width = out.shape
     if num_rows == 0:

@@ -1,7 +1,7 @@
 """Cuts contexts into pieces, and merges the results of pieces (split-KV, as in Flash-Decoding).
 
 The result of a piece is the state (m, l, o) of each row: the maximum score, the sum of weights, and
-the output before it is divided by that sum (`README.md`, "Merging pieces").
+the output before the division by that sum (`README.md`, "Merging pieces").
 """
 
 from typing import NamedTuple
@@ -57,7 +57,7 @@ def merge_partials(
 
     Args:
         piece: tokens per piece.
-        head_groups: number of programs per sequence; each merges an equal number of heads.
+        head_groups: number of programs per sequence, each of which merges an equal number of heads.
         aligned: true if contexts were cut by `aligned_pieces` instead of `pieces`.
     """
     num_heads, width = out.shape[1:]
@@ -93,7 +93,7 @@ def pieces(
 
     The first piece begins at a multiple of 128, which every tile size divides. Pieces have PIECE
     tokens, or a multiple of PIECE if max_pieces pieces would not reach the end. There is always at
-    least one piece, even if it is empty, because computing a piece writes the output.
+    least one piece, perhaps empty, because computing a piece writes the output.
     """
     begin = context_len * 0 if window is None else tl.maximum(context_len - window, 0)
     first = begin // 128 * 128
@@ -109,8 +109,8 @@ def aligned_pieces(
     end,  # [...] one past the last position
     PIECE: tl.constexpr,
 ):
-    """Return the index of the first piece, counted from position 0, and the number of pieces, which
-    is at least 1."""
+    """Return the index of the first piece, counted from position 0, and the number of pieces (at
+    least 1)."""
     first = begin // PIECE
     return first, tl.maximum(tl.cdiv(end, PIECE) - first, 1)
 

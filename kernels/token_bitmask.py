@@ -1,6 +1,6 @@
 """Sets the logits of tokens that a grammar's bitmask forbids to -inf.
 
-The kernel reads one bit per token. It neither reads nor writes the logits of allowed tokens.
+The kernel reads one bit per token, and neither reads nor writes the logits of allowed tokens.
 """
 
 import torch

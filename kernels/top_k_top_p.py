@@ -1,8 +1,8 @@
 """Finds the tokens that top-k and top-p keep, exactly and without sorting the row.
 
 Tokens have a total order: larger logits first, equal logits by ascending id (-0 equals 0). Both
-filters keep a prefix of this order, which the key and id of its last token describe. Top-k keeps k
-tokens. Top-p (Holtzman et al. 2020, arXiv:1904.09751) keeps the shortest prefix with
+filters keep a prefix of this order. The key and id of the prefix's last token identify it. Top-k
+keeps k tokens. Top-p (Holtzman et al. 2020, arXiv:1904.09751) keeps the shortest prefix with
 
     float64(mass of the prefix) >= float64(top_p) float64(mass after top-k)
 
@@ -10,14 +10,14 @@ Masses are sums of integer weights, so that ties and sums are the same as on a C
 
 A pass over the row sums the weights above an interval of keys, and stores the tokens inside the
 interval (the candidates). If the prefix ends in the interval and all candidates fit into memory,
-bisection finds its end among them. Every lane of the program keeps the maximum of the logits that
-it has read. The first interval contains the k largest of these maxima (1,024 for top-p alone), and
-therefore at least k tokens. One pass is enough unless the row is flat.
+bisection finds the prefix's end among the candidates. Every lane of the program keeps the maximum
+of the logits that it has read. The first interval contains the k largest of these maxima (1,024 for
+top-p alone), and therefore at least k tokens. One pass is enough unless the row is flat.
 
-For flat rows, `search_last_kept` continues. It estimates where the prefix ends from a sample, which
-is one tile per segment. Another pass stores the tokens of a smaller interval around this estimate.
-If estimates fail too often, the interval is halved instead, down to a single key whose tokens are
-counted in the order of their ids. Most flat rows need one such pass, and none needs more than 32.
+For flat rows, `search_last_kept` continues. From a sample of one tile per segment, it estimates
+where the prefix ends. Another pass stores the tokens of a smaller interval around this estimate. If
+estimates fail too often, the interval is halved instead, down to a single key whose tokens are
+counted in the order of their ids. Most flat rows need one more pass, and none needs more than 32.
 
 Related work: the pivots of RTop-K and Qrita (Park et al. 2026, arXiv:2602.01518; vLLM,
 vllm/v1/sample/ops/topk_topp_triton.py), and FlashInfer's rejection sampling
@@ -40,8 +40,8 @@ from batchinfer.kernels.sampling_weights import (
 )
 
 _FIRST_TOKENS: tl.constexpr = tl.constexpr(1024)
-# Margin on both sides of an estimate, as a share of the kept mass: about the standard deviation of
-# the estimate. With a larger margin, the interval would have more candidates than can be stored.
+# Margin on both sides of an estimate, as a share of the kept mass: about the estimate's standard
+# deviation. With a larger margin, the interval would have more candidates than can be stored.
 _MARGIN: tl.constexpr = tl.constexpr(1 / 200)
 _PASSES_BY_SAMPLE: tl.constexpr = tl.constexpr(5)
 # Only one program at a time fits on a multiprocessor, so it must have several loads in flight.
@@ -70,8 +70,8 @@ def add_up(
     STAGES: tl.constexpr = 1,  # number of loads in flight
 ):
     """Make one pass over the row. Return the number of tokens above the interval; each segment's
-    number of tokens inside it; and the sums of the weights above the interval, inside it, and of
-    all kept tokens."""
+    number of tokens inside the interval; and three sums of weights: above the interval, inside the
+    interval, and of all kept tokens."""
     segments = tl.arange(0, shape.SEGMENTS)
     tokens_above = tl.zeros([shape.SEGMENTS], tl.int32)
     num_candidates = tl.zeros([shape.SEGMENTS], tl.int32)
@@ -122,12 +122,11 @@ def goal_of_share(share, every):
 
 @triton.jit
 def first_low(keys, top_key, k):
-    """Return the first key of the first interval, such that the interval has at least `k` tokens
-    (or all tokens).
+    """Return the first key of the first interval, so that this interval has at least `k` tokens (or
+    all).
 
     Args:
         keys: keys of the lanes' maxima.
-        top_key: the largest key.
         k: number of tokens that top-k keeps; 0 without top-k.
     """
     most = tl.where(k > 0, k, _FIRST_TOKENS).to(tl.int64)
@@ -182,8 +181,9 @@ def find_in_one_pass(
     candidates,  # Candidates; on return, `tile_sums` holds each tile's sum of kept weights
     shape,  # RowShape
 ):
-    """Return the key and the id of the last token that remains after top-k and then top-p; whether
-    it was found; the total weight of the tokens inside the interval; and that of all tokens."""
+    """Return the key and the id of the last token that remains after top-k and then top-p; true if
+    this token was found; the total weight of the tokens inside the interval; and the total weight
+    of all tokens."""
     lowest, every_id = tl.full([], LOWEST_KEY, tl.int32), tl.full([], shape.VOCAB, tl.int32)
     cut, last = lowest, every_id
     filtered = (k > 0) | (top_p < 1.0)
@@ -234,8 +234,7 @@ def _times(each, goal):
 
 @triton.jit
 def _nth_of_key(row, key, n, shape):
-    """Make a pass over the row, and return the id of its n-th token with this key, counting from
-    1."""
+    """Make a pass over the row, and return the id of its n-th token with this key (n from 1)."""
     at = tl.full([], shape.VOCAB, tl.int32)
     lanes = tl.arange(0, shape.SEGMENTS)[:, None] * shape.WIDTH + tl.arange(0, shape.WIDTH)[None]
     for start in range(0, shape.VOCAB, shape.SEGMENTS * shape.WIDTH):
@@ -301,8 +300,8 @@ def search_last_kept(
     summed = k < 0
     for by_mass in range(0, 2):
         searching = (by_mass == 1) | (k > 0)
-        # The first interval had too many candidates or, for top-p alone, did not contain the end of
-        # the prefix.
+        # The first interval had too many candidates or, with top-p alone, did not contain the
+        # prefix's end.
         floor, ceiling, passes = first_low, top_key, tl.full([], 0, tl.int32)
         goal, measured = k.to(tl.int64), tl.full([], shape.VOCAB, tl.int64)
         known, known_above = top_key, tl.full([], 0, tl.int64)
@@ -315,9 +314,9 @@ def search_last_kept(
                 floor, ceiling = lowest, first_low - 1
                 known, known_above = ceiling, inside
         while searching:
-            # Add 0 to the addresses, in a way that the compiler cannot see through. Otherwise it
-            # would keep the constant addresses in registers through all passes, and there are too
-            # few registers.
+            # Add 0 to the addresses, in a way that the compiler cannot see through. The compiler
+            # would otherwise keep the constant addresses in registers through all passes, and there
+            # are too few registers.
             nothing = tl.minimum(passes, 0)
             here = Candidates(
                 candidates.tile_sums, candidates.logits + nothing, candidates.ids + nothing

@@ -22,7 +22,6 @@ def unpack_block_tables(
     shape: torch.Tensor,  # [2] int32: count <= S, width <= max_blocks
     tables: torch.Tensor,  # [G, S, max_blocks] int32, last dimension contiguous
 ) -> None:
-    """Copy the block numbers of `count` sequences of each group to `tables`."""
     check_launchable("unpack_block_tables", packed, shape, tables)
     groups, sequences, max_blocks = tables.shape
     if tables.numel() == 0:

@@ -36,7 +36,7 @@ def causal_conv(
     """Run packed sequences through a layer and update their states in place.
 
     Tensors are float32 or bfloat16; sums are float32. A sequence's bits depend only on its own
-    tokens, not on how they are cut into steps.
+    tokens, not on how the tokens are divided into steps.
     """
     factors = before, after
     assert all(one is None or one.stride() == inputs.stride() for one in factors)

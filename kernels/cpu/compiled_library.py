@@ -1,7 +1,7 @@
 """Compiles the C kernels in this folder to a shared library on first use, and loads it.
 
-This needs a C compiler (``$CC``, or else ``cc``). The library is cached for each combination of
-source, flags, compiler and processor.
+Compiling needs a C compiler (``$CC``, or else ``cc``). The library is cached for each combination
+of source, flags, compiler and processor.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ _X86, _ARM = ("-march=native", "-mprefer-vector-width=512"), ("-mcpu=native",)
 _FOR_THIS_PROCESSOR = {"x86_64": _X86, "AMD64": _X86, "aarch64": _ARM, "arm64": _ARM}
 
 _MOST_SECONDS = 600
-"""Time limit for the compiler, in seconds. It is long, because compiling can take minutes on a busy
-machine, and because after a timeout, torch operations run instead, which give other bits."""
+"""Time limit for the compiler, in seconds. The limit is high, because compiling can take minutes on
+a busy machine. After a timeout, torch operations would run instead and give other bits."""
 
 _why_not = ""
 
@@ -72,13 +72,12 @@ def load() -> ctypes.CDLL | None:
 
 
 def why_not() -> str:
-    """Return why ``load`` returns None, or "" if it returns a library."""
+    """Return why ``load`` returns None, or "" after a success."""
     load()
     return _why_not
 
 
 def source_digest() -> str:
-    """Return the SHA-256 hash of the kernels' source code, in hex."""
     return hashlib.sha256(b"|".join(_source())).hexdigest()
 
 
@@ -93,14 +92,14 @@ _KERNELS = 1, 0  # TILES and VECTORS of arguments.h, the fastest first
 def kernels_of(library: ctypes.CDLL | None, operation: str, dtype: torch.dtype) -> dict[str, int]:
     """Return the available kernels of an operation ("gemm" or "attend"), the fastest first.
 
-    The keys are the names of the instructions that kernels use; the values are the kernels' numbers
-    in C. Kernels with equal names give equal bits.
+    The keys are the names of the kernels' instruction sets; the values are the kernels' numbers in
+    C. Kernels with equal names give equal bits.
     """
     return kernels_by_suffix(library, operation, _OTHER_SUFFIX.get(dtype) or SUFFIX[dtype])
 
 
 def kernels_by_suffix(library: ctypes.CDLL | None, operation: str, suffix: str) -> dict[str, int]:
-    """Do the same as ``kernels_of``, for a suffix of C function names instead of a dtype."""
+    """Like ``kernels_of``, for a suffix of C function names instead of a dtype."""
     function = getattr(library, f"{operation}_instructions_{suffix}")
     function.restype = ctypes.c_char_p
     names = ((function(kernel), kernel) for kernel in _KERNELS)
@@ -108,11 +107,7 @@ def kernels_by_suffix(library: ctypes.CDLL | None, operation: str, suffix: str) 
 
 
 def chosen(kernels: dict[str, int], instructions: str | None) -> int:
-    """Return the number of the kernel for ``instructions``, or of the fastest kernel if None.
-
-    Raises:
-        ValueError: the instructions are not available.
-    """
+    """Return the number of the kernel for ``instructions``, or of the fastest kernel if None."""
     if instructions is None:
         return next(iter(kernels.values()))
     if instructions not in kernels:

@@ -40,7 +40,7 @@ class LayerArgs(ctypes.Structure):
 
 
 class StepArgs(ctypes.Structure):
-    """Arguments of a step. The C function copies them into the arguments of every layer."""
+    """The C function copies these arguments of a step into the arguments of every layer."""
 
     _fields_ = (
         *((name, POINTER) for name in ("hidden", "cos", "sin", "slot_mapping", "block_tables")),
@@ -57,7 +57,6 @@ def supports(dtype: torch.dtype) -> bool:
 
 
 def array_of_layers(layers: Sequence[LayerArgs]) -> ctypes.Array[LayerArgs]:
-    """Copy layers to an array that can be passed to ``decoder_layers``."""
     return (LayerArgs * len(layers))(*layers)
 
 
@@ -69,7 +68,7 @@ def array_of_steps(steps: Sequence[StepArgs]) -> ctypes.Array[Any]:
 def decoder_layers(
     layers: ctypes.Array[LayerArgs], steps: ctypes.Array[Any], dtype: torch.dtype
 ) -> None:
-    """Run layers one after the other, each with the step arguments at the same index. All tensors
+    """Run layers one after the other. The step arguments for layer i are ``steps[i]``. All tensors
     have ``dtype``."""
     function = getattr(load(), f"decoder_layers_{SUFFIX[dtype]}")
     if function(layers, steps, INT64(len(layers))):

@@ -31,7 +31,7 @@ class DeltaLayerArgs(ctypes.Structure):
 
 
 class DeltaStepArgs(ctypes.Structure):
-    """Arguments of a step. The C function copies them into the arguments of every layer."""
+    """The C function copies these arguments of a step into the arguments of every layer."""
 
     _fields_ = (
         *((name, POINTER) for name in ("hidden", "tables", "query_starts", "context_lens")),

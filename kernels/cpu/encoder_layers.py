@@ -11,7 +11,7 @@ from batchinfer.kernels.cpu.compiled_library import FLOAT, INT32, INT64, POINTER
 from batchinfer.kernels.cpu.gemm import GemmArgs
 
 ACTIVATIONS = ("gelu", "gelu_tanh", "relu", "silu", "quick_gelu")
-"""Activations of an MLP; their indices are the numbers in encoder_arguments.h."""
+"""Activations of an MLP, at the indices that encoder_arguments.h numbers."""
 
 
 class LayerNormArgs(ctypes.Structure):
@@ -64,11 +64,8 @@ def product_args(
     *,
     adds: bool = False,
 ) -> GemmArgs:
-    """Return the arguments of a layer's GEMM, except those that differ between steps.
-
-    Args:
-        adds: true to add the output to the hidden state.
-    """
+    """Return the arguments of a layer's GEMM, except the arguments that differ between steps. If
+    ``adds``, the output is added to the hidden state."""
     return GemmArgs(
         packed=packed.data_ptr(),
         bias=None if bias is None else bias.data_ptr(),
@@ -79,22 +76,17 @@ def product_args(
 
 
 def layer_norm_args(weight: torch.Tensor, bias: torch.Tensor, eps: float) -> LayerNormArgs:
-    """Return the arguments of a layer norm; both tensors are [width], contiguous."""
     return LayerNormArgs(weight.data_ptr(), bias.data_ptr(), eps)
 
 
 def array_of_layers(layers: Sequence[EncoderLayerArgs]) -> ctypes.Array[EncoderLayerArgs]:
-    """Copy layers to an array that can be passed to ``encoder_layers``."""
     return (EncoderLayerArgs * len(layers))(*layers)
 
 
 def activate(x: torch.Tensor, activation: str) -> None:
     """Apply an activation to a contiguous tensor, in place.
 
-    An element's bits depend neither on its place in the tensor nor on the number of threads.
-
-    Args:
-        activation: one of ``ACTIVATIONS``.
+    An element's bits depend neither on the element's index nor on the number of threads.
     """
     library = load()
     assert library is not None
@@ -117,13 +109,6 @@ def encoder_layers(
     """Run post-norm layers (BERT, Devlin et al. 2018) over packed sequences, in place.
 
     A token's bits depend only on its own sequence.
-
-    Args:
-        activation: one of ``ACTIVATIONS``.
-        scale: factor by which attention scores are multiplied.
-
-    Raises:
-        MemoryError: there is not enough memory for the workspace.
     """
     library = load()
     assert library is not None

@@ -47,7 +47,7 @@ def gated_delta(
     """Run packed sequences through a layer and update their states in place.
 
     Tensors are float32 or bfloat16; sums are float32. A sequence's bits depend only on its own
-    tokens, not on how they are cut into steps.
+    tokens, not on how the tokens are divided into steps.
     """
     buffers = workspace(len(beta), *workspace_widths(qkv.shape[1], weights))
     arguments = gated_delta_args(
@@ -57,11 +57,8 @@ def gated_delta(
 
 
 def workspace_widths(num_channels: int, weights: GatedDeltaWeights) -> list[int]:
-    """Return the widths of the float32 buffers that a layer needs for each token.
-
-    Args:
-        num_channels: channels of the convolution.
-    """
+    """Return the widths of the float32 buffers that a layer with ``num_channels`` in its
+    convolution needs for each token."""
     num_heads = len(weights.decay_rate)
     widths = [num_channels, num_heads * weights.decay_width, num_heads]
     widths.append(num_heads * len(weights.norm))

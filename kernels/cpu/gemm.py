@@ -30,7 +30,8 @@ _MANY_ROWS = 8
 _CACHE_PERIOD = 4096
 _CACHE_LINE = 64
 _KINDS = {1: "int8", 2: "groups"}
-"""Kinds of packed weights whose GEMMs also round rows, keyed by the numbers in ``arguments.h``."""
+"""Kinds of packed weights whose GEMMs also round rows, keyed by their numbers in
+``arguments.h``."""
 _MEMORY = HugePages()
 
 
@@ -73,22 +74,20 @@ def supports(weight: torch.Tensor) -> bool:
 
 
 def available(dtype: torch.dtype) -> tuple[str, ...]:
-    """Return the names of the instructions for GEMMs of ``dtype`` on this machine, the fastest
-    first.
-
-    Names are, for example, "AMX", "AVX-512 BF16", "NEON" or "plain C". Equal names give equal bits.
+    """Return the names of the instruction sets for GEMMs of ``dtype`` on this machine, the fastest
+    first. Names are, for example, "AMX", "AVX-512 BF16", "NEON" or "plain C". Equal names give
+    equal bits.
     """
     return tuple(kernels_of(load(), "gemm", dtype))
 
 
 def instructions(dtype: torch.dtype) -> str:
-    """Return the default instructions for GEMMs of ``dtype``, which are the fastest."""
     return available(dtype)[0]
 
 
 def instructions_of(packed: torch.Tensor) -> str:
-    """Return the instructions that a weight was packed for. For low-bit weights, return "int8" or
-    "groups", because all instructions give the same bits."""
+    """Return the name of the instructions that a weight was packed for. For low-bit weights, return
+    "int8" or "groups", because all instruction sets give the same bits."""
     number, kind = packed[: 8 // packed.element_size()].view(torch.int32).tolist()
     if kind in _KINDS:
         return _KINDS[kind]
@@ -102,9 +101,6 @@ def pack(weight: torch.Tensor, instructions: str | None = None) -> torch.Tensor:
 
     Args:
         instructions: an element of ``available``; None: the fastest.
-
-    Raises:
-        ValueError: ``instructions`` are not available.
     """
     kernel = chosen(kernels_of(load(), "gemm", weight.dtype), instructions)
     weight = weight.contiguous()
@@ -119,22 +115,19 @@ def pack(weight: torch.Tensor, instructions: str | None = None) -> torch.Tensor:
 
 
 def available_low_bit(kind: type[LowBitWeight]) -> tuple[str, ...]:
-    """Return the same as ``available``, for one kind of low-bit weights. All instructions give the
-    same bits."""
+    """Like ``available``, for one kind of low-bit weights. All instruction sets give the same
+    bits."""
     return tuple(_low_bit_kernels(kind))
 
 
 def pack_low_bit(weight: LowBitWeight, instructions: str | None = None) -> torch.Tensor:
     """Pack a weight of 8-bit or 4-bit codes, like ``pack``.
 
-    ``gemm`` also rounds rows to int8. Its sums are exact, so all instructions give the same bits as
-    ``low_bit.low_bit_product``.
+    ``gemm`` also rounds rows to int8. Sums are then exact, so all instruction sets give the same
+    bits as ``low_bit.low_bit_product``.
 
     Args:
         instructions: an element of ``available_low_bit``; None: the fastest.
-
-    Raises:
-        ValueError: ``instructions`` are not available.
     """
     kernels = _low_bit_kernels(type(weight))
     factors = weight.factors if isinstance(weight, Int4Weight) else None
@@ -180,7 +173,7 @@ def pack_float8(weight: Float8GroupedWeight, dtype: torch.dtype) -> torch.Tensor
 
 
 def vector_instructions(dtype: torch.dtype) -> str:
-    """Return the instructions for GEMMs of ``dtype`` that do not use AMX tiles."""
+    """Return the fastest instruction set without AMX tiles for GEMMs of ``dtype``."""
     return available(dtype)[-1]
 
 
@@ -218,9 +211,6 @@ def gemm(
 
     Args:
         adds: true to add the product to ``out``, rounding once.
-
-    Raises:
-        MemoryError: there is not enough memory for the converted rows.
     """
     row_bytes = x.stride(0) * x.element_size()
     if x.stride(1) != 1 or (len(x) >= _MANY_ROWS and aliases_cache_sets(row_bytes)):

@@ -1,4 +1,4 @@
-"""Allocates weights in huge pages if Linux provides them, which makes reading whole weights faster.
+"""Allocates weights in huge pages if Linux provides them, which speeds up reading whole weights.
 
 With 4 KiB pages, there is a page table walk for every 64 cache lines, which is slow on a virtual
 machine. With 2 MiB pages, GEMMs of 8 to 64 rows take 10 to 20 % less time. Linux uses huge pages
@@ -17,12 +17,12 @@ import torch
 _LINE = 64  # size of a cache line, in bytes
 _CHUNK = 16 << 20
 _SEPARATE = 4 << 20
-"""Tensors of at least this number of bytes get their own mapping, so that freeing a tensor returns
-its memory to the system."""
+"""A tensor of at least this number of bytes gets its own mapping, so that freeing the tensor
+returns its memory to the system."""
 
 
 class HugePages:
-    """Allocates tensors in chunks of memory; a chunk is freed with the last tensor in it."""
+    """Allocates tensors in chunks of memory. A chunk is freed with its last tensor."""
 
     def __init__(self) -> None:
         self._chunk: weakref.ref[mmap.mmap] | None = None
@@ -30,11 +30,7 @@ class HugePages:
         self._lock = threading.Lock()  # models may be loaded concurrently
 
     def empty(self, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return an uninitialized tensor [count] that begins at a cache line.
-
-        Raises:
-            MemoryError: there is not enough memory.
-        """
+        """Return an uninitialized tensor [count] that begins at a cache line."""
         size = count * dtype.itemsize
         if size >= _SEPARATE:
             return _part(_chunk(size), 0, size).view(dtype)

@@ -41,7 +41,7 @@ def mamba1(
     """Run packed sequences through the scan of a layer and update their states in place.
 
     Tensors are float32 or bfloat16; sums are float32. A sequence's bits depend only on its own
-    tokens, not on how they are cut into steps.
+    tokens, not on how the tokens are divided into steps.
     """
     inputs = values, dt, write, read, gate
     arguments = _Args(

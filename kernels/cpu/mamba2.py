@@ -40,7 +40,7 @@ def mamba2(
     """Run packed sequences through a layer and update their states in place.
 
     Tensors are float32 or bfloat16; sums are float32. A sequence's bits depend only on its own
-    tokens, not on how they are cut into steps.
+    tokens, not on how the tokens are divided into steps.
     """
     num_tokens, num_heads = dt.shape
     mixed, steps, read = workspace(num_tokens, values.shape[1], 2 * num_heads, out.shape[1])

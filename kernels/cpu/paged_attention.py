@@ -1,4 +1,4 @@
-"""Calls the C kernels of paged attention, and reads and writes the KV pool in their layout.
+"""Calls the C kernels of paged attention, and reads and writes the KV pool in the kernels' layout.
 
 Blocks of the pool store keys and values in the order in which the processor multiplies them
 (``kv_block_layout.h``). Only ``kv_write`` and ``row_ops.rotary_write`` write blocks. ``read_keys``
@@ -67,19 +67,13 @@ def reads(pool_dtype: torch.dtype, dtype: torch.dtype) -> bool:
 
 
 def available(dtype: torch.dtype) -> tuple[str, ...]:
-    """Return the names of the instructions for attention over a pool of ``dtype``, like
-    ``gemm.available``."""
+    """Like ``gemm.available``, for attention over a pool of ``dtype``."""
     return tuple(kernels_of(load(), "attend", dtype))
 
 
 def kernel_of(dtype: torch.dtype, instructions: str | None = None) -> int:
     """Return the number of the attention kernel for ``instructions``, or of the fastest if None.
-
-    All kernels read the same pool, but give different bits.
-
-    Raises:
-        ValueError: the instructions are not ``available``.
-    """
+    All kernels read the same pool, but give different bits."""
     return chosen(kernels_of(load(), "attend", dtype), instructions)
 
 
@@ -111,13 +105,10 @@ def paged_attention(
     Args:
         order: the indices of all sequences; sequences that share a prefix are adjacent.
         shared_lens: number of leading tokens that each sequence of ``order`` shares with the
-            previous one. These tokens are in the same blocks and come before the query tokens of
-            both sequences. They are read once for many rows, which does not change the result.
+            previous sequence. Shared tokens are in the same blocks and come before the query tokens
+            of both sequences. They are read once for many rows, which does not change the result.
         query_ends, prompt_lens: see ``reference.paged_attention``.
         kernel: a kernel's number, from ``kernel_of``; None: the fastest kernel.
-
-    Raises:
-        MemoryError: there is not enough memory for the workspace.
     """
     library = load()
     assert library is not None

@@ -30,7 +30,8 @@ class StateArgs(ctypes.Structure):
 
     @classmethod
     def of(cls, states: PagedStates) -> StateArgs:
-        """Return the arguments for a layer's states, which do not keep the tensors alive."""
+        """Return the arguments for a layer's states. The arguments do not keep the tensors
+        alive."""
         places = states.places
         tensors = states.slots, states.tables, states.query_starts, states.context_lens
         return cls(
@@ -57,7 +58,7 @@ class ConvolutionArgs(ctypes.Structure):
         bias: torch.Tensor | None,  # [channels] float32
         output: torch.Tensor | None,  # [T, channels] float32; None if `gating` has the output
     ) -> ConvolutionArgs:
-        """Return the arguments of a convolution, which do not keep the tensors alive."""
+        """Return the arguments of a convolution. The arguments do not keep the tensors alive."""
         conv_width, num_channels = weight.shape
         assert conv_width <= MAX_CONV_WIDTH
         return cls(

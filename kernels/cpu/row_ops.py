@@ -1,7 +1,7 @@
 """Calls the C kernels for row-wise operations: norms, activations, rotary positions, logits.
 
-Tensors are float32 or bfloat16. Results are computed in float32 and rounded once. ``reference`` has
-reference implementations with the same names.
+Tensors are float32 or bfloat16. Results are computed in float32 and rounded once. The reference
+implementations in ``reference`` have the same names.
 """
 
 from __future__ import annotations
@@ -88,7 +88,6 @@ def rms_norm(
 def rms_norm_args(
     x: torch.Tensor, weight: torch.Tensor, *, eps: float, offset: float, out: torch.Tensor
 ) -> RMSNormArgs:
-    """Convert the arguments of ``rms_norm`` to those of the C function."""
     return RMSNormArgs(
         *(x.data_ptr(), weight.data_ptr(), out.data_ptr()),
         *(len(x), x.stride(0), out.stride(0), x.shape[1], torch.get_num_threads()),
@@ -107,7 +106,6 @@ def silu_mul(
 
 
 def silu_mul_args(gate_up: torch.Tensor, *, out: torch.Tensor) -> SiluMulArgs:
-    """Convert the arguments of ``silu_mul`` to those of the C function."""
     return SiluMulArgs(
         *(gate_up.data_ptr(), out.data_ptr()),
         *(len(gate_up), gate_up.stride(0), out.stride(0), out.shape[1]),
@@ -119,12 +117,10 @@ def sigmoid_mul(
     x: torch.Tensor,  # [T, H, D], last two dimensions contiguous
     gate: torch.Tensor,  # [T, H, D], last dimension contiguous
 ) -> None:
-    """Compute ``x *= sigmoid(gate)``."""
     _function("sigmoid_mul", x.dtype)(ctypes.byref(sigmoid_mul_args(x, gate)))
 
 
 def sigmoid_mul_args(x: torch.Tensor, gate: torch.Tensor) -> SigmoidMulArgs:
-    """Convert the arguments of ``sigmoid_mul`` to those of the C function."""
     return SigmoidMulArgs(
         *(x.data_ptr(), gate.data_ptr(), x.stride(0), *gate.stride()[:2]),
         *(*x.shape, torch.get_num_threads()),
@@ -210,7 +206,6 @@ def rotary_write_args(
     offset: float,
     query_head_stride: int,
 ) -> RotaryWriteArgs:
-    """Convert the arguments of ``rotary_write`` to those of the C function."""
     _, num_kv_heads, block_size, width = key_cache.shape
     assert width <= MAX_HEAD_WIDTH
     stride = query_head_stride or width

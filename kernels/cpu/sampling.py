@@ -46,11 +46,8 @@ def draw(
 ) -> None:
     """Draw token ids by inverse transform sampling, in the order of ids.
 
-    Samples of rows whose maximum is not finite are not written. All tensors except ``logits`` must
+    No samples are written for rows whose maximum is not finite. All tensors except ``logits`` must
     be contiguous.
-
-    Raises:
-        MemoryError: there is not enough memory for the workspace.
     """
     library = load()
     assert library is not None

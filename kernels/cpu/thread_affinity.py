@@ -15,8 +15,8 @@ class TeamCores:
     """The cores that each thread of a team may run on.
 
     Args:
-        cores: core numbers for each thread. The first thread is the caller of ``bind``, which must
-            unbind itself afterwards, because threads that it starts inherit its cores.
+        cores: core numbers for each thread. The first thread is the caller of ``bind``. The caller
+            must unbind itself afterwards, because threads that it starts inherit its cores.
     """
 
     def __init__(self, cores: Sequence[Set[int]]) -> None:
@@ -27,10 +27,11 @@ class TeamCores:
         self._version = next(_VERSIONS)
 
     def bind(self) -> None:
-        """Bind this thread, and the threads of its next parallel regions if they are not bound yet.
+        """Bind this thread, and the threads of its next parallel regions unless they are already
+        bound.
 
-        This takes a few microseconds. It does nothing without a C compiler or on systems other than
-        Linux.
+        Binding takes a few microseconds. Without a C compiler, or on systems other than Linux,
+        ``bind`` does nothing.
         """
         library = load()
         if library is None:
