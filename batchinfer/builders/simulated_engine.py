@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from transformers import PreTrainedConfig
+
 from batchinfer.builders.context import EngineContext, pool_fields
 from batchinfer.builders.device import choose_device, describe
 from batchinfer.builders.tokenizer import make_tokenizer
@@ -26,7 +28,7 @@ from batchinfer.worker.memory import DeviceMemory, fit_memory, free_host_bytes
 from batchinfer.worker.model.quantization import quantization_of
 from batchinfer.worker.vision.image_embeddings import EMBEDDING_BYTES
 from batchinfer.worker.vision.support import image_support
-from batchinfer.worker.vision.tower import vision_tower_bytes
+from batchinfer.worker.vision.tower import attention_size, vision_tower_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,10 +127,18 @@ def build_dry_engine(
         simulated_share=num_blocks / memory.num_blocks,
         runner=runner,
         images=image_support(described.folder, described.pretrained),
-        tower=TowerCost(tower_bytes // cost.element_bytes, device.flops[cost.element_bytes])
-        if tower_bytes
-        else None,
+        tower=_tower_cost(described.pretrained, tower_bytes, cost, device),
     )
+
+
+def _tower_cost(
+    config: PreTrainedConfig, tower_bytes: int, cost: ModelCost, device: Device
+) -> TowerCost | None:
+    if not tower_bytes:
+        return None
+    width, most_context = attention_size(config)
+    parameters = tower_bytes // cost.element_bytes
+    return TowerCost(parameters, device.flops[cost.element_bytes], width, most_context)
 
 
 def _build_dry_encoder(model: ModelConfig, engine: EngineConfig, device: Device) -> SimulatedEngine:

@@ -13,6 +13,7 @@ writing rows, caches (a shared prefix is read from memory for every sequence), a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -93,17 +94,29 @@ from this estimate by -10 to +7 %."""
 class TowerCost:
     """Cost of encoding images with a vision tower.
 
-    The estimate multiplies every patch by all parameters, and ignores the attention between
-    patches. The estimate is too high for parts that read fewer tokens, such as the projector.
+    The estimate multiplies every patch by all parameters. The estimate is too high for parts
+    that read fewer tokens, such as the projector.
     """
 
     parameters: int
     flops: float
     """``Device.flops`` for the tower's dtype."""
+    attention_width: int = 0
+    """Sum over the layers with full attention of their heads times the width of a head."""
+    most_context: float = math.inf
+    """Most patches to which a patch attends: those of a tile, if the tower divides images."""
 
-    def seconds(self, num_patches: float, efficiency: Efficiency = PERFECT) -> float:
-        """Return the seconds to encode images with ``num_patches`` patches together."""
-        return 2 * self.parameters * num_patches / (self.flops * efficiency.gemm_flops)
+    def seconds(self, patches: Mapping[float, int], efficiency: Efficiency = PERFECT) -> float:
+        """Return the seconds to encode images.
+
+        Args:
+            patches: number of images, keyed by their number of patches.
+        """
+        total = sum(size * count for size, count in patches.items())
+        pairs = sum(size * min(size, self.most_context) * count for size, count in patches.items())
+        gemms = 2 * self.parameters * total / efficiency.gemm_flops
+        attention = 4 * self.attention_width * pairs / efficiency.attention_flops
+        return (gemms + attention) / self.flops
 
 
 @dataclass(frozen=True, slots=True)

@@ -78,8 +78,10 @@ class Outcome:
             "swap_preemptions": round(kv["swap_preemptions"] * step_scale),
             "swapped_blocks": round(kv["swapped_blocks"] * step_scale),
             "steps": round(simulation.steps * step_scale),
-            "images": round(census.images * scale),
-            "image_tokens": round(census.image_tokens * scale),
+            "images": round(census.images.total() * scale),
+            "image_tokens": round(
+                sum(size * count for size, count in census.images.items()) * scale
+            ),
             "encode_s": encode_s,
             "time_s": self.context.runner.seconds * step_scale + encode_s,
             "bound_s": self.context.runner.bound_s * step_scale + self._encode_s(PERFECT) * scale,
@@ -111,8 +113,9 @@ class Outcome:
 
     def _encode_s(self, efficiency: Efficiency) -> float:
         """Return the seconds needed to encode the distinct images of the rows that were read."""
-        tower, num_patches = self.context.tower, self.census.image_tokens * self.patches_per_token
-        return 0.0 if tower is None else tower.seconds(num_patches, efficiency)
+        tower, images = self.context.tower, self.census.images
+        patches = {size * self.patches_per_token: count for size, count in images.items()}
+        return 0.0 if tower is None else tower.seconds(patches, efficiency)
 
     def _why_not_reused(self) -> Iterator[str]:
         if self.job.spec.output.reuse and self.reuse is None:

@@ -68,10 +68,8 @@ class Census:
     scored_tokens: int = 0
     """Number of tokens that get log-probabilities with ``task: score``."""
     prompt_characters: int = 0
-    images: int = 0
-    """Number of different images."""
-    image_tokens: int = 0
-    """Number of tokens of these images."""
+    images: Counter[int] = field(default_factory=Counter)
+    """Number of different images, keyed by the number of tokens of an image."""
     truncated: int = 0
     control_text: int = 0
     errors: Counter[str] = field(default_factory=Counter)
@@ -139,8 +137,7 @@ class Census:
         for image in prompt.images:
             if image.number not in self._seen:
                 self._seen.add(image.number)
-                self.images += 1
-                self.image_tokens += image.num_tokens
+                self.images[image.num_tokens] += 1
         self.prompt_characters += len(prompt.text or "")
         self.truncated += prompt.truncated
         self.control_text += prompt.has_control_text

@@ -4,6 +4,7 @@ modules."""
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,9 @@ FAMILIES = GRID_FAMILIES | {
     *("mistral3", "unlimited_ocr"),
 }
 """Families whose images this module supports."""
+
+TILE_FAMILIES = frozenset({"gemma3", "internvl", "llava"})
+"""Types of models whose towers read images in tiles of ``vision_config.image_size``."""
 
 ImageInputs = Mapping[str, npt.NDArray[Any]]
 _LISTS = frozenset({"num_local_patches", "patches_grid"})
@@ -132,6 +136,29 @@ def vision_tower_bytes(config: PreTrainedConfig, dtype: str) -> int:
         wrapper = _without_language_model(wrapper_class)(config)
     count = sum(parameter.numel() for parameter in wrapper.parameters())
     return int(count * getattr(torch, dtype).itemsize)
+
+
+def attention_size(config: PreTrainedConfig) -> tuple[int, float]:
+    """Return the size of a tower's attention: the sum over its layers with full attention of their
+    heads times the width of a head, and the most patches to which a patch attends.
+
+    A config with other names for its sizes gives a width of 0. Windowed layers are left out,
+    because their windows are short.
+    """
+    vision = config.vision_config
+    layers: int = getattr(vision, "depth", getattr(vision, "num_hidden_layers", 0))
+    width: int = getattr(vision, "embed_dim", getattr(vision, "hidden_size", 0))
+    if hasattr(vision, "fullatt_block_indexes"):
+        layers = len(vision.fullatt_block_indexes)
+    most_context = math.inf
+    if config.model_type in TILE_FAMILIES:
+        (height, breadth), (down, across) = _pair(vision.image_size), _pair(vision.patch_size)
+        most_context = (height // down) * (breadth // across)
+    return layers * width, most_context
+
+
+def _pair(size: int | Sequence[int]) -> Sequence[int]:
+    return (size, size) if isinstance(size, int) else size
 
 
 def _without_language_model(wrapper_class: type[PreTrainedModel]) -> type[PreTrainedModel]:

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, Gemma4TextConfig, NemotronHConfig
 
 from batchinfer.engine.simulate.expert_layers import num_expert_layers
 from batchinfer.engine.simulate.model_cost import ModelCost
-from batchinfer.engine.simulate.roofline import DEVICES, StepWork, step_seconds
+from batchinfer.engine.simulate.roofline import DEVICES, StepWork, TowerCost, step_seconds
 from batchinfer.engine.step_io.build_step import build_step
 from tests.engine.fake import make_engine, make_request
 from tests.models import tiny_config
@@ -230,3 +230,10 @@ def test_the_work_of_a_step_is_counted_from_its_arrays() -> None:
         sequences=2,
     )
     assert np.isfinite(step_seconds(qwen3_8b(), H200, work))
+
+
+def test_attention_of_a_tower_grows_with_the_square_of_an_image_up_to_a_tile() -> None:
+    tower = TowerCost(parameters=10, flops=1e3, attention_width=3)
+    assert tower.seconds({5: 2}) == (2 * 10 * 10 + 4 * 3 * (5 * 5 * 2)) / 1e3
+    tiled = replace(tower, most_context=4)
+    assert tiled.seconds({3: 1, 8: 1}) == (2 * 10 * 11 + 4 * 3 * (3 * 3 + 8 * 4)) / 1e3

@@ -165,9 +165,11 @@ def test_plan_counts_the_tokens_of_the_run(tmp_path: Path, llava: Path) -> None:
     # Rows 0 and 3 are equal, and so are the first images of rows 0 and 6.
     assert plan["images"] == sum(steps["images_encoded"].to_pylist()) == 5
     assert plan["image_tokens"] == 16 * plan["images"]
-    parameters = vision_tower_bytes(load_config(llava), "float32") // 4
-    rate = 0.8 * DEVICES["cpu"].flops[4]
-    assert plan["encode_s"] == pytest.approx(2 * parameters * plan["image_tokens"] / rate)
+    config, rate = load_config(llava), DEVICES["cpu"].flops[4]
+    parameters, patches = vision_tower_bytes(config, "float32") // 4, plan["image_tokens"]
+    width = config.vision_config.num_hidden_layers * config.vision_config.hidden_size
+    seconds = 2 * parameters * patches / 0.8 + 4 * width * 16 * patches / 0.5
+    assert plan["encode_s"] == pytest.approx(seconds / rate)
     assert plan["encode_s"] < plan["time_s"]
     assert "images      5 different images with 80 tokens" in "\n".join(
         f"{line.label:<11} {line.value}{line.note}" for line in plan_facts(plan)

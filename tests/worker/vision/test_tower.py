@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,12 @@ from batchinfer.worker.fusion.native_layers import decoder_layers_of
 from batchinfer.worker.linear.kernel_choice import KernelRequirements
 from batchinfer.worker.loader import LoadedModel, load_model
 from batchinfer.worker.vision.image_embeddings import ImageEmbeddings
-from batchinfer.worker.vision.tower import VisionTower, load_vision_tower, vision_tower_bytes
+from batchinfer.worker.vision.tower import (
+    VisionTower,
+    attention_size,
+    load_vision_tower,
+    vision_tower_bytes,
+)
 from tests.parity import CPU, OUTPUT_TOKENS, Setup, make_engine, run_engine
 from tests.vision_models import (
     IMAGE_TOKEN,
@@ -197,3 +203,18 @@ def test_wrong_numbers_of_embeddings_are_refused(tmp_path: Path) -> None:
     step = StepImage(image, 0, np.arange(15, dtype=np.int32))
     with pytest.raises(ModelError, match="16 embeddings for images with 15 tokens"):
         images.put([step], torch.zeros(15, 64))
+
+
+@pytest.mark.parametrize(
+    ("family", "expected"),
+    [
+        ("qwen3_vl", (27 * 1152, math.inf)),
+        ("qwen2_5_vl", (4 * 3584, math.inf)),
+        ("llava", (24 * 1024, 24 * 24)),
+        ("internvl", (24 * 1024, 32 * 32)),
+    ],
+)
+def test_attention_size_counts_full_layers_and_the_patches_of_a_tile(
+    family: str, expected: tuple[int, float]
+) -> None:
+    assert attention_size(AutoConfig.for_model(family)) == expected
