@@ -59,9 +59,9 @@ static inline float element(const uint8_t *row, int i) { /* the i-th bfloat16 */
 }
 
 /* The products of the pairs' first elements are added in one chain of fused multiply-adds that
-   begins at 0; the products of the second elements are added in another chain. The two results are
-   added to each other, and then to the sum. Rounds to nearest even. Denormal inputs count as 0, and
-   denormal results become 0. */
+   begins at 0; the products of the second elements are added in another such chain. The results of
+   both chains are added to each other, and then to the sum. Rounds to nearest even. Denormal inputs
+   count as 0, and denormal results become 0. */
 void tile_dot_bf16(int sum, int left, int right) {
     const int columns = state.shapes.row_bytes[sum] / 4, pairs = state.shapes.row_bytes[left] / 4;
     for (int m = 0; m < state.shapes.rows[sum]; m++) {
@@ -81,7 +81,8 @@ void tile_dot_bf16(int sum, int left, int right) {
     }
 }
 
-/* Multiplies groups of four signed bytes. Sums are exact, but wrap around on overflow. */
+/* Multiplies groups of four signed bytes. Sums are exact unless they overflow; then they wrap
+   around. */
 void tile_dot_int8(int sum, int left, int right) {
     const int columns = state.shapes.row_bytes[sum] / 4, bytes = state.shapes.row_bytes[left];
     for (int m = 0; m < state.shapes.rows[sum]; m++)

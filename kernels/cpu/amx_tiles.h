@@ -1,10 +1,10 @@
 /* Matrix tiles of up to 16 rows by 64 bytes: Intel's AMX, or an emulation in plain C.
 
-   With -DEMULATE_TILES the emulation is used everywhere, so that code built on tiles can be tested
-   on any processor. Otherwise code for tiles is compiled if the target has AMX with bfloat16 and
-   int8, and used if tiles_work() returns true. If it returns false, attention_bf16_pairs.inc
-   computes attention over the same pool instead, so the target must have AVX512BF16 too. Tile
-   numbers must be compile-time constants. */
+   With -DEMULATE_TILES, the emulation is used everywhere, so that code built on tiles can be tested
+   on any processor. Otherwise, code for tiles is compiled if the target has AMX with bfloat16 and
+   int8, and used if tiles_work() returns true. If tiles_work() returns false,
+   attention_bf16_pairs.inc computes attention over the same pool, so the target must have
+   AVX512BF16 too. Tile numbers must be compile-time constants. */
 
 #ifndef BATCHINFER_AMX_TILES_H
 #define BATCHINFER_AMX_TILES_H
@@ -41,7 +41,8 @@ void tile_dot_bf16(int sum, int left, int right);
 void tile_dot_int8(int sum, int left, int right);
 #elif HAS_TILES
 #include <immintrin.h>
-/* The intrinsics do not tell the compiler which memory they access. */
+/* Tells the compiler that the tile intrinsics read and write memory, which their definitions do not
+   state. */
 #define TILE_READS_MEMORY __asm__ volatile("" ::: "memory")
 #define tile_configure(shapes) do { TILE_READS_MEMORY; _tile_loadconfig(shapes); } while (0)
 #define tile_release() _tile_release()

@@ -17,7 +17,8 @@ typedef struct {
     const int32_t *query_starts; /* [S + 1] */
     const int32_t *context_lens; /* [S] */
     const float *sinks;          /* [Hq] or NULL */
-    const int32_t *order;        /* [S] the sequences; those with a common prefix are adjacent */
+    const int32_t *order;        /* [S] sequence indices; sequences with a common prefix are
+                                    adjacent */
     const int32_t *shared_lens;  /* [S] leading tokens that order[i - 1] and order[i] share */
     const int32_t *query_ends;   /* [T] one past the last position that each token sees; or NULL */
     const int32_t *prompt_lens;  /* [S] leading positions that the window does not hide; or NULL */
@@ -174,17 +175,17 @@ void silu_mul_bf16(const silu_mul_args *);
 void sigmoid_mul_f32(const sigmoid_mul_args *);
 void sigmoid_mul_bf16(const sigmoid_mul_args *);
 
-/* Returns the size in bytes of a GEMM's converted rows; 0 if it needs no conversion. */
+/* Returns the size in bytes of a GEMM's converted rows; 0 if the GEMM converts no rows. */
 int64_t gemm_rows_bytes(const gemm_args *);
 /* Returns pointers to the converted rows in `memory`, which has gemm_rows_bytes bytes. */
 gemm_rows gemm_rows_in(void *memory, const gemm_args *);
 void convert_row_f32(const gemm_rows *, const float *x, int64_t row);
 void convert_row_bf16(const gemm_rows *, const uint16_t *x, int64_t row);
 
-/* These functions do the same as the functions above, but all threads of a team (a parallel region)
-   call them. Each thread computes its part, and returns without waiting for other threads. With a
-   `gemm_rows` argument, a function also writes the rows that it computes in the form that the next
-   GEMM needs. */
+/* The team functions compute the same as the functions above, but all threads of a team (a parallel
+   region) call them. Each thread computes its part, and returns without waiting for other threads.
+   With a `gemm_rows` argument, a function also writes its output rows in the form that the next
+   GEMM reads. */
 void rms_norm_team_f32(const rms_norm_args *, const gemm_rows *);
 void rms_norm_team_bf16(const rms_norm_args *, const gemm_rows *);
 void silu_mul_team_f32(const silu_mul_args *, const gemm_rows *);

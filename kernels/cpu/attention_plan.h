@@ -20,15 +20,15 @@ typedef struct {
     int32_t low, high, from; /* tiles [low, high) of a task continue at position `from` */
 } part;
 
-/* The positions that are read after the current piece: those of `tile` from `from` up to
-   `piece_end`. `tile` is NULL if there are none. */
+/* The positions to read after the current piece: the positions of `tile` from `from` up to
+   `piece_end`. `tile` is NULL if nothing follows. */
 typedef struct {
     const tile *tile;
     int32_t from, kv_head;
 } next_tile;
 
 /* Keys or values of one KV head at positions [from, to), which are prefetched line by line while
-   another piece is computed. Hardware does not prefetch them, because blocks are scattered over
+   another piece is computed. The hardware prefetcher cannot help, because blocks are scattered over
    memory pages. Prefetching all lines at once would delay the loads of the computation (measured:
    1.5 times as slow). */
 typedef struct {
@@ -77,8 +77,8 @@ typedef struct {
     int32_t *from, *to;            /* [rows] row r sees positions [from[r], to[r]) of the piece */
 } task;
 
-/* Returns 1 if values are not stored separately, but are the first elements of their keys
-   (latents); else 0. */
+/* Returns 1 if a position's value is the first part of its key (latents) instead of being stored
+   separately; else 0. */
 static inline int values_in_keys(const attention_args *a) { return a->values == a->keys; }
 
 /* Returns the first position in a token's window; 0 without a window. */
@@ -99,9 +99,9 @@ static inline int32_t read_from(const attention_args *a, const tile *e, int32_t 
     return from > begin ? from : begin;
 }
 
-/* Returns one past the last position that a tile reads together with `from`. A piece that contains
-   the end of the prompt is read in two parts, because a token may see only some of the positions
-   after the prompt. */
+/* Returns one past the last position that a tile reads in the same pass as `from`. A piece that
+   contains the end of the prompt is read in two passes, because a token may see only some of the
+   positions after the prompt. */
 static inline int32_t piece_end(const tile *e, int32_t from) {
     const int32_t end = from / PIECE * PIECE + PIECE;
     const int32_t most = from < e->prompt && e->prompt < e->end ? e->prompt : e->end;
@@ -110,8 +110,8 @@ static inline int32_t piece_end(const tile *e, int32_t from) {
 
 static inline int32_t least(int32_t a, int32_t b) { return a < b ? a : b; }
 
-/* Puts adjacent tiles that share their first piece into one task, as long as this leaves enough
-   tasks for all threads. Returns NULL if out of memory. */
+/* Puts adjacent tiles that share their first piece into one task, as long as enough tasks remain
+   for all threads. Returns NULL if out of memory. */
 attention_plan *attention_plan_of(const attention_args *a) {
     const int32_t group = a->num_heads / a->num_kv_heads, num_sequences = a->num_sequences;
     const int64_t all_rows = (int64_t)a->query_starts[num_sequences] * a->num_heads;
@@ -129,8 +129,8 @@ attention_plan *attention_plan_of(const attention_args *a) {
     if (!p->tiles || !p->starts) return free_attention_plan(p), NULL;
     p->num_tasks = 0;
     p->max_tiles = p->max_rows = 1;
-    /* Tiles of one task must see the same part of a piece. With a window, this is certain only in
-       the prompts, or if no context is longer than the window. */
+    /* Tiles of one task must see the same part of a piece. With a window, this is certain only
+       within prompts, or if no context is longer than the window. */
     int shares = a->order != NULL;
     for (int32_t i = 0; a->sliding_window && !a->prompt_lens && i < num_sequences; i++)
         shares &= a->context_lens[i] <= a->sliding_window;
@@ -176,7 +176,7 @@ void free_attention_plan(attention_plan *p) {
 }
 
 /* Returns how many KV heads of a task one thread interleaves: at most `most`, with at most 64 rows
-   in total, and more than 1 only if this leaves enough work for all threads. */
+   in total, and more than 1 only if enough tasks remain for all threads. */
 static int heads_at_once(const attention_args *a, const attention_plan *p, int most) {
     int heads = 1;
     while (2 * heads <= most && a->num_kv_heads % (2 * heads) == 0 && 2 * heads * p->max_rows <= 64
@@ -185,8 +185,8 @@ static int heads_at_once(const attention_args *a, const attention_plan *p, int m
     return heads;
 }
 
-/* Allocates the workspace of a thread's tasks, one task for each of its `num_heads` heads. The
-   caller frees it. Returns NULL if out of memory. */
+/* Allocates the workspace of a thread's tasks, one task for each of `num_heads` heads. The caller
+   must free the workspace. Returns NULL if out of memory. */
 static float *make_scratch(
     const attention_args *a, const attention_plan *p, task *heads, int num_heads) {
     const size_t dk = (a->key_width + 1) / 2 * 2, rows = p->max_rows;

@@ -1,8 +1,9 @@
-/* A causal depthwise convolution as a layer of its own: the short convolution of LFM2, and the
+/* A causal depthwise convolution as a separate layer: the short convolution of LFM2, and the
    convolution of Mamba-1. The last inputs of a sequence are kept in pool slots.
 
    A channel's sum runs over the tokens in order, whether a token is in this step or in the state. A
-   sequence's bits therefore depend neither on how it is cut into steps nor on other sequences. */
+   sequence's bits therefore depend neither on how its tokens are divided into steps nor on other
+   sequences. */
 
 #include "recurrent_state.h"
 

@@ -1,9 +1,9 @@
-/* Runs whole decoder layers in one call, because calling their operations one by one from Python
-   would take a tenth of a decode step's time.
+/* Runs whole decoder layers in one call. Calling a layer's operations one by one from Python would
+   take a tenth of a decode step's time.
 
    All threads run the layers together in one parallel region, because one region per operation
-   would need twice as many barriers. The thread that computes a row also converts it to the form
-   that the next GEMM needs (gemm_rows.h). */
+   would need twice as many barriers. The thread that computes a row also converts the row to the
+   form that the next GEMM reads (gemm_rows.h). */
 
 #include <stdlib.h>
 

@@ -1,4 +1,4 @@
-/* Parts that decoder layers of all kinds share, for a team of threads. */
+/* Code that all kinds of decoder layers share, for a team of threads. */
 
 #ifndef BATCHINFER_DECODER_LAYER_H
 #define BATCHINFER_DECODER_LAYER_H
@@ -8,9 +8,9 @@
 
 #define WAIT _Pragma("omp barrier")
 
-/* Adds the MLP of the normalized hidden state to the hidden state. `x` and `rows` are the converted
-   rows and their memory. Begins with a barrier, because the previous GEMM writes the hidden state,
-   and ends with a barrier. */
+/* Adds the MLP of the normalized hidden state to the hidden state. `x` is the converted rows, in
+   the memory `rows`. Begins with a barrier, because the previous GEMM writes the hidden state, and
+   ends with a barrier. */
 #define RUN_MLP(type, a, x, rows)               \
     WAIT x = gemm_rows_in(rows, &a->gate_up);   \
     rms_norm_team_##type(&a->mlp_norm, &x);     \

@@ -1,5 +1,5 @@
-/* Runs a whole decoder layer with Gated DeltaNet in one call, as decoder_layer.c does for layers with
-   attention. */
+/* Runs a whole decoder layer with Gated DeltaNet in one call, like decoder_layer.c for attention
+   layers. */
 
 #include <stdlib.h>
 

@@ -7,8 +7,8 @@
 #include <stdint.h>
 #include <string.h>
 
-/* Returns exp(x) for x <= 0, with an error of at most 2 ulp; NaN stays NaN. Written out so that
-   every compiler vectorizes it. */
+/* Returns exp(x) for x <= 0, with an error of at most 2 ulp; NaN stays NaN. Computes a polynomial
+   instead of calling expf, so that every compiler can vectorize loops over this function. */
 static inline float exp_negative(float x) {
     x = x < -87.0f ? -87.0f : x;
     float n = rintf(x * 1.44269504f);

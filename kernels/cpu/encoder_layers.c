@@ -2,12 +2,13 @@
    sequence, and the post-norm structure of BERT (Devlin et al. 2018,
    https://arxiv.org/abs/1810.04805).
 
-   A task has a few adjacent sequences, and one thread computes all layers for it. Threads wait for
-   each other only once per step, and activations stay in a core's cache between layers. If there
-   are fewer tasks than threads, all threads compute the whole step together, part by part.
+   A task has a few adjacent sequences, and one thread computes all layers of a task. Threads
+   therefore wait for each other only once per step, and activations stay in a core's cache between
+   layers. If there are fewer tasks than threads, all threads compute the whole step together, one
+   operation after another.
 
-   The numbers that a token is computed from, and their order, depend only on the token's own
-   sequence, so its bits do not depend on tasks, threads or other sequences. */
+   The terms of a token's sums, and their order, depend only on the token's own sequence, so the
+   token's bits do not depend on tasks, threads or other sequences. */
 
 #include <stdlib.h>
 
@@ -17,8 +18,8 @@
 #include "small_gemm.h"
 
 #define TASK_ROWS 256      /* rows of the largest task, whose activations nearly fill an L2 cache */
-/* Smallest limit for a task's rows. With small tasks at the end of a step, threads finish at about
-   the same time. */
+/* Smallest limit for a task's rows. Small tasks at the end of a step let all threads finish at
+   about the same time. */
 #define LEAST_ROWS 64
 #define QUERIES 48         /* queries whose scores are computed at once */
 #define CHUNK 64           /* elements that the activation function processes at once */
@@ -48,8 +49,8 @@ static float lanes_sum(vec x) {
     return x[0];
 }
 
-/* Turns a row's scores [places] into weights, which are not yet divided by their sum, and returns
-   the sum. `places` is `length` rounded up to whole vectors; the additional places get weight 0. */
+/* Turns a row's scores [places] into weights that are not yet divided by their sum. Returns the
+   sum. `places` is `length` rounded up to whole vectors; the additional places get weight 0. */
 static __attribute__((noinline)) float weigh(float *s, int64_t length, int64_t places, float scale) {
     float top = -INFINITY;
     for (int64_t p = 0; p < length; p++) top = s[p] > top ? s[p] : top;

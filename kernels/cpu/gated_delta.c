@@ -2,10 +2,10 @@
    https://arxiv.org/abs/2412.06464), and Kimi Delta Attention (Kimi Team 2025,
    https://arxiv.org/abs/2510.26692), in which each row of a head's matrix has its own decay.
 
-   The recurrence runs token by token, not in chunks. Columns of a head's matrix stay in the L1 cache
-   while the tokens of their sequence are computed, and each token reads and writes them once. A
-   sequence's bits depend neither on how it is cut into steps nor on other sequences, because each
-   token's arithmetic is the same wherever its sequence is cut.
+   The recurrence runs token by token, not in chunks. Columns of a head's matrix stay in the L1
+   cache while the sequence's tokens are computed, and each token reads and writes the columns once.
+   A token's arithmetic is always the same, so a sequence's bits depend neither on how its tokens
+   are divided into steps nor on other sequences.
 
    There are four passes over the step, each split among the threads, with float32 results: the
    convolution; unit queries and keys, and gates; the recurrence; the gated norm. */
@@ -14,8 +14,8 @@
 
 /* Largest number of vectors of a piece's row that a call to recur computes. With one token, most of
    the time is spent reading the state from memory, which is fastest by whole rows. With more
-   tokens, the state is in the cache, and the sums should stay in registers: each vector needs 5,
-   and AVX2 has 16. */
+   tokens, the state is in the cache, and the sums should stay in registers: each vector takes 5
+   registers, and AVX2 has 16. */
 #define MAX_VECTORS 8
 #define MOST_VECTORS_OF_SPAN (LANES == 8 ? 2 : 4)
 
@@ -57,7 +57,7 @@ static void units_and_gates(const gated_delta_args *a) {
     }
 }
 
-/* A piece of a head's matrix, and where its columns' inputs and outputs are in the workspace. */
+/* A piece of a head's matrix, and the location of its inputs and outputs in the workspace. */
 typedef struct {
     float *rows; /* [key width, columns] */
     int64_t head, key_head, column; /* number of the piece's first column among all heads' columns */
@@ -119,9 +119,9 @@ INLINE void recall(
     add_row(vectors, row, recalling + i, recalled->of[0]);
 }
 
-/* Decays row i of the matrix and adds the token's update to it. Then adds the row's part of two
-   sums: the value that the token's query reads, and, unless `next` is NULL, the value that the key
-   of the next token recalls. */
+/* Decays row i of the matrix and adds the token's update to the row. Then adds the row's products
+   to two sums: the value that the token's query reads, and, unless `next` is NULL, the value that
+   the next token's key recalls. */
 INLINE void write_row(
     const int vectors, float *at, vec kept, int64_t i, const token_inputs *token,
     const token_inputs *next, const vec *delta, vec *read, vec *recalled) {
@@ -184,7 +184,7 @@ INLINE void recur(
     }
 }
 
-/* Does the same as recur for one column. */
+/* Like recur, for one column. */
 INLINE void recur_column(
     const int by_row, const gated_delta_args *a, const matrix *m, span s, int64_t column) {
     const int64_t rows = a->key_width, columns = a->states.columns;

@@ -3,13 +3,13 @@
    out = x @ weight^T (+ bias), for any number of rows of x. Weights are packed in panels of PANEL
    outputs, [panel][k][output]. Each panel is read from memory once: it is prefetched while the
    previous panel is multiplied. For 16 to 256 rows, which are typical of a step, reading the
-   weights and multiplying take about equally long. Doing one after the other would reach only two
+   weights takes about as long as multiplying. Without prefetching, a GEMM would reach only two
    thirds of the speed.
 
    The sums of up to TILE_ROWS rows and one panel stay in registers for the whole loop over k (Goto
    & van de Geijn 2008, https://doi.org/10.1145/1356052.1356053). Every output is one chain of fused
-   multiply-adds in the order of k, so a row's bits do not depend on the other rows. Other files
-   multiply bfloat16 with AMX tiles (gemm_amx.inc), int8 codes (gemm_int8.c), codes with a scale for
+   multiply-adds in the order of k, so a row's bits do not depend on other rows. Other files have
+   GEMMs of bfloat16 with AMX tiles (gemm_amx.inc), int8 codes (gemm_int8.c), codes with a scale for
    each group of columns (gemm_groups.c) and float8 codes (gemm_float8.inc).
 
    The header of a packed weight names the kernel that multiplies by it. */
@@ -85,8 +85,8 @@
 #include "gemm_amx.inc"
 #endif
 
-/* Returns the name of a kernel's instructions, for users; NULL if the kernel does not work on this
-   processor. */
+/* Returns the name of a kernel's instruction set, such as "AMX"; NULL if the kernel does not work
+   on this processor. */
 const char *gemm_instructions_f32(int kernel) { return kernel == VECTORS ? VECTORS_NAME : NULL; }
 
 const char *gemm_instructions_bf16(int kernel) {
@@ -144,9 +144,9 @@ void gemm_team_bf16(const gemm_args *a, const gemm_rows *x) {
    this is faster than a barrier. */
 static int rows_are_few(const gemm_args *a) { return a->num_rows * a->in_features <= 1 << 14; }
 
-/* gemm_##type returns 0, or 1 if out of memory. If there are few rows, it converts them with plain
-   calls, outside the parallel region. It must not use `omp for` there, because the caller may be a
-   thread of a team in which each thread runs its own GEMM. */
+/* gemm_##type returns 0, or 1 if out of memory. If there are few rows, gemm_##type converts them
+   with plain calls, outside the parallel region. `omp for` is not allowed there, because the caller
+   may be a thread of a team in which each thread runs its own GEMM. */
 #define GEMM(type, ELEMENT)                                                                    \
     static void convert_row_at_##type(const gemm_rows *to, const gemm_args *a, int64_t row) {  \
         convert_row_##type(to, (const ELEMENT *)a->x + row * a->row_stride, row);                 \

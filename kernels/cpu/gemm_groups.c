@@ -32,7 +32,7 @@
 /* LUT4: 4-bit indices into a table; NVFP4: the same with float8 scales */
 enum { INT4_CODES, LUT4_CODES, NVFP4_CODES, INT8_CODES };
 
-/* Returns the name of a kernel's instructions, for users; NULL if the kernel does not work on this
+/* Returns the name of a kernel's instruction set; NULL if the kernel does not work on this
    processor. */
 const char *gemm_instructions_groups(int kernel) { return kernel == VECTORS ? QUADS_NAME : NULL; }
 
@@ -105,7 +105,8 @@ void pack_groups(const pack_args *a) {
             pack_output(a, &s, panel * PANEL + at, panels + panel * s.bytes, at);
 }
 
-/* Returns by how much a code of this form exceeds the number that is multiplied in its place. */
+/* Returns the difference between a code of this form and the number that is multiplied instead of
+   the code. */
 INLINE int middle_of(const int form) {
     return form == INT8_CODES ? MIDDLE - OFFSET : form == INT4_CODES ? 0 : -OFFSET;
 }
@@ -160,8 +161,8 @@ INLINE void add_by_quads(
     }
 }
 
-/* Does the same as add_by_quads, for INT4_CODES. Keeps sums of pairs of products in 16 bits as long
-   as they fit. */
+/* Like add_by_quads, for INT4_CODES. Keeps sums of pairs of products in 16 bits as long as they
+   fit. */
 INLINE void add_by_pairs(
     const int rows, const int8_t *x, int64_t stride, const uint8_t *codes, int64_t begin,
     int64_t end, ints (*sum)[PANEL_VECTORS]) {
@@ -193,8 +194,8 @@ INLINE void add_by_pairs(
     }
 }
 
-/* Returns what the sum of a row's group begins with for one vector of outputs: the part that does
-   not depend on the codes. */
+/* Returns the initial value of the sum of a row's group for one vector of outputs: the part of the
+   sum that does not depend on the codes. */
 INLINE ints first_sum(const int form, const shape *s, const uint8_t *panel, int64_t g, int v,
                       int32_t sum_of_x) {
     if (form == NVFP4_CODES) return middle_of(form) * ((ints){0} + sum_of_x);
@@ -268,7 +269,7 @@ static void any_tile(
 }
 
 /* Returns the largest number of rows per tile. The number is smaller if pairs are summed, because
-   these sums need registers in addition to the group's sums. */
+   the sums of pairs need registers in addition to the group's sums. */
 static int64_t tile_rows(int form) {
     return PAIRS_DEPTH && form == INT4_CODES && LANES == 8 ? 4 : TILE_ROWS;
 }

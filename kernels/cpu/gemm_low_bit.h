@@ -25,7 +25,7 @@ static inline const int32_t *order_of(const header *packed) {
     return packed->has_order ? (const int32_t *)(packed + 1) : NULL;
 }
 
-/* `x` holds the rows as int8; outputs are bfloat16 or float. All threads of a team call these
+/* `x` holds the rows as int8; outputs are bfloat16 or float. All threads of a team must call these
    functions, like gemm_team_f32. */
 void gemm_int8(const gemm_args *, int is_bf16, const gemm_rows *x);
 void gemm_groups(const gemm_args *, int is_bf16, const gemm_rows *x);

@@ -1,9 +1,8 @@
 /* Rows of x, converted to the type that a GEMM multiplies.
 
    For 8-bit and 4-bit weights, rows become int8 with one scale per row, max|x| / 127. On processors
-   that cannot multiply pairs of bfloat16, bfloat16 rows become floats. If the GEMM converted
-   numbers itself, it would convert each number once per panel, which takes as long as multiplying.
-   */
+   that cannot multiply pairs of bfloat16, bfloat16 rows become floats. If the GEMM converted the
+   rows itself, it would convert each number once per panel, which takes as long as multiplying. */
 
 #ifndef BATCHINFER_GEMM_ROWS_H
 #define BATCHINFER_GEMM_ROWS_H

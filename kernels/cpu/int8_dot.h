@@ -9,7 +9,7 @@ typedef int32_t ints __attribute__((vector_size(4 * LANES)));
 typedef int32_t unaligned_ints __attribute__((vector_size(4 * LANES), aligned(1), may_alias));
 typedef uint8_t lane_bytes __attribute__((vector_size(LANES), aligned(1), may_alias));
 
-/* Number that is added to int8 numbers in the left operand on processors with an instruction that
+/* Number that is added to the left operand's int8 numbers on processors whose instruction
    multiplies unsigned bytes by int8; 0 on other processors. */
 #if defined(__AVX512VNNI__) || (defined(__AVXVNNI__) && LANES == 8)
 #define OFFSET 128
@@ -48,7 +48,7 @@ INLINE ints all_tables(const uint8_t *table) {
     return load_ints(bytes);
 }
 
-/* Replaces each byte of `codes`, from 0 to 15, with the table entry of this index. */
+/* Replaces each byte of `codes`, from 0 to 15, with the table entry at this index. */
 INLINE ints look_up(ints table, ints codes) {
 #if LANES == 16 && defined(__AVX512BW__)
     return (ints)_mm512_shuffle_epi8((__m512i)table, (__m512i)codes);
@@ -116,8 +116,7 @@ INLINE ints add_pairs(ints pairs, ints left, ints right) { return add_quads(pair
 INLINE ints sum_of_pairs(ints pairs) { return pairs; }
 #endif
 
-/* Does the same as add_quads, but `left` has int8 plus OFFSET, and `right` has int8 from -127 to
-   127. */
+/* Like add_quads, but `left` has int8 plus OFFSET, and `right` has int8 from -127 to 127. */
 INLINE ints add_int8_quads(ints sum, ints left, ints right) {
 #if !OFFSET && LANES == 16 && defined(__AVX512BW__)
     const __mmask64 negative = _mm512_movepi8_mask((__m512i)left);

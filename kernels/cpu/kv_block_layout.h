@@ -1,12 +1,12 @@
 /* Layout of the keys and values of one KV head in a block of the pool.
 
    In a block of `size` positions, keys are stored as [width][size], and values as [size][width],
-   where `width` is the number of elements of a position. Attention then loads its vectors without
+   where `width` is the number of elements of a position. Attention then loads vectors without
    transposing: a vector of keys holds the same element of adjacent positions, and a vector of
-   values holds adjacent elements of one position. If
-   the processor multiplies pairs of 16-bit elements, or tiles of such pairs, the two elements of a
-   pair are adjacent in memory. Keys have pairs of elements, [width / 2][size][2], if the width is
-   even; values have pairs of positions, [size / 2][width][2], if the size is even.
+   values holds adjacent elements of one position. If the processor multiplies pairs of 16-bit
+   elements, or tiles of such pairs, the two elements of a pair are adjacent in memory. Keys have
+   pairs of elements, [width / 2][size][2], if the width is even; values have pairs of positions,
+   [size / 2][width][2], if the size is even.
 
    float8 keys and values are never paired, because they are converted to floats first. */
 

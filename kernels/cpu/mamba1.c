@@ -1,11 +1,11 @@
 /* The scan of Mamba-1 over recurrent states in pool slots (Gu and Dao 2023,
-   https://arxiv.org/abs/2312.00752). The convolution is in causal_conv.c, because there are two
-   matrix multiplications between it and the scan.
+   https://arxiv.org/abs/2312.00752). The layer's convolution is in causal_conv.c, because two
+   matrix multiplications run between the convolution and the scan.
 
-   Each channel has its own state, with a decay for each of the state's elements. A task is a block
-   of channels of one sequence. Vectors hold adjacent channels, and the task's state stays in the L1
-   cache. The scan runs token by token, so that a sequence's bits depend neither on how it is cut
-   into steps nor on other sequences. */
+   Each channel has its own state, with a decay for each element of the state. A task is a block of
+   channels of one sequence. Vectors hold adjacent channels, and the task's state stays in the L1
+   cache. The scan runs token by token, so that a sequence's bits depend neither on how its tokens
+   are divided into steps nor on other sequences. */
 
 #include "recurrent_state.h"
 

@@ -1,7 +1,7 @@
 /* Mamba-2 over recurrent states in pool slots (Dao and Gu 2024, https://arxiv.org/abs/2405.21060).
 
    As in gated_delta.c, the recurrence runs token by token, so that a sequence's bits depend neither
-   on how it is cut into steps nor on other sequences.
+   on how its tokens are divided into steps nor on other sequences.
 
    There are four passes over the step, each split among the threads, with float32 results: the
    convolution; time steps and decays; the recurrence; the gated norm. */
@@ -24,9 +24,8 @@ typedef struct {
 
 #define MAX_VECTORS 8 /* largest number of vectors of a piece's row that a call to recur computes */
 
-/* a->steps holds the dt of each token and head. Replaces it with the time step,
-   softplus(dt + dt_bias) clamped to [min_dt, max_dt], and stores the decays of the token after its
-   time steps. */
+/* Replaces each token's dt in a->steps with the time steps, softplus(dt + dt_bias) clamped to
+   [min_dt, max_dt], and stores the token's decays after its time steps. */
 static void time_steps(const mamba2_args *a) {
     const int64_t heads = a->num_heads;
 #pragma omp for schedule(static)
@@ -66,7 +65,7 @@ INLINE void recur(
             fma_vec(load(value + v * LANES), all_lanes(&skip), even[v] + odd[v]));
 }
 
-/* Does the same as recur for one column. */
+/* Like recur, for one column. */
 static inline void recur_column(
     float *piece, int64_t columns, int64_t rows, const float *write, const float *read, float value,
     float step, float kept, float skip, float *out) {

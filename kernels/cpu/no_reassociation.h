@@ -1,5 +1,5 @@
-/* In a file that includes this header first, the terms of sums are added in the order in which they
-   are written. In other files, the compiler may reorder them (compiled_library.FLAGS). With GCC,
+/* In a file that includes this header first, the compiler adds the terms of sums in the order of
+   the code. In other files, the compiler may reorder terms (compiled_library.FLAGS). With GCC,
    zeros also keep their signs. */
 
 #ifndef BATCHINFER_NO_REASSOCIATION_H

@@ -8,12 +8,12 @@
    piece's keys and values are read once for all rows that attend to them: the rows of a tile, or of
    all tiles of a task as long as these share blocks (the idea of Hydragen, Juravsky et al. 2024,
    https://arxiv.org/abs/2402.05099, and of ChunkAttention, Ye et al. 2024,
-   https://arxiv.org/abs/2402.15220). Each row continues its own sum, so nothing is merged
-   afterwards.
+   https://arxiv.org/abs/2402.15220). Each row continues its own sum, so no partial results need to
+   be merged.
 
-   The terms of a row's sums, and their order, depend only on the row's position: not on its tile,
-   task, step or thread, nor on sequences that share its blocks. Positions that a token does not see
-   never affect it, even if they hold NaN. Sums are float32. */
+   The terms of a row's sums, and their order, depend only on the row's position, not on its tile,
+   task, step or thread, or on sequences that share its blocks. Positions that a token does not see
+   never affect the token, even if they hold NaN. Sums are float32. */
 
 #include <stdlib.h>
 
@@ -76,7 +76,7 @@
 #include "attention.inc"
 #endif
 
-/* Returns the name of a kernel's instructions, for users; NULL if the kernel does not work on this
+/* Returns the name of a kernel's instruction set; NULL if the kernel does not work on this
    processor. */
 const char *attend_instructions_f32(int kernel) { return kernel == VECTORS ? VECTORS_NAME : NULL; }
 

@@ -1,5 +1,5 @@
-/* Prefetches the next panel of a packed weight in shares, which are spread over the computation
-   with the current panel. */
+/* Prefetches the next panel of a packed weight in shares, spread over the multiplication by the
+   current panel. */
 
 #ifndef BATCHINFER_PANEL_PREFETCH_H
 #define BATCHINFER_PANEL_PREFETCH_H
@@ -13,8 +13,8 @@ typedef struct {
     int lines; /* cache lines per share */
 } ahead;
 
-/* Returns the panel after the one at `panel`, to be prefetched in `times` shares. Each panel has
-   `bytes` bytes. After the last panel, there is nothing to prefetch. */
+/* Returns the panel after `panel`, to be prefetched in `times` shares. Each panel has `bytes`
+   bytes. Nothing is prefetched after the last panel. */
 INLINE ahead ahead_of(const void *panel, int64_t bytes, int is_last, int64_t times) {
     const char *after = (const char *)panel + bytes;
     return (ahead){after, is_last ? after : after + bytes,

@@ -28,7 +28,7 @@ typedef struct {
     int64_t input_stride, num_channels, width;
 } convolution;
 
-/* Only for a convolution that is a layer of its own: factors of its inputs and outputs, and memory
+/* Only for a convolution that is a separate layer: factors of its inputs and outputs, and memory
    for its outputs in the model's element type. */
 typedef struct {
     const void *before, *after; /* [T, num_channels], with the stride of the input, or NULL */
@@ -67,7 +67,8 @@ static inline float *matrix_piece(
     return piece;
 }
 
-/* Returns log(1 + exp(x)). Written out so that every compiler vectorizes it. */
+/* Returns log(1 + exp(x)). Computes a series instead of calling logf, so that every compiler can
+   vectorize loops over this function. */
 static inline float softplus(float x) {
     const float e = exp_negative(x < 0.0f ? x : -x);
     const float s = e / (2.0f + e), z = s * s; /* log(1 + e) = 2 atanh(s), which is a series in s */

@@ -1,7 +1,7 @@
 /* Draws tokens from rows of logits.
 
    Probabilities are integers in units of 2^-40 of the most likely token's probability, as in
-   worker/sampling/on_cpu.py, so that sums do not depend on their order, and a row's tokens do not
+   worker/sampling/on_cpu.py. Sums therefore do not depend on their order, and a row's tokens do not
    depend on other rows. */
 
 #include <stdlib.h>
@@ -78,7 +78,7 @@ static inline float largest_of(const float *x, int64_t count) {
 }
 
 /* Finds the keys of the `size` most likely tokens, in order. At least `size` tokens reach the
-   `size`-th largest of the groups' maxima, so only the tokens that reach it are sorted. */
+   `size`-th largest of the groups' maxima, so only tokens that reach this value are sorted. */
 static void most_likely(const float *x, int64_t vocab, int64_t size, const scratch *s) {
     const int64_t groups = (vocab + GROUP - 1) / GROUP;
     float least = -INFINITY;
@@ -161,7 +161,8 @@ static int64_t keep(const draw_args *a, int64_t d, const float *x, float top, co
     }
 }
 
-/* Draws from the tokens that are kept. Like draw_from_all, adds weights in the order of ids. */
+/* Draws from the tokens that top-k and top-p keep. Like draw_from_all, adds weights in the order of
+   ids. */
 static void draw_from_kept(
     const draw_args *a, int64_t d, const float *x, float top, const scratch *s) {
     const int64_t count = keep(a, d, x, top, s);

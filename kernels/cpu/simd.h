@@ -97,7 +97,7 @@ INLINE vec fma_pairs(vec a, vec b, vec c) {
 }
 #endif
 
-/* Stores LANES numbers as bfloat16. `to` may overlap the memory that x was loaded from. */
+/* Stores LANES numbers as bfloat16. `to` may overlap the memory from which x was loaded. */
 INLINE void store_rounded(uint16_t *to, vec x) {
 #if defined(__AVX512BF16__)
     _mm256_storeu_si256((__m256i *)to, (__m256i)_mm512_cvtneps_pbh((__m512)x));
@@ -160,7 +160,7 @@ INLINE void widen_e4m3(const uint8_t *from, float *to, int count) {
 }
 
 /* Returns LANES float8 e4m3fn numbers, which must not be NaN, as floats divided by E4M3_UNIT. On
-   processors that can convert float16, the bits are moved to their places in a float16, whose
+   processors that can convert float16, the bits are moved to the fields of a float16, whose
    exponent has another bias. */
 #if defined(__AVX512F__)
 #define E4M3_UNIT 0x1p8f

@@ -11,8 +11,8 @@
 #if LANES == 16 || defined(__aarch64__) /* these processors have 32 registers instead of 16 */
 #define MOST_SUMS (BLOCK_ROWS * BLOCK_VECTORS)
 #else
-/* With a smaller number, blocks of 3 rows would have too few independent sums; with a larger
-   number, some sums would not fit into registers. */
+/* With fewer sums, blocks of 3 rows would have too few independent sums; with more, some sums would
+   not fit into registers. */
 #define MOST_SUMS 16
 #endif
 
@@ -38,7 +38,7 @@ INLINE void multiply_block(
         for (int v = 0; v < vectors; v++) store(c + r * c_stride + v * LANES, sum[r][v]);
 }
 
-/* Does the same as multiply_block, in two parts if the sums would not fit into registers. */
+/* Like multiply_block, in two parts if the sums would not fit into registers. */
 INLINE void multiply_rows(
     const int pairs, const int rows, const int vectors, int depth, const float *a, int a_stride,
     const float *const *b, int b_stride, float *c, int c_stride, int adds) {
@@ -48,7 +48,7 @@ INLINE void multiply_rows(
                        c_stride, adds);
 }
 
-/* Does the same as multiply_rows, for any number of rows. */
+/* Like multiply_rows, for any number of rows. */
 INLINE void multiply_columns(
     const int pairs, const int vectors, int rows, int depth, const float *a, int a_stride,
     const float *const *b, int b_stride, float *c, int c_stride, int adds) {
@@ -67,7 +67,7 @@ INLINE void multiply_columns(
 #undef ROWS_AT_ONCE
 }
 
-/* Does the same as multiply_columns, for adjacent columns. */
+/* Like multiply_columns, for adjacent columns. */
 INLINE void multiply_adjacent(
     const int pairs, const int vectors, int rows, int depth, const float *a, int a_stride,
     const float *b, int b_stride, float *c, int c_stride, int adds) {
@@ -97,8 +97,8 @@ static __attribute__((noinline)) void multiply(
 }
 
 #if HAS_PAIRS
-/* Does the same as multiply, for `depth` pairs of 16-bit elements, a[rows][depth] and
-   b[depth][columns]. `columns` must be a multiple of LANES. */
+/* Like multiply, for `depth` pairs of 16-bit elements, a[rows][depth] and b[depth][columns].
+   `columns` must be a multiple of LANES. */
 static __attribute__((noinline)) void multiply_pairs(
     int rows, int columns, int depth, const float *a, int a_stride, const float *b, int b_stride,
     float *c, int c_stride, int adds) {
