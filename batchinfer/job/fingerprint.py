@@ -78,12 +78,12 @@ _LATER: Mapping[tuple[str, str], Any] = {
 fingerprint leaves out fields that have this value, so that older jobs keep their fingerprints.
 """
 _REQUEST_OUTPUTS = ("logprobs", "prompt_logprobs")
-"""Outputs that a request of an OpenAI batch file may ask for."""
+"""Values of ``output.include`` that a request in an OpenAI batch file can turn on."""
 _MODEL_FILE = re.compile(
     rf"model_facts\.(?P<owner>model|tokenizer)\.(?!(?:name|revision|{COMMIT})$)(?P<file>.+)"
 )
 _ADAPTER_FILE = re.compile(r"model\.adapters\.(?P<owner>.+)\.(?P<file>adapter_\w+\.\w+)")
-"""Keys in ``fingerprint_facts`` of the hashes of a model's and an adapter's files."""
+"""Both patterns match keys of ``differences`` that name a file of the model or of an adapter."""
 _SAME = {"fp8_e4m3": "fp8"}
 """Maps each synonym of an ``engine.kv_cache_dtype`` value to that value."""
 
@@ -165,7 +165,8 @@ def differences(
 ) -> dict[str, tuple[object, object]]:
     """Return the keys, such as ``sampling.top_p``, in which two ``fingerprint_facts`` differ.
 
-    The keys are sorted. Each key maps to both values; None stands for a missing value.
+    Each key, in sorted order, maps to the value before and the value after; None stands for a
+    missing value.
     """
     return dict(sorted(_differing("", before, after)))
 

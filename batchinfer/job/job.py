@@ -57,8 +57,6 @@ BuildEngine = Callable[..., "EngineContext"]
 
 @dataclass(frozen=True)
 class Job:
-    """A job with its opened dataset."""
-
     spec: JobSpec
     source: Source
     table: OutputTable
@@ -67,15 +65,13 @@ class Job:
 
 @dataclass(frozen=True)
 class OutputJob(Job):
-    """A job with its output directory."""
-
     out: OutputDir
     combined_output: PurePath | None = None
     """Extra file that receives all lines of the OpenAI output and error files, in input order."""
 
 
 def open_input(spec: JobSpec) -> Source:
-    """Open a job's dataset. If its files name no columns, it has those that the job keeps.
+    """Open a job's dataset. If the files name no columns, it has the columns that the job keeps.
 
     Raises:
         JobError: the dataset cannot be read.
@@ -149,8 +145,8 @@ def open_job(
 
 
 def with_checked_inputs(job: Job) -> Job:
-    """Check that the text in kept columns is UTF-8, or count the cells that are not, with
-    ``input.encoding_errors: replace``.
+    """Check that the text in kept columns is UTF-8; with ``input.encoding_errors: replace``, count
+    the cells that are not.
 
     Without ``replace``, a bad text of a prompt fails only its row, so prompts are not checked here.
 
@@ -166,8 +162,6 @@ def with_checked_inputs(job: Job) -> Job:
 
 @dataclass(frozen=True)
 class LoadedJob:
-    """A job's loaded model, row reader and task."""
-
     context: EngineContext
     reader: RowReader
     task: LoadedTask
@@ -245,7 +239,6 @@ def row_keys(job: Job, context: EngineContext) -> RowKeys:
 
 
 def _warm_up(job: Job, compile_for: WarmUp) -> None:
-    """Compile the sampling kernels that the job's rows may need."""
     task = job.spec.task_spec
     if task.runner == "pooling":
         return

@@ -94,7 +94,6 @@ class Manifest:
         return replace(self, inputs=tuple(files))
 
     def to_json(self) -> bytes:
-        """Return the manifest as JSON, as it is stored."""
         return json.dumps(asdict(self), indent=1, ensure_ascii=False).encode()
 
     def check_same_job(self, other: Manifest, output: str) -> None:
@@ -122,7 +121,8 @@ class Manifest:
             )
 
     def check_same_images(self, other: Manifest) -> None:
-        """Check that the image files that rows name have not changed, as far as both runs know.
+        """Check that the image files that rows name have not changed, if both plans have their
+        hash.
 
         Raises:
             DataError: a file has changed.

@@ -32,20 +32,15 @@ class Part:
 
     @property
     def name(self) -> str:
-        """The file's name without its suffix."""
         return f"part-{self.index:05d}"
 
 
 def sorted_row_ids(row_ids: Iterable[int]) -> RowIds:
-    """Sort row ids and remove repeated ids."""
     return np.unique(np.fromiter(row_ids, dtype=np.int64))
 
 
 def ranges_of(row_ids: RowIds, most_apart: int = 1) -> list[range]:
-    """Group row ids into ordered ranges.
-
-    Neighboring row ids that differ by at most ``most_apart`` are in the same range.
-    """
+    """Group row ids into ordered ranges; ids at most ``most_apart`` apart share a range."""
     if not len(row_ids):
         return []
     runs = np.split(row_ids, np.flatnonzero(np.diff(row_ids) > most_apart) + 1)
@@ -53,7 +48,6 @@ def ranges_of(row_ids: RowIds, most_apart: int = 1) -> list[range]:
 
 
 def in_range(row_ids: RowIds, rows: range) -> RowIds:
-    """Return the row ids in a range."""
     first, stop = np.searchsorted(row_ids, (rows.start, rows.stop))
     return row_ids[first:stop]
 

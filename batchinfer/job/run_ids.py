@@ -8,11 +8,7 @@ _RUN_ID = re.compile(r"run-(\d+)(?:-([a-z]\w*))?")
 
 
 def run_id(number: int, writer: str = "") -> str:
-    """Return the id of a run.
-
-    Args:
-        writer: the writer's name as in ``OutputDir``; "" for a run that writes alone.
-    """
+    """Return the id of a run; ``writer`` is "" for a run that writes alone."""
     return f"run-{number:05d}{writer and '-'}{writer}"
 
 

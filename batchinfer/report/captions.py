@@ -57,7 +57,6 @@ class Slice:
 
 
 def outcome(data: ReportData) -> Outcome:
-    """Return the headline for the state of a job."""
     failed = f" {counted(data.rows_failed, 'row')} failed." if data.rows_failed else ""
     if data.state == "so far":
         took = f" in {duration(data.engine_s)}" if data.engine_s else ""
@@ -165,7 +164,6 @@ def memory(data: ReportData) -> str:
 
 
 def pool(data: ReportData) -> str:
-    """Describe the size of the KV cache."""
     if not data.kv:
         return ""
     blocks, block_bytes = data.kv["num_blocks"], data.kv["bytes_per_block"]
@@ -178,7 +176,6 @@ def pool(data: ReportData) -> str:
 
 
 def figures(data: ReportData, price: Price | None) -> Iterator[Figure]:
-    """Yield the key figures above the charts."""
     totals, sums = data.timeline.totals, data.lengths.sums
     left = f"of {data.rows_total:,}, " if data.rows_done < data.rows_total else ""
     failed = f"{data.rows_failed:,} failed" if data.rows_failed else "none failed"
@@ -344,7 +341,6 @@ def pressure_caption(data: ReportData) -> str:
 
 
 def lanes_caption(data: ReportData) -> str:
-    """Say how many workers ran, and for how long."""
     died = sum("died" in lane.state for lane in data.lanes)
     caption = (
         f"{counted(len(data.lanes), 'worker')} over {duration(data.timeline.span_s)}, from the "
@@ -372,7 +368,7 @@ def _latency(seconds: float) -> str:
 
 
 def together(data: ReportData) -> str:
-    """Say that a chart adds up all workers; return "" if there is only one."""
+    """Say that a chart adds up all workers; return "" if there is only one worker."""
     return " The chart adds up all workers." if data.lanes else ""
 
 

@@ -14,7 +14,8 @@ from batchinfer.report.timeline import Timeline
 from batchinfer.report.units import amount
 
 _ON_ONE_SCALE = 1.5
-"""A chart shows the pool's size if it is at most this many times the chart's highest value."""
+"""A chart shows the pool's size if that size is at most this many times the chart's highest value.
+"""
 
 
 def all_series(data: ReportData) -> Mapping[str, Series]:
@@ -83,7 +84,6 @@ def running(timeline: Timeline, unit: str) -> Series:
 
 
 def waiting(timeline: Timeline) -> Series:
-    """Return rows in the engine's queue."""
     layers = [Layer("idle", "waiting", timeline.mean("num_waiting"))]
     format_value = partial(amount, unit="rows")
     return Series("rows in the queue", timeline.edges_s, layers, "rows", format_value)

@@ -1,6 +1,6 @@
 """Reads the data of a report from an output directory; the job may still run.
 
-It reads statistics of all rows, but the rows themselves only for a few examples and failed rows.
+This module reads the statistics of all rows, but only a few examples and failed rows themselves.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ _MOST_BYTES = 32 << 20
 """Maximum size in bytes of a value that is not text, such as a conversation with images; larger
 values are not read."""
 _MOST_SHOWN = 1 << 20
-"""Maximum number of characters of such a value without its images; for larger values, the page
-shows only the size."""
+"""Maximum number of characters of a value that is not text, without its images. For larger values,
+the page shows only the size."""
 
 
 def from_output(out: OutputDir, now: float) -> ReportData:

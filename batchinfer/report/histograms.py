@@ -45,8 +45,6 @@ class Bars:
 
 @dataclass
 class Lengths:
-    """Collects the lengths and times of rows."""
-
     rows: int = 0
     sums: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SUMS, 0))
 

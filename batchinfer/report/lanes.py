@@ -32,8 +32,6 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Lane:
-    """The states of one worker over time."""
-
     worker: str
     pieces: Sequence[Piece]
     rows: int

@@ -27,8 +27,6 @@ class Example:
 
 @dataclass(frozen=True)
 class Failure:
-    """Rows that failed with one code."""
-
     code: str
     rows: int
     examples: Sequence[tuple[str, str]] = ()
@@ -37,8 +35,6 @@ class Failure:
 
 @dataclass(frozen=True)
 class RunFacts:
-    """One run of the job."""
-
     name: str
     device: str
     rows: int
@@ -60,8 +56,6 @@ class Price:
 
 @dataclass(frozen=True)
 class ReportData:
-    """Everything that a report's page shows."""
-
     title: str
     state: str
     """``running``, ``stopped``, ``failed``, ``finished``, ``finished with too many errors``, or,

@@ -67,7 +67,7 @@ def read_timeline(
     began = dict.fromkeys(ends, 0.0)
     for run_id, part in steps(*STEP_COLUMNS):
         if (kv := pools.get(run_id)) is None:
-            continue  # the size of its blocks is unknown
+            continue  # the run's block size is unknown
         sizes = kv["block_size"], kv["bytes_per_block"]
         timeline.add(part, began[run_id], offsets[run_id], *sizes, run_id)
         began[run_id] = max(began[run_id], float(part["t_s"].max()))

@@ -56,7 +56,6 @@ _AXIS = f'font-size="12" fill="{CHART["ink"][0]}"'
 
 
 def light(name: str) -> str:
-    """Return a chart color of the light theme."""
     return CHART[name][0]
 
 
@@ -205,7 +204,6 @@ class _Plot:
 
 
 def over_time(series: Series, shape: Shape) -> str:
-    """Return the SVG of a chart over time."""
     span_s = max(float(series.edges_s[-1]), 1e-9)
     unit_s, time_unit = _time_unit(span_s)
     edges = series.edges_s / unit_s
@@ -229,7 +227,6 @@ def over_time(series: Series, shape: Shape) -> str:
 
 
 def histogram(bars: Bars, color: str, name: str) -> str:
-    """Return the SVG of a histogram of rows by tokens."""
     counts = zip(bars.starts, bars.counts, strict=True)
     spans = [(start, start + bars.width, count) for start, count in counts]
     plot = _Plot(NARROW, spans[0][0], spans[-1][1], max(bars.counts), _count_label, least_step=1.0)

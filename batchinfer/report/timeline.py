@@ -51,12 +51,10 @@ class Peak:
 
 @dataclass
 class Totals:
-    """Sums over all steps."""
-
     steps: int = 0
     prompt_ms: float = 0.0
-    """Total time of the steps that computed prompt tokens, in milliseconds. It includes the time in
-    which the vision tower encoded images."""
+    """Total time of the steps that computed prompt tokens, in milliseconds. This time includes the
+    time in which the vision tower encoded images."""
     encode_ms: float = 0.0
     """Total time in which the vision tower encoded images, in milliseconds."""
     images_encoded: int = 0
@@ -129,7 +127,7 @@ class Timeline:
     def mean(self, name: str) -> Float:
         """Return the mean of a state in each slice of time, or a flow per second, [POINTS].
 
-        Blocks are in bytes.
+        States that count blocks are in bytes.
         """
         return self._sums[name] / np.diff(self.edges_s)
 

@@ -23,7 +23,6 @@ def percent(share: float) -> str:
 
 
 def short(count: float) -> str:
-    """Format a number in a few characters."""
     if count < 10:
         return f"{count:.2g}"
     for scale, suffix in ((1.0, ""), (1e3, "k"), (1e6, "M"), (1e9, "G")):
@@ -36,7 +35,6 @@ def short(count: float) -> str:
 
 
 def money(amount: float, currency: str) -> str:
-    """Format an amount of money with its currency."""
     return (
         f"{amount:,.2f} {currency}" if amount >= 0.1 or not amount else f"{amount:.2g} {currency}"
     )

@@ -1,7 +1,8 @@
 """Decides which process writes which parts: one run, shards, or workers that claim parts.
 
-``claim`` is for a run that writes alone, ``shared`` for several writers. ``queue`` gives a run its
-parts, and ``worker_queue`` gives a worker the parts that it claims. ``generation`` and
-``swap_generation`` are for updates, ``writers`` has the names and locks of writers,
-``crashed_rows`` finds rows that kill processes, and ``kernels`` stores the choice of kernels.
+``claim`` gives one run the exclusive right to write, and ``shared_claim`` lets several writers
+share an output. ``part_queue`` gives a run its parts, and ``worker_queue`` claims parts for a
+worker. ``generation`` and ``swap_generation`` handle updates, ``writers`` defines the names and
+locks of writers, ``crashed_rows`` finds rows that kill processes, and ``kernels`` stores the choice
+of kernels. All functions raise StorageError if the output directory cannot be read or written.
 """

@@ -30,12 +30,12 @@ from batchinfer.job.output.resume import (
 from batchinfer.job.row_ids import Part
 
 Reopen = Callable[[OutputDir, Manifest], None]
-"""Function that reopens finished parts with rows to rerun; called under the directory's lock."""
+"""Function that reopens finished parts with rows to rerun, under the directory's lock."""
 
 
 @dataclass(frozen=True)
 class Ending:
-    """Work that remains once a run has written its parts."""
+    """What is left to do after a run has written its parts."""
 
     out: OutputDir
     """The output directory, with the lock that a run holds while it ends the job."""
@@ -48,16 +48,13 @@ class Ending:
 
     @property
     def ends_job(self) -> bool:
-        """True if this run has to end the job."""
         return not (self.num_parts_left or self.is_finished or self.is_stopped)
 
 
 class Claim:
-    """A run's exclusive right to write to an output directory; ``SharedClaim`` is for several
-    writers.
+    """A lone run's right to write to an output directory; several writers use ``SharedClaim``.
 
     Args:
-        out: the directory that the run writes to.
         present: the output that an update replaces with ``out`` once ``out`` is complete; None if
             the run is not an update.
     """
@@ -73,11 +70,10 @@ class Claim:
         """Lock the directory, decide which parts to write, and prepare the directory.
 
         Args:
-            manifest: the plan of this run.
             if_exists: ``resume``, ``error`` or ``overwrite``.
 
         Raises:
-            LockedError: another run writes to the directory, or another job's output is in it.
+            LockedError: another run writes to the directory, or it holds another job's output.
             DataError: the input has changed.
             StorageError: the directory cannot be written to.
         """
@@ -90,7 +86,8 @@ class Claim:
                 refuse_workers_of_updates(home)
                 stored = stored_manifest(home)
                 refuse_unexpected_files(home, stored)
-                # Chat templates may print the time of the plan. A new time would change prompts.
+                # A chat template may print the time of the plan, so a new time would change
+                # prompts.
                 if not is_begun(self.out):
                     manifest = replace(manifest, planned_at=stored.planned_at)
                 if_exists = "resume"
@@ -106,14 +103,13 @@ class Claim:
 
         Args:
             generated: the output's generated columns.
-
-        Raises:
-            StorageError: the directory cannot be read or written.
         """
         return all_parts(self.out, plan, generated)
 
     def clear(self, plan: ResumePlan) -> None:
-        """Delete the output that the plan replaces; call it once the model is loaded.
+        """Delete the output that the plan replaces.
+
+        Callers load the model first, so that the old output survives if the model cannot be loaded.
 
         Raises:
             LockedError: other writers have begun another job in the meantime.
@@ -128,13 +124,10 @@ class Claim:
 
     @contextmanager
     def ending(self, is_over: Callable[[], bool]) -> Iterator[Ending]:
-        """Hold the directory's lock while the caller ends the job if ``Ending.ends_job`` is True.
+        """Hold the directory's lock, and yield what is left to do for the caller.
 
         Args:
             is_over: returns True to stop waiting for a lock that other runs hold.
-
-        Raises:
-            StorageError: the directory cannot be read.
         """
         yield Ending(self.out)
         if self.present is not None:
@@ -146,8 +139,8 @@ class Claim:
 
 
 def _replace(present: OutputDir, generation: OutputDir) -> None:
-    """Replace the present output with a generation, unless only the present output has
-    ``_SUCCESS``."""
+    """Replace the present output with a generation. Keep a present output that has ``_SUCCESS`` if
+    the generation has none."""
     files = present.files
     if files.stat(generation.success) is not None or files.stat(present.success) is None:
         put_in_place(present, generation)
@@ -160,7 +153,6 @@ def _replace(present: OutputDir, generation: OutputDir) -> None:
 
 
 def reopened(out: OutputDir, plan: ResumePlan, reopen: Reopen | None) -> ResumePlan:
-    """Reopen finished parts with ``reopen``, and return a plan that includes them."""
     if reopen is None:
         return plan
     reopen(out, plan.manifest)

@@ -1,25 +1,26 @@
-"""Finds rows that kill the process, using logs of the rows in flight, and gives up on them.
+"""Finds rows that kill the process, from logs of the rows in flight, and stops retrying them.
 
-Each run writes such a log (``run/in_flight_log.py``), which later runs read with this module.
-``_batchinfer/in_flight/<run id>`` holds row ids, 8 bytes each: a row's id before its prompt is
-built, the id's complement (``~id``) once the prompt is built, and the id again when the engine gets
-the row. A run that ends normally deletes the file. The log is not synced, because it has to survive
-the death of the process but not a crash of the machine. The log reaches an object store seconds
-later, which is too late if a row kills the process at once. So after a death, the next run stores
-each row's id before the row runs.
+Each run logs its rows in flight (``run/in_flight_log.py``), and later runs read the log with this
+module. The file ``_batchinfer/in_flight/<run id>`` consists of 8-byte entries: a row's id before
+its prompt is built, the id's complement (``~id``) once the prompt is built, and the id again when
+the engine gets the row. A run that ends normally deletes the file. The log is not synced to disk,
+because it must survive the death of the process but not a crash of the machine. Entries reach an
+object store only after seconds, which is too late if a row kills the process at once. So after a
+death, the next run stores each row's id before the row runs.
 
 A thousand innocent rows may be in flight when a process is killed. So a death creates no suspects
-if the run has made progress, that is, if it finished rows or stored tokens of unfinished rows
-(``batchinfer.job.tokens``). Rows with long answers store tokens even while another row in the
-engine kills each run, so tokens alone count as progress for at most ``MOST_FRUITLESS`` deaths.
-After a death without progress, suspects are the rows that were in flight both then and at an
-earlier death. Suspects run with nothing else in the engine: n suspects first run in about sqrt(n)
-groups of about sqrt(n) rows. If the process dies, each row of the group runs alone. A row is given
-up when the process has died twice while the row ran alone and stored no tokens. A row that runs
-alone stores its tokens every second (``TokensInFlight``), so the row is not given up because of
-external kills if each run lives for a second after the first token.
+if the run has made progress, that is, if the run finished rows or stored tokens of unfinished rows
+(``batchinfer.job.tokens``). Rows with long answers store tokens even if another row kills every
+run, so tokens alone count as progress for at most ``MOST_FRUITLESS`` deaths. After a death without
+progress, the suspects are the rows that were in flight at this death and at an earlier death.
+Suspects run apart from all other rows: n suspects first run in about sqrt(n) groups of about
+sqrt(n) rows, one group at a time. If the process dies, each row of the group runs alone. A row is
+given up when the process has died twice while the row ran alone and stored no tokens. A row that
+runs alone stores its tokens every second (``TokensInFlight``). External kills therefore cannot
+cause a row to be given up if each run lives for a second after the row's first token.
 
-``_batchinfer/suspects.json`` holds the history for all writers, which change it under the lock.
+``_batchinfer/suspects.json`` stores the crash history for all writers, which change the file under
+the directory's lock.
 """
 
 from __future__ import annotations
@@ -42,8 +43,7 @@ from batchinfer.job.storage.filesystem import STRICT, read_file, storage_errors
 
 MOST_FRUITLESS = 8
 """Number of deaths without a finished row after which stored tokens no longer count as progress. A
-machine is unlikely to be lost that often in the minutes or hours that an answer takes.
-"""
+machine is unlikely to be lost this often while it generates one answer."""
 
 Group = tuple[Annotated[int, Field(ge=0, lt=2**63)], ...]
 """Row ids, sorted."""
@@ -61,17 +61,17 @@ class CrashHistory:
     seen_once: Group = ()
     """Rows that were in flight at a death, but are not suspects yet."""
     groups: tuple[Group, ...] = ()
-    """Suspects: each group runs with nothing else in the engine, before other rows."""
+    """Groups of suspects. Each group runs alone in the engine, before all other rows."""
     died_alone: Group = ()
-    """Suspects that were running alone at one death so far."""
+    """Suspects that ran alone during exactly one death."""
     given_up: Group = ()
     """Rows that will not run again."""
     counted: tuple[str, ...] = ()
     """Ids of the runs that died together in the most recently counted death."""
     fruitless: NonNegativeInt = 0
-    """Number of consecutive deaths without a finished row, whether or not tokens were stored. While
-    there are suspects, the count is not reset. Otherwise, stored tokens could again count as
-    progress and delay the verdict on each group."""
+    """Number of consecutive deaths without a finished row, whether or not tokens were stored. The
+    count is not reset while there are suspects: otherwise, stored tokens would again count as
+    progress and delay the decision about each group."""
 
     def after_death(
         self,
@@ -86,7 +86,7 @@ class CrashHistory:
         Args:
             runs: ids of the runs that died together.
             in_flight: unfinished rows in the engines of ``runs``.
-            finished: rows that these engines ran and that are already on disk.
+            finished: rows in the logs of ``runs`` that are already on disk.
             kept_tokens: True if the runs stored tokens of unfinished rows, so that the next run
                 resumes them.
         """
@@ -163,7 +163,6 @@ class CrashHistory:
 
     @property
     def rows(self) -> RowIds:
-        """All rows of the history."""
         groups = (row for group in self.groups for row in group)
         return sorted_row_ids({*self.seen_once, *self.given_up, *groups})
 
@@ -180,7 +179,6 @@ def crash_history_from(data: bytes) -> CrashHistory:
 
 
 def stored_history(out: OutputDir) -> CrashHistory:
-    """Return the history of earlier deaths."""
     try:
         return crash_history_from(read_file(out.files, out.suspects))
     except OSError:
@@ -190,17 +188,14 @@ def stored_history(out: OutputDir) -> CrashHistory:
 def count_deaths(
     out: OutputDir, logs: Sequence[PurePath], unfinished: Callable[[RowIds], RowIds]
 ) -> CrashHistory:
-    """Add the deaths of runs to the stored history, and return it. Call it under the lock.
+    """Add the deaths of runs to the stored history, and return the new history.
 
-    Each run is counted once. Logs that are found together count as one death, because writers on
-    one machine die together.
+    The caller holds the directory's lock. Each run is counted once. Logs that are found together
+    count as one death, because writers on one machine die together.
 
     Args:
         logs: the logs of dead runs.
         unfinished: returns the unfinished rows among the given rows.
-
-    Raises:
-        StorageError: a log cannot be read or deleted, or the history cannot be written.
     """
     before = history = stored_history(out)
     # An earlier call may have counted a run and died before it deleted the log.
@@ -226,11 +221,7 @@ def count_deaths(
 
 
 def forget_given_up(out: OutputDir) -> None:
-    """Let the rows that were given up run again; call it under the directory's lock.
-
-    Raises:
-        StorageError: the history cannot be written.
-    """
+    """Let rows that were given up run again. The caller holds the directory's lock."""
     history = stored_history(out)
     if history.given_up:
         out.write(out.suspects, json.dumps(asdict(replace(history, given_up=()))).encode())

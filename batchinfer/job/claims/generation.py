@@ -17,10 +17,10 @@ from batchinfer.job.storage.filesystem import storage_errors
 def next_generation(
     out: OutputDir, manifest: Manifest, *, update: bool, retry_errors: bool
 ) -> OutputDir | None:
-    """Return the directory of the next generation; None if this run does not make one.
+    """Return the directory of the next generation; None if this run writes to ``out`` itself.
 
-    A run makes a generation if ``out`` holds rows of another job or input, or of image files that
-    may have changed, and if one of these conditions is met as well:
+    A run writes a new generation if ``out`` holds rows of another job or input, or of image files
+    that may have changed, and if one of these conditions is met as well:
 
     - an earlier run began the generation;
     - ``update`` is set;
@@ -47,13 +47,13 @@ def refuse_workers_of_updates(out: OutputDir) -> None:
         LockedError: a worker runs.
     """
     for path in out.files.entries(out.next):
-        generation = output_at(str(path))  # as workers open it; their locks are inside
+        generation = output_at(str(path))  # opened as workers do: their locks are inside
         with generation.locked():
             refuse_writers(generation)
 
 
 def drop_generations(out: OutputDir) -> None:
-    """Delete unfinished generations: no job needs them once an update has found nothing to do.
+    """Delete unfinished generations, which are useless once an update has found nothing to do.
 
     Raises:
         LockedError: a worker still writes to a generation.
@@ -68,7 +68,7 @@ def drop_generations(out: OutputDir) -> None:
 def other_generations(out: OutputDir, own: OutputDir) -> list[OutputDir]:
     """Return the generations other than ``own`` that have rows; delete those without rows.
 
-    Call it under the lock of ``out``.
+    The caller holds the lock of ``out``.
     """
     generations = []
     for path in out.files.entries(out.next):

@@ -27,10 +27,9 @@ def noted_kernels(out: OutputDir) -> dict[str, str]:
 
 
 def note_kernels(out: OutputDir, kernels: Mapping[str, str]) -> dict[str, str]:
-    """Return the noted kernels; note ``kernels`` if there is no note. Call it under the lock.
+    """Return the noted kernels, or note ``kernels`` if there is no note.
 
-    Raises:
-        StorageError: the note cannot be written.
+    The caller holds the directory's lock.
     """
     noted = noted_kernels(out) or dict(kernels)
     if noted == kernels and kernels:
@@ -39,11 +38,7 @@ def note_kernels(out: OutputDir, kernels: Mapping[str, str]) -> dict[str, str]:
 
 
 def forget_kernels(out: OutputDir) -> None:
-    """Delete the note of an output that has no finished rows. Call it under the directory's lock.
-
-    Raises:
-        StorageError: the note cannot be deleted.
-    """
+    """Delete the note of an output without finished rows. The caller holds the directory's lock."""
     if out.files.stat(out.kernels) is not None:
         with storage_errors(out.kernels, "delete"):
             out.files.delete(out.kernels)

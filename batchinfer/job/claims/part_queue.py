@@ -33,11 +33,11 @@ class PartsToMake:
     """The parts, in order."""
     segments: Segments
     finished: RowIds = field(default_factory=lambda: NO_ROWS)
-    """Finished rows of these parts, which are in segments."""
+    """Finished rows of these parts, read from segments."""
     damaged: Mapping[str, str] = field(default_factory=dict)
     """What is wrong with each segment that could not be read, keyed by the segment's name."""
     crashes: CrashHistory = field(default_factory=CrashHistory)
-    """The crash history of these rows."""
+    """The crash history of the rows of these parts."""
     other_writers: frozenset[str] | None = None
     """Names of the writers that are working on other parts; None if this run claims no further
     parts."""
@@ -49,7 +49,7 @@ class PartsToMake:
 
     @property
     def suspects(self) -> Sequence[Group]:
-        """Rows suspected of crashes: each group runs with nothing else in the engine."""
+        """Groups of rows suspected of crashes. Each group runs alone in the engine."""
         return self.crashes.groups
 
     def phases(self) -> Iterator[list[range]]:
@@ -63,8 +63,7 @@ class PartsToMake:
 
 
 class PartQueue:
-    """Gives a run its parts. This class gives all of them at once; subclasses may claim parts as
-    they go.
+    """Hands out all parts of a run at once. Subclasses may claim parts during the run instead.
 
     Args:
         parts: the parts of the run, or, for a worker, all parts that it may claim.
@@ -94,7 +93,7 @@ class PartQueue:
     def next(self, is_over: Callable[[], bool]) -> PartsToMake | None:
         """Return the next parts; None if all parts are taken or ``is_over`` returns True.
 
-        A worker may wait here to see whether other workers finish their parts.
+        A worker may wait in this call until other workers have finished or freed their parts.
 
         Args:
             is_over: returns True once the run wants no more parts.
@@ -113,9 +112,6 @@ def all_parts(out: OutputDir, plan: ResumePlan, generated: pa.Schema) -> PartQue
 
     Args:
         generated: the output's generated columns.
-
-    Raises:
-        StorageError: the directory cannot be written to.
     """
     parts = _parts_to_make(Segments(out, plan.manifest, plan.todo, generated), plan, plan.todo)
     if not plan.starts_over:

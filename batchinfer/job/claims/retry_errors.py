@@ -1,7 +1,7 @@
 """Implements ``--retry-errors``, which reruns only the rows that ended in an error.
 
-It reopens each finished part that has failed rows: it moves the good rows back to a segment, then
-deletes the part's record. The part then counts as unfinished.
+This module moves the good rows of each finished part with failed rows back to a segment, then
+deletes the part's record. A part without a record counts as unfinished.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def has_errors(out: OutputDir, plan: Manifest) -> bool:
 
 
 def reopen(out: OutputDir, plan: Manifest, generated: pa.Schema) -> None:
-    """Reopen finished parts so that failed rows run again; call it under the lock.
+    """Reopen finished parts so that failed rows run again. The caller holds the directory's lock.
 
     Raises:
         DataError: a part cannot be read.

@@ -24,11 +24,10 @@ class Shard:
 
     @property
     def writer(self) -> str:
-        """The shard's name as the writer of an ``OutputDir``."""
+        """Name under which the shard writes to an ``OutputDir``."""
         return f"s{self.index:04d}of{self.count}"
 
     def parts(self, num_parts: int) -> range:
-        """Return the indices of the shard's parts in a job with ``num_parts`` parts."""
         return range(
             num_parts * self.index // self.count, num_parts * (self.index + 1) // self.count
         )

@@ -58,8 +58,6 @@ from batchinfer.job.storage.local_lock import LOCK, HeldError
 
 @dataclass(frozen=True)
 class Role:
-    """The role of a process in a job that several processes share."""
-
     shard: Shard | None = None
     """The shard whose parts the process writes; None for the whole job."""
     is_worker: bool = False
@@ -77,7 +75,6 @@ class Role:
         return not (self.is_worker or self.is_launcher)
 
     def parts(self, parts: list[Part]) -> list[Part]:
-        """Return the parts that the process writes or may claim, out of all parts of the job."""
         if self.shard is None:
             return parts
         return [parts[index] for index in self.shard.parts(len(parts))]
@@ -89,10 +86,10 @@ class FreshStart:
     over.
 
     With ``output.if_exists: overwrite`` the first writer deletes the output, and the later writers
-    must keep the rows of their team. With ``error`` the first writer must find no output, but later
-    writers find the team's rows. So the first writer stores its team and the time of its plan,
-    which is also in the manifest. From then on all writers of the team resume, even if they are
-    started again, until the job ends.
+    must keep the rows of their team. With ``if_exists: error`` the first writer must find no
+    output, but later writers find the team's rows. So the first writer stores its team and the time
+    of its plan, which is also in the manifest. From then on all writers of the team resume, even if
+    they are started again, until the job ends.
     """
 
     __pydantic_config__: ClassVar = STRICT
@@ -102,10 +99,10 @@ class FreshStart:
     planned_at: str
     """``Manifest.planned_at`` of the team's plan."""
     is_clear: bool
-    """True once the old output is deleted; it is kept until a writer has loaded its model."""
+    """True once the old output is deleted, which happens after a writer has loaded its model."""
 
     def store(self, out: OutputDir) -> None:
-        """Write this object to the output directory; call it under the lock."""
+        """Write this object to ``shards.json``. The caller holds the directory's lock."""
         out.write(out.shards, json.dumps(asdict(self)).encode())
 
     def has_begun(self, out: OutputDir, manifest: Manifest) -> bool:
@@ -248,7 +245,7 @@ class SharedClaim(Claim):
         )
 
     def _hold_own_lock(self, stack: ExitStack) -> None:
-        """Hold this writer's lock; a worker takes the lowest number that is free."""
+        """Hold this writer's lock. A worker takes the lowest worker number whose lock is free."""
         if not self.role.is_worker:
             stack.enter_context(self.out.lock.held())
             return
@@ -263,7 +260,6 @@ class SharedClaim(Claim):
         self.claims = Claims(self.shared, self.writer)
 
     def _drop_claims(self) -> None:
-        """Free this process's claims, unless another process has taken them over."""
         with suppress(JobError), wait_for(self.shared.lock):
             self.claims.check()
             self.claims.drop()
@@ -271,7 +267,7 @@ class SharedClaim(Claim):
     def _agree(self, manifest: Manifest, if_exists: str, *, siblings: bool) -> ResumePlan:
         """Return the plan of all parts, which another writer of the team may have stored already.
 
-        Call it under the lock.
+        The caller holds the directory's lock.
         """
         start = _stored_start(self.shared, self.writer.team)
         if if_exists == "resume":
@@ -316,7 +312,7 @@ class SharedClaim(Claim):
             return replace(plan, todo=unrecorded(self.shared, parts))
         plan = only_unfinished(self.out, plan)
         for part in plan.todo:
-            # Otherwise, another worker may end the job with the damaged part.
+            # Delete the record now, or another worker may end the job with the damaged part.
             if part.name in plan.damaged:
                 with storage_errors(self.out.parts, "delete"):
                     self.out.files.delete(self.out.record(part))

@@ -41,7 +41,7 @@ _STORED = TypeAdapter(Swap)
 
 
 def put_in_place(out: OutputDir, generation: OutputDir) -> None:
-    """Replace the output in ``out`` with a complete generation; call it under the lock.
+    """Replace the output in ``out`` with a complete generation, under the directory's lock.
 
     Names of failpoints: ``swap-`` plus ``marked``, ``hidden``, ``copied`` (each file), ``cleared``
     (each folder), ``placed``, ``recorded``, ``deleted`` and ``done``.
@@ -67,7 +67,7 @@ def end_swap(out: OutputDir) -> None:
 
 
 def finish_swap(out: OutputDir) -> None:
-    """Complete an interrupted swap, if there is one; call it under the lock.
+    """Complete an interrupted swap, if there is one. The caller holds the directory's lock.
 
     Raises:
         DataError: the generation has lost files.

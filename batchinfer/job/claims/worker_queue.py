@@ -40,7 +40,6 @@ class ClaimedParts(PartQueue):
         publish, check: see ``PartQueue``.
         out: the output directory with this worker's lock and staging folder.
         shared: the output directory with the lock that the writers share.
-        claims: the claims of this worker.
         plan: the plan of the parts that the worker may claim.
         generated: the output's generated columns.
         num_workers: minimum number of workers to expect; more may be alive.
@@ -111,7 +110,7 @@ class ClaimedParts(PartQueue):
     def _deal(self, living: Sequence[Writer]) -> tuple[list[Part], bool]:
         """Claim free parts; return them, and True if other writers still work on parts.
 
-        Call it under the lock.
+        The caller holds the directory's lock.
 
         A claim is a share of the remaining parts, so that claims become smaller toward the end
         (guided self-scheduling; Polychronopoulos and Kuck, 1987).
@@ -150,7 +149,7 @@ def crash_history(
     generated: pa.Schema,
     living: Sequence[Writer],
 ) -> CrashHistory:
-    """Count new deaths and return the crash history of all rows; call it under the lock."""
+    """Count new deaths, and return the crash history of all rows, under the directory's lock."""
 
     def unfinished(rows: RowIds) -> RowIds:
         return unfinished_rows(out, plan, generated, rows)

@@ -1,9 +1,9 @@
 """The processes that write to one output at the same time: their names, locks and claims.
 
-A run that writes alone holds the directory's lock as long as it lives. Several writers hold that
-lock only briefly: to read the state, prepare, claim, publish or end the job. Each of these writers
-holds a lock ``locks/NAME`` as long as it lives. Writers take and test these locks only under the
-directory's lock.
+A run that writes alone holds the directory's lock as long as it lives. Writers that share a
+directory hold this lock only briefly: to read the state, prepare, claim, publish or end the job.
+Each of these writers also holds its own lock, ``locks/NAME``, as long as it lives. Writers take and
+test these locks only under the directory's lock.
 
 ``claims/NAME.json`` lists the parts that a writer works on. Another process deletes that file if it
 finds the writer's lock free, or not refreshed for a long time. From then on the writer cannot
@@ -43,8 +43,6 @@ _WRITER = re.compile(r"(?:s(?P<index>[0-9]+)of(?P<count>[0-9]+))?(?:w(?P<number>
 
 @dataclass(frozen=True)
 class Writer:
-    """One of several processes that write to an output."""
-
     shard: Shard | None = None
     """The shard whose parts the writer works on; None for parts of the whole job."""
     number: int | None = None
@@ -52,14 +50,13 @@ class Writer:
 
     @property
     def name(self) -> str:
-        """The writer's name in paths and run ids."""
         shard = "" if self.shard is None else self.shard.writer
         worker = "" if self.number is None else f"w{self.number:02d}"
         return f"{shard}{worker}" or LAUNCHER
 
     @property
     def team(self) -> str:
-        """Name of the writer's team: writers of one team may write at the same time."""
+        """Name of the writer's team. Only writers of one team may write at the same time."""
         return "workers" if self.shard is None else f"{self.shard.count} shards"
 
     def __str__(self) -> str:
@@ -142,7 +139,7 @@ def living_writers(out: OutputDir, own: Writer) -> list[Writer]:
 
 
 def refuse_writers(out: OutputDir, but_of: str = "") -> None:
-    """Check that no other writer runs; call it under the directory's lock.
+    """Check that no other writer runs. The caller holds the directory's lock.
 
     Args:
         but_of: name of a team whose writers may run.
@@ -237,19 +234,17 @@ class Claims:
 
     @property
     def rows_per_s(self) -> float:
-        """Speed of the writer when it last claimed parts; 0 if unknown."""
         stored = self.stored()
         return 0.0 if stored is None else stored.rows_per_s
 
     @property
     def claimed(self) -> set[int]:
-        """Indices of the claimed parts, including finished ones."""
+        """Indices of the claimed parts, including parts that are finished."""
         stored = self.stored()
         ranges = stored.parts if stored else []
         return {index for first, stop in ranges for index in range(first, stop)}
 
     def drop(self) -> None:
-        """Free all unfinished parts of the writer."""
         if self._out.files.stat(self._path) is not None:
             with storage_errors(self._path, "delete"):
                 self._out.files.delete(self._path)
@@ -259,7 +254,7 @@ class Claims:
 
 
 def dead_logs(out: OutputDir, living: Sequence[Writer]) -> list[PurePath]:
-    """Return the logs of rows in flight that dead runs left; call it under the directory's lock.
+    """Return the logs of rows in flight that dead runs left, under the directory's lock.
 
     Args:
         living: all living writers.

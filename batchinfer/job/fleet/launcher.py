@@ -29,14 +29,11 @@ MOST_FAILED_STARTS = 2
 """Number of consecutive failed starts after which a worker is not started again."""
 _POLL_S = 0.05
 _NODE_ERRORS = {DeviceError.__name__, StorageError.__name__}
-"""Names of errors that may be due to a worker's node, so workers on other nodes can go on.
-"""
+"""Names of errors that may be due to one node, so workers on other nodes can go on."""
 
 
 @dataclass
 class _Slot:
-    """One of the fleet's ``num_workers`` slots, and its current worker."""
-
     handle: WorkerHandle
     is_up: bool = False
     may_run: bool = False

@@ -24,20 +24,16 @@ class WorkerHandle(Protocol):
         """Return new messages and the exit code: negative for a signal, None while it runs."""
         ...
 
-    def send(self, line: str) -> None:
-        """Write a line to the worker's stdin."""
-        ...
+    def send(self, line: str) -> None: ...
 
     def stop(self) -> None:
         """Ask the worker to write everything to disk and end."""
         ...
 
-    def kill(self) -> None:
-        """Kill the worker and wait until it has ended."""
-        ...
+    def kill(self) -> None: ...
 
     def last_line(self) -> str:
-        """Return the last line that the worker printed."""
+        """Return the last line that the worker wrote to stderr."""
         ...
 
 

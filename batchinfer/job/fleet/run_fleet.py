@@ -26,8 +26,8 @@ from batchinfer.job.storage.filesystem import storage_errors
 from batchinfer.process.cpus import cpu_limits
 
 _WORKERS_PER_CORE = 2
-"""Maximum number of workers per CPU core. More would wait for each other and take minutes to start.
-"""
+"""Maximum number of workers per CPU core. More workers would wait for each other and take minutes
+to start."""
 _HOST_PORT = re.compile(r"\[?(?P<host>[^\s/]+?)\]?:(?P<port>\d+)")
 _CONNECT_S = 1.0
 _POLL_S = 0.1
@@ -96,7 +96,7 @@ def run_fleet(
 
 
 def is_fleet(spec: JobSpec) -> bool:
-    """Return True if a job runs on several workers or on a cluster that may have several."""
+    """Return True if a job runs on several workers or on a cluster that may provide several."""
     workers = spec.scale.workers
     if workers == "auto" and spec.scale.cluster == "local":
         return _num_gpus(spec) > 1
@@ -111,11 +111,7 @@ def _is_complete(job: OutputJob, role: Role) -> bool:
 
 
 def _check_cores(spec: JobSpec) -> None:
-    """Check that this machine has enough cores for the local workers.
-
-    Raises:
-        UsageError: the machine has too few cores.
-    """
+    """Check that this machine has enough cores for the local workers."""
     cores, workers = cpu_limits().count, spec.scale.workers
     if spec.scale.cluster != "local" or workers == "auto" or workers <= _WORKERS_PER_CORE * cores:
         return
@@ -128,7 +124,7 @@ def _check_cores(spec: JobSpec) -> None:
 
 @contextmanager
 def _cluster_gpus(cluster: str) -> Iterator[int]:
-    """Connect to a Ray cluster; yield its number of GPUs."""
+    """Connect to a Ray cluster, and yield the cluster's number of GPUs."""
     try:
         from batchinfer.job.fleet.ray_workers import joined
     except ModuleNotFoundError:
@@ -143,7 +139,7 @@ def _cluster_gpus(cluster: str) -> Iterator[int]:
 
 
 def is_reachable(cluster: str, timeout_s: float, stop: Event) -> bool:
-    """Wait until a cluster's port accepts connections, if its address is known.
+    """Wait until a Ray cluster's port accepts connections; return at once if it is unknown.
 
     Args:
         cluster: HOST:PORT, or ``auto`` for the address in RAY_ADDRESS.

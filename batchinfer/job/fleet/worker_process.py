@@ -1,8 +1,8 @@
 """The process of a worker: a run that claims parts, started and watched by a launcher.
 
 The process reads its pickled setup from stdin. Each time it has loaded the model, it waits for the
-line ``go``. If stdin ends, the launcher has died, so the process sends itself SIGTERM. It writes
-messages to stdout, one JSON object per line.
+line ``go``. If stdin ends, the launcher has died, so the process sends itself SIGTERM. The process
+writes messages to stdout, one JSON object per line.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _REPORT_EVERY_S = 1.0
 
 @dataclass(frozen=True)
 class WorkerSetup:
-    """The data that a worker starts with."""
+    """The setup that a launcher sends to a worker."""
 
     spec: JobSpec
     role: Role
@@ -101,7 +101,6 @@ class _ReportedProgress(MeteredProgress):
 
 
 def main() -> int:
-    """Run a worker and return the run's exit code."""
     leave_on_signals()
     bound_spinning()
     skip_optional_imports()
@@ -137,7 +136,7 @@ def _read(lines: SimpleQueue[str]) -> None:
 
 
 class _Builds:
-    """Builds engines; after each build it waits until rows may run.
+    """Builds engines, and waits after each build until the launcher lets rows run.
 
     A worker builds a second engine if another worker chose the job's kernels first.
     """

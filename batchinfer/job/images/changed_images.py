@@ -17,8 +17,8 @@ from batchinfer.job.storage.urls import is_url
 from batchinfer.text.images.files import ImageFile, ImageFiles, has_scheme
 
 _MOST_EMBEDDED = 64 << 20
-"""Maximum bytes of embedded images to read before a row names a file. If no row has named a file by
-then, the other rows are assumed to name none and are not read."""
+"""Maximum bytes of embedded images to read while no row has named a file. Beyond this limit, the
+remaining rows are assumed to name no file either, and are not read."""
 _HASH_BYTES = 16
 
 
@@ -99,9 +99,9 @@ class _LocalFacts:
 class _StoreFacts:
     """Hashes the sizes and ETags of files in a store.
 
-    One listing of their innermost common folder gives the facts of up to 1,000 files with each
-    request. The digest is the sum of the files' hashes, so their order does not matter, and only
-    the hashes of the names are kept in memory.
+    The sizes and ETags come from listing the innermost folder that contains all files, at up to
+    1,000 files per request. The digest is the sum of the files' hashes, so the order of the files
+    does not matter, and only hashes of the names are kept in memory.
     """
 
     def __init__(self) -> None:

@@ -27,9 +27,9 @@ TOTAL_S = 15.0
 MOST_AT_ONCE = 16
 """Number of files to download at the same time."""
 MOST_TIMEOUTS = 4
-"""After this many consecutive timeouts of a host, further downloads from it fail at once."""
+"""Number of consecutive timeouts after which further downloads from a host fail at once."""
 AVOIDED_S = 60.0
-"""Seconds until downloads from such a host are tried again."""
+"""Seconds until a host with too many timeouts is tried again."""
 _WAIT_S = 10.0
 """Timeout of each read from a server, in seconds."""
 _POLL_S = 0.1
@@ -41,7 +41,7 @@ Downloaded = ImageFile | RowError
 
 
 class Downloads:
-    """Downloads files in threads. The first ``start`` starts them, and ``close`` ends them."""
+    """Downloads files in threads, which ``start`` starts and ``close`` ends."""
 
     def __init__(self) -> None:
         self._waiting: SimpleQueue[tuple[str, Future[Downloaded]] | None] = SimpleQueue()
@@ -49,9 +49,9 @@ class Downloads:
         self._is_closed = False
         self._lock = Lock()
         self._timeouts = Counter[str]()
-        """Number of timeouts since the last answer, by host."""
+        """Number of consecutive timeouts, keyed by host."""
         self._avoided_until: dict[str, float] = {}
-        """Values of ``time.monotonic()``, by host."""
+        """Values of ``time.monotonic()`` at which hosts may be tried again, keyed by host."""
 
     def start(
         self, urls: Collection[str], check_stopped: Callable[[], None]

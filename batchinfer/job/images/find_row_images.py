@@ -44,7 +44,7 @@ class ImageFinder:
         self._files = RowFiles(files, images)
 
     def of(self, row: Mapping[str, Any]) -> list[ImageFile]:
-        """Return the images of a row; an empty list if its prompt cannot be made.
+        """Return the images of a row; an empty list if the row's prompt cannot be made.
 
         Args:
             row: values by column. A conversation may also be JSON text.

@@ -43,7 +43,6 @@ class NumberedPrompts:
         self._numbers = numbers
 
     def start(self, rows: Sequence[Mapping[str, object]]) -> Callable[[], list[Prompt | RowError]]:
-        """See ``Prompts.start``."""
         wait = self._prompts.start(rows)
         return lambda: [
             made if isinstance(made, RowError) else self._numbers.numbered(made) for made in wait()
@@ -73,7 +72,6 @@ class JobImages:
         return WebPrompts(numbered, config, self._downloads, self._processes.check_stopped)
 
     def close(self) -> None:
-        """End the threads that download images."""
         if self._downloads is not None:
             self._downloads.close()
 
@@ -89,7 +87,6 @@ class JobImages:
 
 
 def may_have_images(spec: JobSpec, source: Source) -> bool:
-    """Return True if rows of the job may have images."""
     if not spec.task_spec.draws:
         return False
     return (
@@ -139,10 +136,11 @@ def media_root_fact(spec: JobSpec, source: Source) -> str | None:
     """Return ``input.media_root`` for the fingerprint; None if it is not set or rows have no
     images.
 
-    In another folder, the same paths name other files. Links are resolved, because a link may lead
-    to another folder in the next run. A moved folder counts as another folder: only reading all
-    images could show that they are the same, and ``--update`` does that. The default folder is not
-    part of the fingerprint, because it moves with the input files.
+    The fingerprint needs the folder, because the same paths name other files in another folder.
+    Links are resolved, because a link may lead to another folder in the next run. A moved folder
+    counts as another folder, because only reading all images could show that they are unchanged;
+    ``--update`` reads them. The default folder is not part of the fingerprint, because it moves
+    with the input files.
     """
     if spec.input.media_root is None or not may_have_images(spec, source):
         return None

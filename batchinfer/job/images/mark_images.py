@@ -28,23 +28,13 @@ _LISTS = (pa.ListType, pa.LargeListType, pa.FixedSizeListType)
 def with_marked_images(
     prompts: Prompts, schema: pa.Schema, image_columns: Collection[str]
 ) -> Prompts:
-    """Wrap ``prompts`` so that it marks the image files in rows before it makes prompts.
-
-    Args:
-        schema: columns of the rows.
-        image_columns: names of the columns that hold images.
-    """
+    """Wrap ``prompts`` so that it marks the image files in rows before it makes prompts."""
     mark = mark_of_rows(schema, image_columns)
     return prompts if mark is None else _MarkedPrompts(prompts, mark)
 
 
 def mark_of_rows(schema: pa.Schema, image_columns: Collection[str]) -> _Mark | None:
-    """Return a function that marks the image files in rows; None if no column can hold image files.
-
-    Args:
-        schema: columns of the rows.
-        image_columns: names of the columns that hold images.
-    """
+    """Return a function that marks the image files in rows; None if no column can hold any."""
     marks = {
         field.name: _mark_of(field.type)
         if field.name in image_columns
@@ -62,13 +52,11 @@ class _MarkedPrompts:
         self._mark = mark
 
     def start(self, rows: Sequence[Mapping[str, object]]) -> Callable[[], list[Prompt | RowError]]:
-        """See ``Prompts.start``."""
         return self._prompts.start(list(map(self._mark, rows)))
 
 
 def _mark_of_conversations(kind: pa.DataType) -> _Mark | None:
-    """Return a function that marks the image files in conversations; None if they cannot hold
-    any."""
+    """Return a function that marks image files in conversations; None if none can occur."""
     if not is_conversation(kind):
         return None
     parts = kind.value_type.field("content").type
@@ -83,8 +71,7 @@ def _mark_of_conversations(kind: pa.DataType) -> _Mark | None:
 
 
 def _mark_of(kind: pa.DataType) -> _Mark | None:
-    """Return a function that marks the image files in cells of a type; None if such cells cannot
-    hold image files."""
+    """Return a function that marks image files in cells of a type; None if none can occur."""
     if pa.types.is_dictionary(kind):
         return _mark_of(kind.value_type)
     if kind in _BINARY:

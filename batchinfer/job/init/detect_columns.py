@@ -98,7 +98,6 @@ class _Data:
             for f in source.schema
         }
         self.images = [name for name, kind in self.types.items() if _is_image(name, kind)]
-        """Columns of images."""
         self.texts = [
             name for name, kind in self.types.items() if is_text(kind) and name not in self.images
         ]

@@ -39,8 +39,6 @@ _PLAIN = re.compile(r"[A-Za-z][A-Za-z0-9_./-]*")
 
 @dataclass(frozen=True)
 class InitOptions:
-    """Options of ``batchinfer init``."""
-
     data: str
     """Path or URL of the dataset, as for ``input.path``; relative to the current folder."""
     model: str | None = None
@@ -103,11 +101,7 @@ def _text_options(data: str, encoding: str) -> TextOptions:
 
 
 def _open(data: str, options: TextOptions) -> tuple[Source, bool]:
-    """Return the dataset, and True if it is the union of files with different schemas.
-
-    Raises:
-        DataError: the data cannot be read as one table.
-    """
+    """Return the dataset, and True if the dataset is the union of files with different schemas."""
     source = open_source(data, options=options)
     if not source.differences:
         return source, False

@@ -32,8 +32,8 @@ def without_text(kind: pa.DataType) -> bool:
 
 
 def repeated_field(kind: pa.DataType) -> str | None:
-    """Return the name that two fields of one struct have; None if there is no such struct in a
-    type. Python cannot read these structs as dicts."""
+    """Return a name that two fields of one struct in a type share; None if no struct repeats a
+    name. A struct that repeats a name cannot be converted to a Python dict."""
     if pa.types.is_dictionary(kind):
         return repeated_field(kind.value_type)
     if isinstance(kind, pa.BaseExtensionType):
@@ -54,7 +54,7 @@ def is_conversation(kind: pa.DataType) -> bool:
 
 
 def check_indices(column: pa.Array) -> None:
-    """Check that all dictionary indices are in range; in a damaged file, they may not be.
+    """Check that all dictionary indices are in range; damaged files may have invalid indices.
 
     Raises:
         OSError: an index is out of range.

@@ -1,7 +1,7 @@
 """Finds changed input files by comparing the present files with the planned ones.
 
-Only the content and order of files count, and folder names that become columns. Locations, other
-names and times do not matter.
+The comparison covers the content and order of files, and the folder names that become columns.
+Locations, other names and times do not matter.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def _content(file: InputFile) -> Hashable:
 
 
 def _by_name(files: Sequence[InputFile]) -> dict[str, InputFile]:
-    """Map files by their path below the common folder, so that the folder may move."""
+    """Map each path below the files' common folder to its file, so that the folder may move."""
     folders = [file.path.split("/")[:-1] for file in files]
     shared = takewhile(lambda names: len(set(names)) == 1, zip(*folders, strict=False))
     common = len(list(shared))

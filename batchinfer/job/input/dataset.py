@@ -100,11 +100,9 @@ class Source:
         return range(sum(file.num_rows for file in self.files))
 
     def count(self, rows: range) -> int:
-        """Count the selected rows in ``rows``."""
         return len(rows) if self.selection is None else len(in_range(self.selection, rows))
 
     def row_ids(self, rows: range) -> RowIds:
-        """Return the ids of the selected rows in ``rows``."""
         if self.selection is None:
             return np.arange(rows.start, rows.stop)
         return in_range(self.selection, rows)
@@ -316,7 +314,6 @@ def _format(name: str, options: TextOptions) -> Format:
 
 
 def _refuse_options(options: TextOptions, name: str) -> None:
-    """Check that the format supports all options that the job sets."""
     for key in options.used():
         formats = _FORMATS_OF.get(key, _TEXT_FORMATS)
         if name not in formats:

@@ -21,8 +21,8 @@ _NAMED: Mapping[str, tuple[str, ...]] = {
 """File name suffixes, keyed by format."""
 _ALL = tuple(chain.from_iterable(_NAMED.values()))
 _SUFFIXES: Mapping[str, tuple[tuple[str, ...], ...]] = {
-    # A CSV file next to Parquet or JSON Lines files usually describes them and holds no prompts. So
-    # does a JSON file next to files of any other format.
+    # A CSV file next to Parquet or JSON Lines files usually describes those files and holds no
+    # prompts. The same is true of a JSON file next to files of any other format.
     "auto": (
         (*_NAMED["parquet"], *_NAMED["jsonl"]),
         (*_NAMED["csv"], *_NAMED["arrow"]),

@@ -85,7 +85,7 @@ class Condition:
                     hint=_QUOTE,
                 )
         self.columns = names or schema.names[:1]
-        """Columns to read. At least one is needed, because it gives the number of rows."""
+        """Columns to read. A condition without columns reads one column, for the number of rows."""
         fields = [schema.field(name) for name in self.columns]
         kind = self._evaluated(pa.schema(fields).empty_table()).dtype
         if str(kind) != "Boolean":
@@ -192,7 +192,7 @@ def _check_functions(text: str) -> None:
 def select_rows(
     condition: Condition, pieces: Iterable[tuple[int, pa.RecordBatch]], limit: int | None
 ) -> RowIds:
-    """Return the ids of the rows that meet a condition; stop reading at ``limit`` rows.
+    """Return the ids of the rows that meet a condition; stop after ``limit`` such rows.
 
     Args:
         pieces: batches of the condition's columns over the whole dataset, each with the id of its

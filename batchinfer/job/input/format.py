@@ -51,13 +51,13 @@ class InputFile:
     """Hash of a Parquet file's footer, or of any other file's decompressed content."""
     etag: str | None = None
     ctime_ns: int = field(default=0, compare=False)
-    """Time of the last change, including renames. It is compared only within a run, because a file
-    may be moved between runs."""
+    """Time of the last change, including renames. This time is compared only within a run, because
+    a file may be moved between runs."""
     content_hash: str | None = None
     """Hash of the whole content: from the function ``content_hash`` for Parquet files, else equal
     to ``content_sha256``. None if unknown; files in an object store are identified by ``etag``."""
     partition: Mapping[str, str | None] | None = None
-    """Values of columns from folder names; None if they are not known."""
+    """Values of the columns that come from folder names; None if unknown."""
     replaced_cells: int = field(default=0, compare=False)
     """Number of cells with bytes that are invalid in the file's encoding; these bytes are read as
     U+FFFD."""
@@ -78,26 +78,22 @@ class InputFile:
 
 @dataclass(frozen=True, slots=True)
 class FileColumns:
-    """Where the values of each column of the dataset come from in one file. A column that has no
-    source in the file is null."""
+    """For one file, the source of each column of the dataset. A column without a source is null."""
 
     own: pa.Schema
     """Columns stored in the file."""
     constants: Mapping[str, Any]
     """Columns from folder names: one value for all rows of the file."""
     differing: Collection[str]
-    """Columns whose types differ between files; they are read as null."""
+    """Columns whose types differ between files, and which are therefore read as null."""
 
     def in_file(self, columns: Sequence[str]) -> list[str]:
-        """Return the names in ``columns`` that are read from the file."""
         names = self.own.names
         return [name for name in columns if name in names and name not in self.differing]
 
 
 @dataclass(frozen=True, slots=True)
 class ReadRequest:
-    """The columns and rows to read from one file."""
-
     file: InputFile
     first_row: int
     """Row id of the first row of the file."""
@@ -113,17 +109,17 @@ class ReadRequest:
 class Format(ABC):
     """A file format.
 
-    If a file cannot be read, the methods that read it raise a DataError that names it. Methods that
-    return iterators yield pairs: the id of the first row, and at most ``BATCH_ROWS`` consecutive
-    rows.
+    If a file cannot be read, the methods that read it raise a DataError that names the file.
+    Methods that return iterators yield pairs: the id of the first row, and at most ``BATCH_ROWS``
+    consecutive rows.
     """
 
     holds_requests = False
     """True if each row is a request with its prompt and sampling parameters."""
     has_unchecked_text = False
-    """True if files may hold text that is not UTF-8, which ``inspect`` does not notice."""
+    """True if ``inspect`` does not notice text that is not UTF-8."""
     replaces_bad_text = False
-    """True if ``rows`` reads text that is not UTF-8 with U+FFFD in place of invalid bytes."""
+    """True if ``rows`` replaces invalid bytes in text with U+FFFD."""
 
     @abstractmethod
     def inspect(self, path: str) -> tuple[InputFile, pa.Schema]:

@@ -24,12 +24,10 @@ _NO_FIT = (pa.ArrowException, OverflowError, TypeError, ValueError)
 
 
 def json_text(name: str) -> pa.Field:
-    """Return the Arrow field of a column of JSON text."""
     return pa.field(name, pa.string(), metadata=_MARK)
 
 
 def is_json_text(field: pa.Field) -> bool:
-    """Return True if a column is kept as JSON text."""
     return bool(field.metadata == _MARK)
 
 

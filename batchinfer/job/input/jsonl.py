@@ -84,8 +84,6 @@ def parse_object(line: Line, path: str) -> Row:
 
 
 class JsonlFormat(TextFormat[Line]):
-    """JSON Lines: one object per line."""
-
     title = "JSON Lines"
 
     def inspect(self, path: str) -> tuple[InputFile, pa.Schema]:
@@ -133,11 +131,9 @@ class JsonlFormat(TextFormat[Line]):
             yield first, [_with(row, request.columns, constants) for row in rows]
 
     def lines(self, chunks: Iterable[bytes], path: str) -> Iterator[Line]:
-        """Split a file into the texts of its rows."""
         return split_lines(chunks)
 
     def records(self, chunks: Iterable[bytes], path: str) -> Iterator[list[Line]]:
-        """Split a file into batches of lines."""
         return batched(self.lines(chunks, path), lambda line: len(line[1]))
 
     def bad_cells(self, chunks: Iterable[bytes], path: str) -> Iterator[BadCell]:

@@ -61,7 +61,7 @@ _TAKEN_KEY = f'"{PROMPT_INDEX}"'.encode()
 
 
 class CustomIds:
-    """Finds repeated request ids. Keeps a 16-byte hash per request."""
+    """Finds repeated request ids, using a 16-byte hash of each id."""
 
     def __init__(self) -> None:
         self._digests = bytearray()
@@ -74,8 +74,7 @@ class CustomIds:
             self._digests += hashlib.blake2b(text.encode(), digest_size=_BYTES).digest()
 
     def is_repeated(self, row: int) -> bool:
-        """Return True if an earlier request has the same id as ``row``. Call it after all ids are
-        added."""
+        """Return True if a request before ``row`` has the same id. All ids must have been added."""
         at = int(np.searchsorted(self._repeated, row))
         return at < len(self._repeated) and int(self._repeated[at]) == row
 
@@ -101,7 +100,7 @@ class OpenAIFormat(JsonlFormat):
         self._ids = CustomIds()
 
     def inspect(self, path: str) -> tuple[InputFile, pa.Schema]:
-        """Read a file and record the ids of its requests. Call this for all files in order."""
+        """Read a file, and record the ids of its requests. Callers inspect all files in order."""
         return self.read_whole(path, lambda rows: self._ids.add(list(map(_own_id, rows)))), SCHEMA
 
     def unite(
@@ -158,8 +157,8 @@ def _one_prompt_each(line: Line) -> Iterator[Line]:
     row = _beginning(text) if any(key in text for key in (*_SEVERAL, _TAKEN_KEY)) else {}
     body = row.get("body")
     if isinstance(body, dict) and body.get(PROMPT_INDEX) is not None:
-        # The request itself contains the key. Make its value a string, which is refused later, when
-        # the line is read.
+        # The request itself contains the key ``prompt_index``. Make the key's value a string, which
+        # is refused later, when the line is read.
         own = {PROMPT_INDEX: str(body[PROMPT_INDEX])}
         yield number, to_json({**row, "body": {**body, **own}})
         return
@@ -190,7 +189,6 @@ def first_url(path: str) -> str | None:
 
 
 def prompt_index(body: object) -> int:
-    """Return the index of a row's prompt within its request."""
     index = body.get(PROMPT_INDEX, 0) if isinstance(body, Mapping) else 0
     return index if type(index) is int else 0
 

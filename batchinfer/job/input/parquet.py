@@ -3,14 +3,15 @@
 A footer has no checksum, and pyarrow can crash the process if the entry of a column in a row group
 is damaged. This module therefore decodes the few fields that it needs, and compares values that a
 footer stores twice. Sources: apache/parquet-format, ``parquet.thrift``; apache/thrift,
-``doc/specs/thrift-compact-protocol.md``. A file's stored Arrow schema must match its columns too:
-pyarrow ignores parts of it that do not match, so a list could become a struct without an error.
+``doc/specs/thrift-compact-protocol.md``. The Arrow schema that a file stores must match the file's
+columns too: pyarrow ignores parts of the schema that do not match, so a list could become a struct
+without an error.
 
 pyarrow needs two to three times the size of a value to read it: the decompressed page, possibly a
 dictionary, and the value. The page and the dictionary stay in memory until more pages are read or
-the reader is freed. The compressed page is freed at once if it is read through a buffer. But if the
-row group is fetched as a whole, which takes fewer requests, the compressed pages also stay in
-memory until then.
+the reader is freed. A compressed page that is read through a buffer is freed at once. But if a row
+group is fetched as a whole, which takes fewer requests, the compressed pages stay in memory just as
+long.
 """
 
 from __future__ import annotations
@@ -45,9 +46,8 @@ _MAGIC_BYTES = 8  # a Parquet file ends in the footer's length (4 bytes) and "PA
 
 _READ_BUFFER = 1 << 20
 _LARGE_ROW_BYTES = 1 << 16
-"""If the rows of a row group have at least this size on average, they are read one by one, because
-appending a row to a batch copies the huge values that are already in the batch.
-"""
+"""Rows are read one by one if their average size in a row group is at least this many bytes,
+because appending a row to a batch copies the huge values that are already in the batch."""
 _LARGE_GROUP_BYTES = 64 << 20
 """Row groups of at least this size are fetched piece by piece."""
 
@@ -71,7 +71,6 @@ def check_arrow_schema(metadata: pq.FileMetaData, schema: pa.Schema) -> None:
     Files without a stored Arrow schema pass, because many writers do not store one.
 
     Args:
-        metadata: metadata of the file.
         schema: the schema as pyarrow reads it from the file.
 
     Raises:
@@ -94,8 +93,8 @@ def shape_of(kind: pa.DataType) -> Shape:
     if isinstance(kind, pa.BaseExtensionType):
         return shape_of(kind.storage_type)
     if pa.types.is_timestamp(kind):
-        # This raises if the time zone is not UTF-8. Time zones are not compared, because INT96
-        # timestamps lose theirs.
+        # Reading ``tz`` raises an error if the time zone is not UTF-8. Time zones are not compared,
+        # because INT96 timestamps lose them.
         _ = kind.tz
     if pa.types.is_struct(kind):
         fields = ((field.name, shape_of(field.type)) for field in kind)
@@ -241,7 +240,8 @@ def decode_all(file: pa.NativeFile) -> None:
 
 def _bytes_and_rows(metadata: pq.FileMetaData, group: int) -> tuple[int, int]:
     """Return the size in bytes and number of rows of a row group. The size covers all columns,
-    because asking pyarrow for one column can crash the process if the footer is damaged."""
+    because asking pyarrow for the size of one column can crash the process if the footer is
+    damaged."""
     found = metadata.row_group(group)
     return found.total_byte_size, max(1, found.num_rows)
 
@@ -306,7 +306,7 @@ def _schema_and_groups(footer: bytes, most_groups: int = 1 << 31) -> tuple[list[
 
 
 def _leaves(schema: list[dict[int, Any]]) -> Iterator[Column]:
-    """Yield the columns of a schema. Its elements are in depth-first order from the root."""
+    """Yield the columns of a schema, whose elements are in depth-first order from the root."""
     elements = iter(schema)
     for _ in range(next(elements, {}).get(_ELEMENT_CHILDREN, 0)):
         yield from _leaves_below(elements, ())
@@ -331,7 +331,7 @@ class _Compact:
         self._depth = 0
 
     def fields(self) -> Iterator[tuple[int, int]]:
-        """Yield the number and type of each field of a struct; the caller must read its value."""
+        """Yield the number and type of each field of a struct; the caller must read each value."""
         number = 0
         while header := self._byte():
             number = number + (header >> 4) if header >> 4 else self._integer()
@@ -350,7 +350,6 @@ class _Compact:
         return self._take({3: 1, 7: 8}[kind])
 
     def list_header(self) -> tuple[int, int]:
-        """Read the length of a list, and the type of its items."""
         header = self._byte()
         size = header >> 4
         return (self._varint() if size == 15 else size), header & 15

@@ -137,8 +137,8 @@ def widened(kinds: Collection[pa.DataType]) -> pa.DataType | None:
     """Find the type that holds all values of ``kinds`` unchanged; None if there is none.
 
     Null merges with every type, integers with wider integers, integers of up to 32 bits with
-    float64, floats with wider floats, and strings and bytes with the other Arrow types of strings
-    and bytes. Lists merge by their items and structs by their fields; missing fields are null.
+    float64, floats with wider floats, and string or binary types with their large and view
+    variants. Lists merge by their items and structs by their fields; missing fields are null.
     """
     known = [kind for kind in dict.fromkeys(kinds) if not pa.types.is_null(kind)]
     if len(known) < 2:

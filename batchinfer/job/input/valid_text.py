@@ -29,7 +29,7 @@ def with_checked_text(source: Source, columns: Iterable[str]) -> Source:
     they are opened.
 
     Returns:
-        The dataset. With ``input.encoding_errors: replace``, its files have the numbers of cells
+            The dataset. With ``input.encoding_errors: replace``, each file has the number of cells
         that are not UTF-8.
 
     Raises:
@@ -68,7 +68,7 @@ def _bad_rows(column: pa.Array, field: pa.Field) -> list[int]:
     except pa.ArrowInvalid:
         check_field_names(field)
     pairs = zip(python_values(column), python_values(with_valid_text(column)), strict=True)
-    # ``repr``, because NaN differs from itself
+    # Compare with ``repr``, because NaN is not equal to itself.
     return [at for at, (value, changed) in enumerate(pairs) if repr(value) != repr(changed)]
 
 

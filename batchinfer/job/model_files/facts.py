@@ -32,11 +32,11 @@ _HUB_TIMEOUT_S = 10.0
 
 
 def model_facts(model: ModelSpec) -> dict[str, Any]:
-    """Return JSON data that identifies a model: it differs for models whose outputs may differ.
+    """Return JSON data that identifies a model, and differs for models whose outputs may differ.
 
     For a folder, the data has the size, header hash and content hash of each weight file, and the
-    hash of each configuration and tokenizer file. For a hub id, it has the name and revision as
-    written, and the commit if it is known.
+    hash of each configuration and tokenizer file. For a hub id, the data has the name and revision
+    as written, and the commit if it is known.
 
     Raises:
         ModelError: the folder does not exist, or a file in it cannot be read.
@@ -122,9 +122,7 @@ def _weight_facts(path: Path) -> list[int | str]:
 
 
 def hub_commit(name: str, revision: str | None) -> str | None:
-    """Look up a revision's commit on the hub or, failing that, in the local cache.
-
-    Return None if it is unknown.
+    """Look up a revision's commit on the hub, or else in the local cache; None if unknown.
 
     Args:
         name: name of a model's repository.

@@ -129,7 +129,6 @@ class _LineFile:
 
 
 def _rows(out: OutputDir, kept: Mapping[str, str], part: Part) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a finished part for ``Responses.line``."""
     names = {kept[name]: name for name in RESPONSE_COLUMNS}
     table, cached = out.read_part(part), _cached_tokens(out, part)
     optional = [name for name in _OPTIONAL if name in table.schema.names and name not in names]
@@ -184,8 +183,6 @@ def _load_tokenizer(model: ModelSpec) -> Any:
 
 @dataclass(frozen=True)
 class Responses:
-    """Makes the lines of OpenAI output and error files from a job's rows."""
-
     fingerprint: str
     created: int
     """Time when the job was planned, in seconds since 1970."""

@@ -51,7 +51,6 @@ def embedding_requests(width: int) -> RequestKind:
 
 
 def classification_requests() -> RequestKind:
-    """Return the ``RequestKind`` of requests that classify texts."""
     return RequestKind(CLASSIFY_URLS, _parse_classification, _INPUT_FIELDS)
 
 
@@ -174,8 +173,8 @@ def _embeddings(rows: Rows, *, normalizes: bool) -> list[dict[str, Any]]:
 
 
 def _truncated(values: Sequence[float], dimensions: int | None, normalizes: bool) -> Any:
-    """Return the first ``dimensions`` numbers of an embedding as float32; ``normalizes`` scales
-    them to unit norm if any were cut off."""
+    """Return the first ``dimensions`` numbers of an embedding as float32. With ``normalizes``,
+    scale a shortened vector to unit norm."""
     vector = np.asarray(values, dtype=np.float32)
     if dimensions is None or dimensions >= len(vector):
         return vector

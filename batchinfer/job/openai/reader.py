@@ -40,7 +40,6 @@ _log = logging.getLogger(__name__)
 
 
 def request_kind(spec: JobSpec, table: OutputTable, *, has_tools: bool = False) -> RequestKind:
-    """Return the kind of request that a job answers."""
     config = spec.classify
     if spec.task == EMBED.name:
         return embedding_requests(table.generated_schema.field("embedding").type.list_size)
@@ -63,7 +62,7 @@ class OpenAIReader:
             ``TEMPLATE_VARIABLES``.
         params: makes sampling parameters; None if the task does not sample tokens.
         served_names: names that a request's ``model`` may have.
-        adapters: maps each adapter's name to its number. ``model`` may also be one of these names.
+            adapters: maps each adapter's name, which a request's ``model`` may be, to its number.
         tool_choices: forces the tool calls that a request requires; None if the job does not parse
             tool calls.
         accepts_any_model: True to answer requests for other models too, with a few warnings.

@@ -61,14 +61,11 @@ _KNOWN = (*_PARSED, *sorted(_SAMPLING), *_NO_EFFECT, *_NEUTRAL)
 
 @dataclass(frozen=True, slots=True)
 class ParsedRequest:
-    """Prompt, sampling parameters and model of a request."""
-
     source: str
     """Form of the prompt: ``messages``, ``tools`` (messages and tools), ``prompt``, ``token_ids``
     or ``pair``."""
     value: Any
-    """The prompt, in the form that ``source`` names. It is a single prompt: requests with several
-    prompts have been split."""
+    """A single prompt in the form that ``source`` names; requests were split by prompts before."""
     sampling: Mapping[str, Any] = field(default_factory=dict)
     """Fields of ``SamplingParams`` that the line sets."""
     model: str | None = None
@@ -79,7 +76,7 @@ class ParsedRequest:
 
 @dataclass(frozen=True)
 class RequestKind:
-    """A kind of request, and how to read its requests."""
+    """A kind of request, and how to read requests of that kind."""
 
     urls: Sequence[str]
     """Accepted values of ``url``."""

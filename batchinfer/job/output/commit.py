@@ -1,9 +1,8 @@
-"""Commits a part in two steps: ``stage`` writes it to a staging folder, ``publish`` moves it into
-place.
+"""Commits a part: ``stage`` writes it to a staging folder, and ``publish`` moves it into place.
 
-The writing thread stages a part and reads it back to check it. The holder of the lock publishes the
-part: first the statistics and keys of its rows, then its file, then the record that marks the part
-as finished.
+The thread that writes parts stages a part, and reads the staged file back to check it. The holder
+of the directory's lock publishes the part: first the statistics and keys of its rows, then its
+file, then the record that marks the part as finished.
 """
 
 from __future__ import annotations
@@ -35,7 +34,6 @@ def check_part(file: pa.NativeFile, part: Part) -> None:
     """Decode a whole part, one batch of a column at a time, and verify its page checksums.
 
     Args:
-        file: the part's Parquet file.
         part: the file must hold the part's row ids in order, each once; if exploded, an id may
             repeat consecutively.
 

@@ -2,8 +2,8 @@
 
 ``_batchinfer/manifest.json`` holds the plan of the job. A part is finished if its record
 ``_batchinfer/parts/part-N.json`` exists and its file matches the record (``commit`` writes both).
-Finished rows of other parts are in ``_batchinfer/segments`` (``segments``). Only these files say
-which rows are finished.
+Finished rows of other parts are in ``_batchinfer/segments`` (``finished_row_segments``). Only these
+files say which rows are finished.
 """
 
 from __future__ import annotations
@@ -40,24 +40,23 @@ S = TypeVar("S")
 T = TypeVar("T")
 Access = Callable[[str, str], tuple[Files, Lock]]
 Trust = Literal["nothing", "marks", "times"]
-"""Evidence that is enough to treat a finished part as unchanged, without reading it. ``nothing``:
-no evidence is enough, so the part is read. ``marks``: its ETag in the object store. ``times``: its
-ETag or, in a file system without ETags, its modification time.
-"""
+"""What is trusted to show that a finished part is unchanged. ``nothing``: the part is always read.
+``marks``: the part's ETag in the object store. ``times``: the part's ETag or, in a file system
+without ETags, its modification time."""
 
 
 class OutputDir:
     """The paths of an output directory, and access to them.
 
+    Methods raise StorageError if the file system refuses to read, write or delete a file.
+
     Args:
-        root: the directory.
         files: the directory's file system; None for this machine's file system.
         lock: the directory's lock; None for a lock in this machine's file system.
-        writer: this writer's name if several processes write to the directory; the names of its
-            runs, segments and staging folder contain it. "" if one process writes alone.
-        access: function that takes a lock's name in ``_batchinfer`` and its holder's task, and
-            returns the file system to use while the lock is held, and the lock. None to use
-            ``files``, and locks in this machine's file system.
+        writer: this writer's name, which is part of the names of its runs, segments and staging
+            folder; "" if one process writes alone.
+        access: given a lock's name in ``_batchinfer`` and its holder's task, returns the file
+            system to use under that lock, and the lock. None for ``files`` and a local lock.
         place: path at which readers will find the output; None for ``root``.
     """
 
@@ -116,8 +115,7 @@ class OutputDir:
 
     @property
     def folders(self) -> tuple[PurePath, ...]:
-        """Folders of a generation, with the folder of part records last. None of them has
-        subfolders."""
+        """Folders of a generation, which have no subfolders; the folder of part records is last."""
         results = (self.data, self.stats, self.openai)
         rows = (self.segments, self.requests, self.keys)
         runs = (self.steps, self.runs, self.logs, self.in_flight)
@@ -131,17 +129,13 @@ class OutputDir:
         return (*results, *notes, self.manifest_copy, self.manifest)
 
     def for_writer(self, writer: str) -> OutputDir:
-        """Return the same directory for one of several writers.
-
-        Args:
-            writer: a letter, then letters and digits.
-        """
+        """Return the same directory for a writer, named by a letter, then letters and digits."""
         return OutputDir(self.root, self.files, self.lock, writer, self._access)
 
     def generation(self, name: str) -> OutputDir:
-        """Return the directory of a next generation, which replaces this one after an update.
+        """Return the directory of a next generation, which replaces this directory after an update.
 
-        The holder of this directory's lock may write to it.
+        The holder of this directory's lock may write to the generation.
         """
         return OutputDir(
             self.next / name, self.files, self.lock, access=self._access, place=self.root
@@ -174,9 +168,9 @@ class OutputDir:
     def next_run_id(self) -> str:
         """Id of the next run of ``writer``.
 
-        Ids sort in the order of runs, even if the clock was set back or records are lost. If two
-        writers begin at the same time, their ids may have the same number, but the ids still differ
-        because each contains the writer's name.
+        Ids sort in the order of runs, even if the clock was set back or records are lost. Two
+        writers that begin at the same time may get the same number, but each id contains the
+        writer's name.
         """
         folders = (self.runs, self.steps, self.logs, self.in_flight)
         names = [path.name for folder in folders for path in self.files.entries(folder)]
@@ -191,11 +185,7 @@ class OutputDir:
             return list(pool.map(look, items))
 
     def reopen(self) -> None:
-        """Delete the record of the files, then ``_SUCCESS``; call this while holding the lock.
-
-        Raises:
-            StorageError: a file cannot be deleted.
-        """
+        """Delete the record of the files, then ``_SUCCESS``, under the directory's lock."""
         for paths, folder in ((self.file_records, self.state), ((self.success,), self.root)):
             for path in paths:
                 with storage_errors(path, "delete"):
@@ -271,7 +261,7 @@ class OutputDir:
 
         Raises:
             OSError, pyarrow.ArrowException: the file is damaged or missing.
-            StorageError: it cannot be read.
+                StorageError: the file cannot be read.
         """
         with self.files.open(path) as file:
             reader = pq.ParquetFile(file, page_checksum_verification=True)
@@ -282,7 +272,7 @@ class OutputDir:
 
         Raises:
             DataError: the part's file is damaged or missing.
-            StorageError: it cannot be read.
+                StorageError: the file cannot be read.
         """
         path = self.part_file(part)
         try:
@@ -319,17 +309,12 @@ class OutputDir:
         self.write(final, parquet_bytes([table]))
 
     def empty(self, folder: PurePath) -> None:
-        """Delete everything in a folder.
-
-        Raises:
-            StorageError: a file cannot be deleted.
-        """
+        """Delete everything in a folder."""
         for path in self.files.entries(folder):
             with storage_errors(path, "delete"):
                 self.files.delete(path)
 
     def part_file(self, part: Part) -> PurePath:
-        """Return the path of a part's file."""
         return self.data / f"{part.name}.parquet"
 
     def request_stats(self, part: Part) -> PurePath:
@@ -341,7 +326,6 @@ class OutputDir:
         return self.keys / f"{part.name}.parquet"
 
     def record(self, part: Part) -> PurePath:
-        """Return the path of a finished part's record."""
         return self.parts / f"{part.name}.json"
 
 

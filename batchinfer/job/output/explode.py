@@ -34,11 +34,7 @@ def first_of_rows(table: pa.Table) -> pa.Table:
 
 
 def exploded(table: pa.Table) -> pa.Table:
-    """Return a table with a row for each sample.
-
-    Args:
-        table: finished rows, with the generated columns.
-    """
+    """Return a table with a row for each sample of ``table``, which holds finished rows."""
     outputs = _array(table["outputs"])
     lengths = pc.list_value_length(outputs).to_numpy(zero_copy_only=False)
     repeats = np.maximum(lengths, 1)

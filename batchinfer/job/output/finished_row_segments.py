@@ -10,10 +10,10 @@ several writers share the output, the name also has the writer and the first and
 in the segment, so that writers of other parts need not open it. A writer deletes only segments
 without rows of other writers' parts.
 
-In an object store, an object that a run sent just before it froze may arrive after another run has
+In an object store, a request that a run sent just before it froze may arrive after another run has
 taken over. So each segment names its plan in its metadata, and different segments have different
-names. Thus no plan uses a segment of another plan that arrives late, and a deletion that arrives
-late cannot delete a different segment.
+names. A segment that arrives late is therefore never used by another plan, and a deletion that
+arrives late never deletes another segment.
 """
 
 from __future__ import annotations
@@ -60,7 +60,6 @@ def segment_schema(generated: pa.Schema) -> pa.Schema:
 
 
 def segment_table(rows: Iterable[FinishedRow], schema: pa.Schema) -> pa.Table:
-    """Return finished rows as a segment's table."""
     return pa.Table.from_pylist([_segment_row(row) for row in rows], schema=schema)
 
 
@@ -172,16 +171,10 @@ class Segments:
         return np.unique(np.concatenate(ids)), damaged
 
     def add(self, table: pa.Table) -> PurePath:
-        """Write a segment; when this returns, its rows will not run again.
+        """Write a segment, and return its path. The rows of a written segment never run again.
 
         Args:
             table: rows of unfinished parts, in any order, with the columns of ``schema``.
-
-        Returns:
-            The segment's file.
-
-        Raises:
-            StorageError: the segment cannot be written.
         """
         table = table.sort_by("row_id").replace_schema_metadata({_PLAN: self._plan})
         parts = [self._part_of(row_id) for row_id in table["row_id"].to_pylist()]
@@ -227,11 +220,7 @@ class Segments:
                 self._keep(path, groups)
 
     def forget_errors(self) -> None:
-        """Drop the rows that ended in an error, so that they run again.
-
-        Raises:
-            StorageError: the good rows of a segment cannot be written.
-        """
+        """Drop the rows that ended in an error, so that they run again."""
         for path, groups in list(self._groups.items()):
             table = pa.concat_tables(self._read_group(path, group) for group in groups.values())
             good = table.filter(pc.equal(table["status"], "ok"))

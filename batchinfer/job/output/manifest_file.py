@@ -18,11 +18,7 @@ def is_begun(out: OutputDir) -> bool:
 
 
 def store_manifest(out: OutputDir, manifest: Manifest) -> None:
-    """Write the plan of a new output.
-
-    Raises:
-        StorageError: the plan cannot be written.
-    """
+    """Write the plan of a new output."""
     data = manifest.to_json()
     for path in (out.manifest_copy, out.manifest):
         out.write(path, data)
@@ -53,11 +49,7 @@ def is_stored_whole(out: OutputDir) -> bool:
 
 
 def restore_manifest(out: OutputDir, manifest: Manifest) -> None:
-    """Write the plan or its copy again if it is damaged or missing.
-
-    Raises:
-        StorageError: the file cannot be written.
-    """
+    """Write the plan or its copy again if it is damaged or missing."""
     for path in _damaged(out):
         out.write(path, manifest.to_json())
 

@@ -37,11 +37,10 @@ written. This frees the pages that the file's reader holds; a single page may be
 class PartWriter:
     """Writes each part, in order, once all its rows are finished; keeps other rows in segments.
 
-    The writer holds the rows of the last few seconds in memory. It does not hold the kept input
-    columns, but reads them again for each part.
+    The writer holds the rows of the last few seconds in memory, without the kept input columns,
+    which are read again for each part.
 
     Args:
-        out: the output directory.
         parts: the parts to write, in order.
         segments: stores finished rows until their part is written.
         finished: rows of these parts that are in segments already.
@@ -50,7 +49,6 @@ class PartWriter:
         metadata: key-value metadata of every part.
         before_write: called before finished rows are written.
         deliver: called with each staged part to publish it.
-        clock: returns seconds.
     """
 
     def __init__(
@@ -100,11 +98,8 @@ class PartWriter:
         self.write_complete()
 
     def add_table(self, rows: pa.Table) -> None:
-        """Add finished rows; see ``add``.
-
-        Args:
-            rows: rows in any order, with the columns of a segment.
-        """
+        """Add finished rows, in any order, with the columns of a segment. Errors are those of
+        ``add``."""
         at = np.searchsorted(self._first_rows, rows["row_id"].to_numpy(), side="right") - 1
         for index, count in zip(*np.unique(at, return_counts=True), strict=True):
             assert self._missing[index] >= count, "rows finished twice"
@@ -116,7 +111,6 @@ class PartWriter:
 
     @property
     def is_done(self) -> bool:
-        """True if all parts are written."""
         return self._num_written == len(self._parts)
 
     def write_complete(self) -> None:
@@ -136,11 +130,7 @@ class PartWriter:
             self.flush()
 
     def flush(self) -> None:
-        """Write all rows held in memory to a segment.
-
-        Raises:
-            StorageError: the segment cannot be written.
-        """
+        """Write all rows held in memory to a segment."""
         self._before_write()
         if self._num_held:
             rows = segment_table(self._rows.values(), self._segments.schema)

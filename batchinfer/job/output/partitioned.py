@@ -117,9 +117,6 @@ def check_partitions(columns: Sequence[str], kept: Mapping[str, str], source: So
 def refuse_foreign(out: OutputDir, columns: Sequence[str]) -> None:
     """Check that the folder ``partitioned`` was made by batchinfer, or is empty or missing.
 
-    Args:
-        columns: the columns to partition by.
-
     Raises:
         LockedError: the folder holds files that batchinfer did not write.
     """
@@ -166,11 +163,7 @@ def _problems(out: OutputDir, *, read: bool) -> Iterator[str]:
 
 
 def begin(out: OutputDir, columns: Sequence[str]) -> None:
-    """Record that batchinfer made the folder, and that no file in it is complete.
-
-    Raises:
-        StorageError: the record cannot be written.
-    """
+    """Record that batchinfer made the folder ``partitioned``, whose files are not complete yet."""
     out.write_json(out.partitioned_record, {"columns": list(columns), "files": None})
 
 

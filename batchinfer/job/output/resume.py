@@ -62,9 +62,7 @@ def plan_resume(
 
     Args:
         out: the output directory; it may be missing.
-        manifest: the plan of this run.
         if_exists: ``resume``, ``error`` or ``overwrite``.
-        trust: see ``Trust``.
 
     Raises:
         LockedError: the directory holds finished rows of another job, or files of unknown origin.
@@ -118,9 +116,6 @@ def agree_on_plan(out: OutputDir, manifest: Manifest, if_exists: str) -> ResumeP
 def only_unfinished(out: OutputDir, plan: ResumePlan, trust: Trust = "marks") -> ResumePlan:
     """Return ``plan`` with only the unfinished parts in ``todo``.
 
-    Args:
-        trust: see ``Trust``.
-
     Raises:
         LockedError: another version began the output, and this version cannot resume its rows.
     """
@@ -137,7 +132,7 @@ def only_unfinished(out: OutputDir, plan: ResumePlan, trust: Trust = "marks") ->
 
 
 def prepare_directory(out: OutputDir, plan: ResumePlan, shared: OutputDir | None = None) -> None:
-    """Make the folders and store the plan; call this while holding the lock.
+    """Make the folders and store the plan. The caller holds the directory's lock.
 
     Args:
         shared: the directory with the lock that all writers share, for files that all writers read;
@@ -153,11 +148,7 @@ def prepare_directory(out: OutputDir, plan: ResumePlan, shared: OutputDir | None
 
 
 def clear_output(out: OutputDir, plan: ResumePlan) -> None:
-    """Delete batchinfer's files if the plan starts over; call this while holding the lock.
-
-    Raises:
-        StorageError: the directory cannot be written to.
-    """
+    """Delete batchinfer's files if the plan starts over. The caller holds the directory's lock."""
     if plan.starts_over:
         with storage_errors(out.root, "delete"):
             _clear(out)
@@ -195,13 +186,11 @@ def plan_of(out: OutputDir) -> Manifest:
 
 
 def unrecorded(out: OutputDir, parts: Sequence[Part]) -> list[Part]:
-    """Return the parts without a record."""
     recorded = {path.stem for path in out.files.entries(out.parts)}
     return [part for part in parts if part.name not in recorded]
 
 
 def unexpected_files(out: OutputDir, manifest: Manifest) -> list[PurePath]:
-    """Return the files in ``data/`` that are not parts of ``manifest``."""
     planned = {out.part_file(part) for part in manifest.parts()}
     return [path for path in out.files.entries(out.data) if path not in planned]
 
@@ -222,7 +211,7 @@ def refuse_unexpected_files(out: OutputDir, manifest: Manifest) -> None:
 
 
 def _unfinished(out: OutputDir, parts: Sequence[Part], trust: Trust) -> dict[Part, str | None]:
-    """Return the unfinished parts; a part that was finished before comes with its problem."""
+    """Map each unfinished part to its problem, or to None if it was never finished."""
     claims_success = _exists(out, out.success)
 
     def check(part: Part) -> tuple[bool, str | None]:
@@ -247,11 +236,7 @@ def _store_plan(out: OutputDir, plan: ResumePlan) -> None:
 
 
 def clear_staging(out: OutputDir) -> None:
-    """Make an empty staging folder for ``out.writer``.
-
-    Raises:
-        StorageError: the folder cannot be written to.
-    """
+    """Make an empty staging folder for ``out.writer``."""
     with storage_errors(out.staging, "delete"):
         out.files.delete(out.staging)
     with storage_errors(out.staging):
@@ -274,9 +259,6 @@ def _refuse_foreign(out: OutputDir, begun: bool) -> None:
 
     A file in ``data/`` is foreign if it is not named like a part. If no job has begun here, every
     file in ``data/`` and every file with the name of a result file is foreign.
-
-    Raises:
-        LockedError: there is a foreign file; the message names the first.
     """
     foreign = [path for path in out.files.entries(out.data) if not PART_FILE.fullmatch(path.name)]
     if not begun:  # this program has not written any file here
@@ -339,6 +321,6 @@ def _clear(out: OutputDir) -> None:
         delete(path)
     for directory in (out.root, out.data, out.stats, out.openai, out.state):
         if _exists(out, directory):
-            # Otherwise, a crash might restore old parts next to a new manifest.
+            # Without this sync, a crash might restore old parts next to a new manifest.
             out.files.sync(directory)
     delete(out.manifest)

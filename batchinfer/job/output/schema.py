@@ -41,12 +41,7 @@ class OutputTable:
     """True if the output has a row for each sample."""
 
     def columns(self, kept: Sequence[pa.RecordBatch], generated: pa.Table) -> pa.Table:
-        """Return the table of finished rows.
-
-        Args:
-            kept: the kept columns, under their input names.
-            generated: the generated columns of the same rows, in the same order.
-        """
+        """Combine kept columns, under their input names, with the same rows' generated columns."""
         arrays = [
             pa.chunked_array([with_valid_text(batch.column(name)) for batch in kept], kind)
             for name, kind in zip(self.kept, self.kept_schema.types, strict=True)

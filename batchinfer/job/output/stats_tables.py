@@ -92,7 +92,7 @@ class StepSampler:
         return self.rest(device_bytes) if self._num_steps == self._every else []
 
     def so_far(self, device_bytes: int) -> StepRow | None:
-        """Return one row for the steps since the last row; the next row includes them too."""
+        """Return a row for the steps since the last row; the next row includes these steps too."""
         if self._latest is None:
             return None
         return {

@@ -51,7 +51,7 @@ class Verification:
     is_updating: bool = False
     """True if an update has started; ``verify`` does not check its new files."""
     lacks_hashes: bool = False
-    """True if an older version finished the job; it stored no hashes of files other than rows."""
+    """True if an older version finished the job, and stored hashes only for the files of rows."""
 
     def data(self) -> dict[str, Any]:
         """Return the values that ``--json`` prints."""
@@ -65,7 +65,6 @@ class Verification:
         yield f"{self._state}: {parts}, {self.rows:,} rows; {self._outcome}"
 
     def facts(self) -> Iterator[SummaryLine]:
-        """Yield the lines of the table on a terminal."""
         tone = "bad" if self.problems else "good"
         for problem in self._shown():
             yield SummaryLine("problem", problem, tone="bad")

@@ -1,15 +1,16 @@
 """Implements ``batchinfer plan``: forecasts a job's time, memory and cost without running it.
 
-The plan reads the data, the tokenizer and the model's config. It then uses the scheduler of a run,
-but with a runner that computes nothing. A roofline model estimates the time of each step
-(``batchinfer.engine.simulate.roofline`` lists what it leaves out). The plan therefore has the same
-blocks, rows in flight, sharing, waste and preemptions as the run, provided that it assumes the
-right output lengths: every sample runs to ``max_tokens``, or to ``--expect-output-tokens``.
+The plan reads the data, the tokenizer and the model's config, and passes the rows to the scheduler
+of a real run, but with a runner that computes nothing. A roofline model estimates the time of each
+step (``batchinfer.engine.simulate.roofline`` lists what the model leaves out). The plan has the
+same blocks, rows in flight, sharing, waste and preemptions as the run if the assumed output lengths
+are right: every sample runs to ``max_tokens``, or to ``--expect-output-tokens``.
 
 To bound its time, the plan checks ids only in datasets of up to ``unique_ids.HASHES_AT_ONCE`` rows,
 reads about ``census.MAX_ROWS`` rows and ``MAX_PROMPT_TOKENS`` prompt tokens at most, and simulates
-at most ``simulation.MAX_STEPS`` steps and ``MAX_OUTPUT_TOKENS`` output tokens. It scales its counts
-to the whole dataset; ``sampled`` says how many rows were read and how much was simulated.
+at most ``simulation.MAX_STEPS`` steps and ``MAX_OUTPUT_TOKENS`` output tokens. The counts are then
+scaled to the whole dataset; ``sampled`` in the result says how many rows were read and how much was
+simulated.
 """
 
 from __future__ import annotations

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The results of reading and simulating a job's rows."""
-
     job: Job
     context: SimulatedEngine
     census: Census

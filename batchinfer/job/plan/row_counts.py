@@ -103,10 +103,7 @@ class Census:
         return self.errors["prompt_too_long"] + self.truncated
 
     def histogram(self, scale: float) -> list[dict[str, int]]:
-        """Return the histogram of prompt lengths: bounds and number of rows of each bin.
-
-        The numbers of rows are multiplied by ``scale``.
-        """
+        """Return the bounds of each bin of prompt lengths, and its row count times ``scale``."""
         return [
             {
                 "min_tokens": 2 ** (at - 1) if at else 0,

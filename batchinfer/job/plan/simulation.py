@@ -27,12 +27,10 @@ _SCHEDULING = ("max_tokens", "n", "min_tokens", "beam_width", "prompt_logprobs")
 
 @dataclass(frozen=True, slots=True)
 class ExpectedLengths:
-    """Determines how many tokens the simulation draws for each row."""
-
     max_model_len: int
     eos_token_ids: frozenset[int]
     """The model's end-of-sequence tokens. The simulation does not know the output length of a row
-    that may stop at one of them."""
+    that may stop at one of these tokens."""
     expected: int | None
     """Expected output tokens per sample; None to assume ``max_tokens``."""
     task: LoadedTask | None = None

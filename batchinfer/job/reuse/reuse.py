@@ -2,8 +2,8 @@
 
 ``RowReuse`` removes rows whose keys are in its index of finished rows. This happens before the
 other rows are split into windows, so the removed rows never reach the engine. ``FoundRows`` holds
-the locations of their answers. The writing thread copies the answers, file by file, and gives them
-the new row ids.
+the locations of the removed rows' answers. The thread that writes parts copies these answers, file
+by file, and gives them the new row ids.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from batchinfer.requests.requests import PromptRow
 MOST_FOUND = 1 << 16
 """Number of found rows to collect before copying, so that one read of a file serves many rows."""
 NOT_FOUND = -1
-"""Used instead of a file number if no file holds the row."""
+"""The file number that means that no file holds a row."""
 _NO_KEY = bytes(KEY_BYTES)
 _KEY = np.dtype(f"S{KEY_BYTES}")
 """NumPy type of a key. NumPy ignores trailing zero bytes, which is harmless because all keys have
@@ -93,7 +93,6 @@ class KeyIndex:
 
     @property
     def nbytes(self) -> int:
-        """Size of the index in bytes."""
         return self._keys.nbytes + self._files.nbytes + self._row_ids.nbytes
 
     def find(
@@ -297,8 +296,6 @@ def _has_control_text(row: PromptRow) -> bool:
 
 @dataclass(frozen=True)
 class FinishedFile:
-    """A part or a segment of an output."""
-
     out: OutputDir
     path: PurePath
     record: PartRecord | None
@@ -319,11 +316,7 @@ class FinishedFile:
             self.out.check_hash(self.path, self.record.sha256)
 
     def read(self, columns: Sequence[str]) -> pa.Table:
-        """Read ``columns`` as a table with one row for each input row, sorted by row id.
-
-        Raises:
-            DataError, StorageError: see ``check``.
-        """
+        """Read ``columns`` as a table with one row for each input row, sorted by row id."""
         try:
             reader = pa.BufferReader(self._bytes())
             table = pq.read_table(reader, columns=list(columns), use_threads=False)
@@ -348,11 +341,7 @@ Keyed = tuple[FinishedFile, pa.Table]
 
 
 def keyed_files(out: OutputDir, plan: Manifest) -> Iterator[Keyed]:
-    """Yield intact files of ``out`` with the keys of their rows.
-
-    Raises:
-        StorageError: a file cannot be read.
-    """
+    """Yield intact files of ``out`` with the keys of their rows."""
     # List segments before parts, so that rows moved from a segment to a part are not missed.
     segments = list(out.files.entries(out.segments))
     for found in out.of_each(partial(_part, out), plan.parts()):

@@ -59,8 +59,8 @@ def check_prompt_columns(config: PromptConfig, source: Source) -> None:
 
 
 def prompt_columns(config: PromptConfig, source: Source) -> frozenset[str]:
-    """Return the columns whose text every row's prompt or adapter is made of. A row in which such
-    a text is not UTF-8 fails with ``invalid_utf8``."""
+    """Return the text columns from which every row's prompt or adapter name is made. A row in which
+    one of these texts is not UTF-8 fails with ``invalid_utf8``."""
     names = frozenset(source.schema.names)
     columns = set[str]()
     if config.token_ids_column is None:
@@ -120,8 +120,7 @@ def _check_sampling_params(source: Source) -> None:
 def _check_column(
     source: Source, name: str, key: str, may_be: Callable[[pa.DataType], bool], expected: str
 ) -> pa.DataType:
-    """Check the column that the job file names in ``key``; return its type without dictionary
-    encoding.
+    """Check the column that ``key`` of the job file names; return its type, dictionary-decoded.
 
     List views are refused, because Arrow casts slices of list views incorrectly.
 

@@ -41,8 +41,6 @@ have different ids.
 
 @dataclass(frozen=True, slots=True)
 class FinishedRow:
-    """Generated columns and statistics of a row."""
-
     values: dict[str, Any]
     """Values of the generated columns, keyed by column name."""
     stats: RequestStats | None
@@ -56,13 +54,10 @@ class FinishedRow:
 
     @property
     def has_failed(self) -> bool:
-        """True if the row has an error."""
         return self.values["error"] is not None
 
 
 class RowFinisher:
-    """Makes the output columns of rows with ``task: generate``."""
-
     def __init__(self, answers: AnswerReader, include: Collection[str]) -> None:
         self._answers = answers
         self._include = include
@@ -197,5 +192,4 @@ def failed_row(row_id: int, error: RowError, results: Mapping[str, Any]) -> Fini
 
 
 def error_value(code: str | None, message: str | None) -> dict[str, str | None]:
-    """Make a value of the output column ``error``."""
     return {"code": code, "message": message}

@@ -68,8 +68,6 @@ class RowAdapters:
 
 
 class Prompts(Protocol):
-    """Makes prompts from rows."""
-
     @property
     def columns(self) -> tuple[str, ...]:
         """The input columns that ``start`` needs."""
@@ -82,8 +80,6 @@ class Prompts(Protocol):
 
 
 class RowReader(Protocol):
-    """Prepares rows for the engine."""
-
     columns: tuple[str, ...]
     """The input columns that ``start`` needs."""
 

@@ -1,10 +1,10 @@
 """Row keys: 128-bit hashes of everything that affects a row's answer.
 
 The facts that all rows of a job share (model, task, output columns: ``fingerprint.answer_facts``)
-are hashed once. A row's key adds the token ids of its prompt, its images, its parameters, its
-token limit, the content of its adapter, and, only if the row samples, the seed and stream of its
-random numbers. The key does not depend on other input columns. It depends on the row's position
-only if the position selects the stream.
+are hashed once. A row's key adds the token ids of its prompt, its images, its parameters, its token
+limit, the content of its adapter, and, only if the row samples, the seed and stream of its random
+numbers. The key does not depend on other input columns. The key depends on the row's position only
+if the position selects the stream.
 
 The hash is BLAKE2b (RFC 7693) with 16 bytes. Among 10**12 different rows, the probability that any
 two have the same key is about 10**-15.
@@ -60,8 +60,8 @@ def canonical_params(params: SamplingParams) -> str:
     """Return a text that is the same for parameters with the same meaning.
 
     The text omits ``seed``, ``max_tokens`` and, at temperature 0, parameters that affect only
-    sampling. It also omits default values, so that a parameter that a later version adds does not
-    change the text of jobs that do not set it.
+    sampling. The text also omits default values, so that a parameter that a later version adds does
+    not change the text of existing jobs.
     """
     values = {
         name: _canonical(name, getattr(params, name))
@@ -107,7 +107,7 @@ class RowKeys:
         self._adapters[BASE_MODEL] = b""
         self._writes_prompt = "prompt" in common["output"]["include"]
         self._begun: dict[tuple[int, int], tuple[SamplingParams | None, blake2b]] = {}
-        """Hash states before a row's own data is added, by ``id()`` of the parameters and by
+        """Hash states before a row's own data is added, keyed by ``id()`` of the parameters and by
         adapter. Each value keeps its parameters alive, so that no other object can get the same
         ``id()``."""
 

@@ -8,10 +8,10 @@ input. In both orders, each row gets the length of the longest prefix that it sh
 row of the window. In prefix order, if the engine cannot share prefixes for this model, the longest
 rows run first.
 
-A window is planned once all its rows are read. If the engine runs out of rows before that, it gets
-some rows of the window early: a head start. In input order, these are all rows read so far. In
-prefix order, they are the first sixteenth of the new rows. The rest of the window then begins with
-the prefixes that sort first, which are still in the KV cache.
+A window is planned once all its rows are read. If the engine runs out of rows earlier, it gets a
+head start: some rows of the unfinished window. In input order, the head start consists of all rows
+read so far; in prefix order, of the first sixteenth of the new rows. The rest of the window then
+begins with the prefixes that sort first, which are still in the KV cache.
 
 Shared prefixes are found by sorting token ids. The longest common prefix (LCP) of two sorted rows
 is the minimum of the LCPs of the neighbors between them (Manber & Myers 1990, on suffix arrays).
@@ -97,8 +97,6 @@ def plan_windows(
 
 
 class _Window:
-    """Rows that are planned together."""
-
     def __init__(self, by_prefix: bool, by_length: bool, with_branch_points: bool) -> None:
         self._by_prefix = by_prefix
         self._with_branch_points = with_branch_points
@@ -113,8 +111,6 @@ class _Window:
         self.image_bytes = 0
 
     def add(self, batch: list[PromptRow], num_tokens: int, image_bytes: int) -> None:
-        """Append rows that have ``num_tokens`` prompt tokens and ``image_bytes`` bytes of images in
-        total."""
         start = len(self._rows)
         self._rows += batch
         self.num_tokens += num_tokens
@@ -136,7 +132,6 @@ class _Window:
         return self._hand_over(int(new * _WARM_UP) if reorders else new)
 
     def rest(self) -> Iterator[list[PromptRow]]:
-        """Yield the rows that have not been handed over."""
         return self._hand_over(len(self._rows) - len(self._handed_over))
 
     def _hand_over(self, count: int) -> Iterator[list[PromptRow]]:
@@ -174,8 +169,7 @@ class _Window:
         return to_run[:count]
 
     def _sorted(self) -> tuple[list[int], list[int]]:
-        """Return the rows' indices in stable order of ``_sort_key``, and each row's LCP with the
-        next row.
+        """Return the indices in stable ``_sort_key`` order, and each row's LCP with the next row.
 
         Merging the sorted batches needs only one key per batch at a time. All keys together would
         take as much memory as the token ids.
@@ -209,7 +203,8 @@ def most_in_common(
 ) -> dict[int, int]:
     """Return the longest prefix, in tokens, that each row shares with a later row of ``run``.
 
-    With ``run`` reversed, this gives the longest prefix that each row shares with an earlier row.
+    With ``run`` reversed, the result is the longest prefix that each row shares with an earlier
+    row.
 
     Args:
         order: all rows, sorted by their token ids.

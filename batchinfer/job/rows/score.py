@@ -46,8 +46,6 @@ _OPTIONAL_SCORE = {"token_ids": pa.list_(pa.int32()), "logprobs": pa.list_(pa.fl
 
 
 class Scoring(LoadedTask):
-    """Makes one request per completion of a row."""
-
     def __init__(self, tokenizer: Tokenizer, include: Collection[str]) -> None:
         self._tokenizer = tokenizer
         self._include = include

@@ -36,8 +36,6 @@ from batchinfer.job.storage.filesystem import LocalFiles
 
 @dataclass(frozen=True)
 class RunOptions:
-    """The options of a run."""
-
     if_exists: str
     """``resume``, ``error`` or ``overwrite``."""
     retry_errors: bool = False
@@ -70,8 +68,6 @@ class RunPlan:
 
 @dataclass(frozen=True)
 class NothingToDo:
-    """Decision that a run has nothing to do."""
-
     out: OutputDir
     reason: str
     is_finished: bool
@@ -113,11 +109,7 @@ REFUSED: Mapping[tuple[str, str], JobError] = {
 
 
 def refuse_combinations(options: RunOptions) -> None:
-    """Check that the options can be combined.
-
-    Raises:
-        UsageError: two of the options cannot be combined; see ``REFUSED``.
-    """
+    """Raise UsageError if two of the options cannot be combined (``REFUSED``)."""
     chosen = {
         "--overwrite": options.overwrites,
         "--retry-errors": options.retry_errors,
@@ -137,7 +129,7 @@ def decide(
 ) -> Iterator[RunPlan | NothingToDo]:
     """Look at a job and at its output directory, and decide what a run does.
 
-    The context holds the lock of the directory, or of this writer.
+    The context manager holds the lock of the output directory, or this writer's own lock.
 
     Args:
         combined_output: a file for the lines of both the OpenAI output file and the error file.
@@ -200,8 +192,9 @@ def _compares_images(out: OutputDir, planned: Manifest | None, options: RunOptio
     """Return True if the run stores the facts about image files in its plan, or compares them with
     an earlier plan.
 
-    Processes that share a job do neither, because each of them would have to examine all images.
-    Without ``--update``, a finished job does not compare images.
+    Processes that share a job do neither, because each of them would have to examine all images. A
+    finished job compares images only with ``--update``, ``--overwrite`` or ``--retry-errors``, or
+    if an update has begun.
     """
     if options.role is not None:
         return False
@@ -221,8 +214,8 @@ def _refuse_own_output(source: Source, out: OutputDir) -> None:
 
 
 def _refuse_model_folders(model: ModelSpec, out: OutputDir) -> None:
-    """Check that neither of the output and a folder of the model contains the other, even through
-    a link: files of the output could change the model's identity."""
+    """Check that the output and the model's folders do not contain each other, even through links.
+    Otherwise, files of the output could change the model's fingerprint."""
     places = {"model.name": model.name, "model.tokenizer": model.tokenizer}
     places |= {f"model.adapters.{name}": path for name, path in model.adapters.items()}
     for key, folder in places.items():
@@ -247,12 +240,9 @@ def _next_generation(job: OutputJob, options: RunOptions) -> OutputDir | None:
 
 
 def _refuse_changed_images(job: OutputJob, options: RunOptions) -> None:
-    """Check that a run that resumes an output finds the image files that its rows name unchanged.
+    """Check that image files have not changed if the run resumes an output.
 
-    ``--retry-errors`` accepts other files, because somebody may have replaced bad ones.
-
-    Raises:
-        DataError: an image file has changed.
+    ``--retry-errors`` accepts changed files, because somebody may have replaced damaged images.
     """
     if options.if_exists != "resume" or options.retry_errors or not has_finished_rows(job.out):
         return

@@ -1,4 +1,4 @@
-"""The loop that feeds rows to the engine, steps it, and collects finished rows."""
+"""The loop that feeds rows to the engine, runs its steps, and collects finished rows."""
 
 from __future__ import annotations
 

@@ -30,7 +30,6 @@ class InFlightLog:
             self._file = out.files.append_to(self._path)
 
     def note(self, row_ids: Sequence[int]) -> None:
-        """Log rows that are about to be given to the engine."""
         self._write(np.array(row_ids, dtype=LOG_ENTRY))
 
     @contextmanager

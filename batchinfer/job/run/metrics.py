@@ -126,14 +126,11 @@ def _in_file(path: str, registry: CollectorRegistry) -> Iterator[None]:
 
 
 class _Collector:
-    """Collects the metrics whenever Prometheus asks for them."""
-
     def __init__(self, watched: WatchedRun) -> None:
         self._watched = watched
         self._job = printable(watched.name, 200)
 
     def collect(self) -> Iterator[Metric]:
-        """Yield all metrics."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         yield from self._phases()

@@ -40,8 +40,6 @@ command's child processes may go on printing.
 
 @dataclass(frozen=True)
 class RunEnd:
-    """The message about the end of a run."""
-
     job: str
     outcome: str
     """``succeeded``, ``too_many_errors``, ``stopped`` or ``failed``."""
@@ -63,7 +61,7 @@ def notify_on_end(
     """Send the notification of ``on_end`` once the run in this context has ended.
 
     A run that finds nothing to do sends no notification. If several processes share a job, only the
-    process that ends the job sends it.
+    process that ends the job sends the notification.
 
     Args:
         alone: True if no other process works on the job.
@@ -151,10 +149,10 @@ def _post(url: str, message: bytes) -> str | None:
 
 
 def _split_credentials(url: str) -> tuple[str, str | None]:
-    """Split a URL into the URL without credentials, and "user:password" in base64.
+    """Return a URL without its credentials, and "user:password" in base64; None without
+    credentials.
 
-    The second value is None if the URL has no credentials. urllib does not accept credentials in a
-    URL.
+    urllib does not accept credentials in a URL.
     """
     parts = urlsplit(url)
     user, at, host = parts.netloc.rpartition("@")

@@ -73,7 +73,6 @@ def run_pipeline(
 
     Args:
         loaded: the job's model; None if no row has to run.
-        progress: shows finished rows.
         stop: event that stops the run: once it is set, no more engine steps start.
         reuse: finds rows that need not run because another output holds them.
 
@@ -181,8 +180,6 @@ class _PartWriters:
 
 @dataclass
 class RowPipeline:
-    """Runs the rows of a queue's parts on one engine."""
-
     job: OutputJob
     queue: PartQueue
     loaded: LoadedJob
@@ -281,8 +278,8 @@ class RowPipeline:
                 if not self._write(finished):
                     cut_short.set()
             except BaseException:
-                # Otherwise the engine's loop would wait for rows until the other workers have
-                # finished their parts, while they wait for the parts of this worker.
+                # Set ``ending``, or the engine loop would wait for rows until the other workers
+                # have finished their parts, while those workers wait for the parts of this worker.
                 ending.set()
                 raise
 
@@ -426,7 +423,8 @@ def fail_row(job: Job, row_id: int, error: RowError) -> FinishedRow:
 def file_metadata(job: OutputJob) -> dict[str, str]:
     """Return the key-value metadata of every part: the settings that determine its content.
 
-    They contain neither times nor paths; for a model in a folder, they hold only the folder's name.
+    The metadata holds neither times nor paths; for a model in a folder, it holds only the folder's
+    name.
     """
     facts, model = job.manifest.job, job.spec.model
     template = json.dumps(facts["prompt"], sort_keys=True).encode()

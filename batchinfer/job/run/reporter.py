@@ -125,7 +125,6 @@ def _samples(tally: Mapping[str, int]) -> Iterator[SummaryLine]:
 
 
 def too_many_errors(rows: dict[str, Any], max_error_rate: float, output: PurePath) -> str:
-    """Return the message for a job in which too many rows failed."""
     codes = ", ".join(f"{code} {count:,}" for code, count in rows["error_codes"].items())
     return (
         f"{rows['error']:,} of {counted_rows(rows['total'])} failed, more than "
@@ -139,8 +138,6 @@ def too_many_errors(rows: dict[str, Any], max_error_rate: float, output: PurePat
 
 @dataclass
 class RunReporter:
-    """Shows the messages of a run, and writes its report."""
-
     watched: WatchedRun
     """The progress of the run, for other displays."""
     display: Display
@@ -166,7 +163,6 @@ class RunReporter:
             self._json_result = read_file(out.files, out.summary).decode().rstrip("\n")
 
     def resumes(self, finished: int, total: int) -> None:
-        """Say how many rows earlier runs have finished."""
         if finished:
             line = f"{finished:,} of {counted_rows(total)} were already finished"
             self.display.say("resumed", line, rows_finished=finished, rows_total=total)
@@ -189,7 +185,6 @@ class RunReporter:
             self.note(line)
 
     def other_kernels(self, before: Mapping[str, str], now: Mapping[str, str]) -> None:
-        """Warn that this run uses different kernels from earlier runs."""
         for what in sorted(before.keys() & now.keys()):
             if before[what] != now[what]:
                 line = kernels_differ(what, [before[what], now[what]])

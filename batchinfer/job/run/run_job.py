@@ -47,7 +47,8 @@ from batchinfer.job.stats.live import LiveFile, WatchedRun
 from batchinfer.process.process import gc_paused, stop_signals
 
 _ATTENTION = "attention"
-"""Key of the attention kernel in ``EngineContext.kernels``; it depends only on the machine."""
+"""Key of the attention kernel in ``EngineContext.kernels``; the machine alone decides this kernel.
+"""
 
 _KEY = b"batchinfer.ids_of"
 
@@ -84,7 +85,7 @@ def run_job(
         retry_errors: run failed rows again; also update the output if the job or input has changed.
         update: if the job or input has changed, make a new output, and replace the existing output
             once the new output is complete.
-        role: what this process does if several processes share the job; the last one ends the job.
+            role: what this process does if several processes share the job; None if it runs alone.
         quiet: print errors only.
         as_json: print the summary as JSON.
         build: makes the engine; None for ``batchinfer.builders.engine.build_engine``.
@@ -117,7 +118,7 @@ def run_job(
             reporter.nothing_to_do(plan.out, plan.reason, is_finished=plan.is_finished)
             code = ExitCode.OK
         else:
-            # An update's generation is deleted at the end, so use the existing output.
+            # Write to the existing output, because an update deletes its own generation at the end.
             stack.enter_context(_write_live_status(plan.claim.present or plan.job.out, watched))
             code = _make_parts(plan, reporter, build, fleet)
             ended(code)
@@ -277,11 +278,7 @@ def with_id_errors(job: OutputJob, *, reads_stored: bool) -> OutputJob:
 
 
 def store_id_errors(job: OutputJob) -> None:
-    """Write the rows with bad ids to ``bad_ids.parquet``, unless the file holds them already.
-
-    Raises:
-        StorageError: the rows cannot be written.
-    """
+    """Write the rows with bad ids to ``bad_ids.parquet``, unless the file holds them already."""
     bad = job.source.bad_ids
     if bad is None or _stored(job, bad.column) is not None:
         return

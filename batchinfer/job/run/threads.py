@@ -16,8 +16,6 @@ class Prefetcher(Generic[T]):
     """Iterates in a thread, at most ``depth`` items ahead of the consumer.
 
     Args:
-        items: the iterable.
-        depth: maximum number of items to be ahead.
         starved: event that is set while the consumer finds no item, so that ``items`` can yield
             the next item sooner.
     """

@@ -38,7 +38,6 @@ class JobDocument:
         self._expand_aliases()
 
     def get(self, path: KeyPath, default: Any = None) -> Any:
-        """Return the value at ``path``, or ``default``."""
         value: Any = self.data
         for part in path:
             value = _child(value, part)
@@ -70,7 +69,7 @@ class JobDocument:
         self._origins[path] = origin
 
     def override(self, assignment: str, option: str = "") -> None:
-        """Apply ``a.b=value`` from ``--set``, or from an ``option`` that is short for it.
+        """Apply ``a.b=value`` from ``--set``, or from an ``option`` that is short for ``--set``.
 
         The value is YAML; lists and mappings need brackets. A value without quotes or brackets
         is one scalar: ``a: b``, ``# c`` and ``{{ d }}`` are strings.
@@ -92,7 +91,7 @@ class JobDocument:
         self._expand_shorthands()
 
     def underlay(self, section: str, keys: Mapping[str, Any], text: YamlText, source: str) -> None:
-        """Add ``keys`` from another file to ``section``, except for those that it already sets."""
+        """Add ``keys`` from another file to ``section``, unless the section sets them already."""
         present = self.get((section,)) or {}
         self.data[section] = {**keys, **present}
         for path, line in text.lines.items():
@@ -107,7 +106,6 @@ class JobDocument:
         return self.source
 
     def error(self, path: KeyPath, problem: str) -> UsageError:
-        """Make an error that begins with the origin of ``path``."""
         return UsageError(f"{self.origin(path)}: {dotted(path)}{problem}")
 
     def _expand_shorthands(self) -> None:

@@ -144,7 +144,6 @@ def expectation(detail: ErrorDetails) -> str:
 
 
 def is_unknown_key(detail: ErrorDetails) -> bool:
-    """Return True if the error is about an unknown key."""
     return detail["type"] in ("extra_forbidden", "unexpected_keyword_argument")
 
 

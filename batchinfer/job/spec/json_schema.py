@@ -15,7 +15,6 @@ DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
 
 def json_schema() -> dict[str, Any]:
-    """Make the JSON Schema 2020-12 of the job file, including shorthands."""
     schema = JobSpec.model_json_schema()
     records = schema["$defs"]
     sampling = records["JobSampling"]["properties"]

@@ -68,9 +68,9 @@ class ErrorsSpec(Section):
     max_error_rate: float = Field(default=0.01, ge=0.0, le=1.0)
     """Maximum fraction of rows that may fail. If more rows fail, the job ends with exit code 3."""
     min_rows: int | None = Field(default=None, ge=0)
-    """Minimum number of rows without an error or, with ``accept``, of kept samples. With fewer, the
-    job ends with exit code 3. null: no limit, but the job warns if the input has no rows, the
-    filter selects no rows, or ``accept`` keeps no sample."""
+    """Minimum number of rows without an error or, with ``accept``, of kept samples. Below this
+    number, the job ends with exit code 3. null: no limit, but the job warns if the input has no
+    rows, the filter selects no rows, or ``accept`` keeps no sample."""
 
 
 class StatsSpec(Section):
@@ -110,7 +110,6 @@ class ScaleSpec(Section):
 
     @property
     def start_timeout_s(self) -> float:
-        """Value of ``start_timeout`` in seconds."""
         match = _DURATION.fullmatch(self.start_timeout)
         if match is None:
             raise ValueError(f"start_timeout is {self.start_timeout!r}; write it like 90s or 10m")
@@ -124,7 +123,8 @@ class OnEndSpec(Section):
     webhook: Text | None = None
     """An http:// or https:// URL that receives the outcome as a JSON POST."""
     command: tuple[Text, ...] | None = None
-    """Program and arguments, run without a shell. It receives the outcome as JSON on stdin."""
+    """Program and arguments, run without a shell. The program receives the outcome as JSON on
+    stdin."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -100,9 +100,9 @@ class ModelSpec(Section):
     trust_remote_code: bool = False
     """Run code from the model folder. Not supported yet."""
     served_model_name: Text | tuple[Text, ...] | None = None
-    """Names of the model that requests in an OpenAI batch file may use. If a name is a path, a
-    request may give only its last components. Answers to requests without a model use the first
-    name. null: model.name; requests for other models are then answered with a warning, or are
+    """Names of the model that requests in an OpenAI batch file may use. If a name is a path, the
+    last components of the path are enough in a request. Answers to requests without a model use the
+    first name. null: model.name; requests for other models are then answered with a warning, or are
     refused if model.adapters is set."""
 
     @model_validator(mode="after")
@@ -122,7 +122,6 @@ class ModelSpec(Section):
         return self
 
     def config(self, runner: Runner = "generate") -> ModelConfig:
-        """Return the keys that the model loader needs."""
         keys = (name for name in field_names(ModelConfig) if name != "runner")
         return ModelConfig(**{name: getattr(self, name) for name in keys}, runner=runner)
 
@@ -158,10 +157,10 @@ class InputSpec(Section):
     encoding: Annotated[Text, AfterValidator(encoding_name)] = "utf-8"
     """Encoding of CSV, JSON and JSON Lines files, by its Python name, like cp1252 or mac_roman."""
     encoding_errors: Literal["strict", "replace"] = "strict"
-    """What to do with bytes that are not valid in the encoding, or in the UTF-8 text of
-    Parquet and Arrow files. strict: refuse the file, and name the line or row, and the column; in
-    a prompt of a Parquet or Arrow file, only the row fails. replace: read them as U+FFFD;
-    summary.json and the report count the cells."""
+    """What to do with bytes that are not valid in the encoding, or in the UTF-8 text of Parquet and
+    Arrow files. strict: refuse the file, and name the line or row, and the column; in a prompt of a
+    Parquet or Arrow file, only the row fails. replace: read such bytes as U+FFFD; summary.json and
+    the report count the affected cells."""
     delimiter: Annotated[str, AfterValidator(delimiter_character)] | None = None
     """Character that separates the cells of CSV files, like ; or |. null: a tab in .tsv files, and
     a comma in others."""
@@ -197,7 +196,6 @@ class InputSpec(Section):
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """Entries of ``path``."""
         return (self.path,) if isinstance(self.path, str) else self.path
 
 
@@ -263,7 +261,6 @@ class OutputSpec(Section):
 
     @property
     def asked_reasoning(self) -> str | Mapping[str, str]:
-        """Value of ``reasoning`` as plain data."""
         reasoning = self.reasoning
         return reasoning if isinstance(reasoning, str) else reasoning.model_dump()
 
@@ -334,7 +331,6 @@ class JobSpec(Section):
 
     @property
     def task_spec(self) -> TaskSpec:
-        """Requirements and output columns of the task."""
         return TASK_SPECS[self.task]
 
     @model_validator(mode="after")

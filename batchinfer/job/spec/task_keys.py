@@ -28,11 +28,9 @@ _NOT_OF_PAIRS = ("column", "template", "messages", "system", "token_ids_column",
 
 @dataclass(frozen=True)
 class TaskSpec:
-    """What a task requires of the job file, and the columns that it writes."""
-
     name: TaskName
     results: tuple[str, ...]
-    """Output columns of the task in order, including the optional ones."""
+    """Output columns of the task in order, including optional columns."""
     check: Callable[[JobSpec], None]
     """Raises ValueError if other keys conflict with the task."""
     sampling: SamplingParams | None = None
@@ -47,11 +45,7 @@ class TaskSpec:
         return self.sampling is None
 
     def columns(self, include: Collection[str]) -> tuple[str, ...]:
-        """Return the names of a job's generated output columns, in order.
-
-        Args:
-            include: ``JobSpec.written``.
-        """
+        """Return a job's generated output columns in order; ``include`` is ``JobSpec.written``."""
         prompt = ("prompt",) if "prompt" in include else ()
         results = (name for name in self.results if _WRITTEN_WITH.get(name) in (None, *include))
         return ("row_id", *prompt, *results, "status", "error")

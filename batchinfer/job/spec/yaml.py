@@ -199,8 +199,6 @@ def _read(text: str, source: str) -> YamlText:
 
 
 class _NodeReader:
-    """Converts nodes to plain data and records the line of each key and list item."""
-
     def __init__(self, source: str) -> None:
         self.lines: dict[KeyPath, int] = {}
         self._source = source

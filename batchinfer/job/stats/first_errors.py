@@ -45,7 +45,7 @@ def first_errors(
 def error_lines(
     codes: Mapping[str, int], errors: Iterable[Mapping[str, Any]]
 ) -> Iterator[SummaryLine]:
-    """Yield a line for each of the ``MOST`` most frequent error codes, and one for all others.
+    """Yield a line for each of the ``MOST`` most frequent error codes, and one for all other codes.
 
     A line has the number of rows with the code, and the first of these rows.
 
@@ -83,7 +83,6 @@ def shown_ids(column: pa.Array) -> list[str | None]:
 
 
 def id_column(manifest: Manifest) -> str | None:
-    """Return the output column that holds the ids; None without ids."""
     column = manifest.job.get("input", {}).get("id_column")
     if manifest.job.get("input", {}).get("format") == "openai-batch":
         column = "custom_id"

@@ -11,9 +11,8 @@ from batchinfer.job.run_ids import writer_of
 from batchinfer.job.stats.run_record import Run
 
 SILENT_S = 60.0
-"""If this machine cannot check a run's lock, the run counts as dead after this many seconds without
-a write, or after three times its interval between writes, if that is longer.
-"""
+"""If this machine cannot check a run's lock, the run counts as dead after it has written nothing
+for this many seconds, or for three of its write intervals if they are longer."""
 
 
 @dataclass(frozen=True)
@@ -71,8 +70,7 @@ def any_lock_lives(out: OutputDir) -> bool:
 def writer_lives(out: OutputDir, writer: str) -> bool | None:
     """Return True if the process that holds a writer's lock is alive; None if that is unknown.
 
-    Args:
-        writer: a writer's name as in ``OutputDir``; "" for a run that writes alone.
+    ``writer`` is "" for a run that writes alone.
     """
     named = writer_named(writer)
     return (out if named is None else own_lock(out, named)).lock.holder_lives()

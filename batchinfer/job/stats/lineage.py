@@ -2,7 +2,7 @@
 
 The event is a RunEvent of version 2-0-2 of the specification
 (openlineage.io/spec/2-0-2/OpenLineage.json) with the facets ``schema``, ``inputStatistics``,
-``outputStatistics`` and ``processing_engine``. A run writes it under ``lineage`` in
+``outputStatistics`` and ``processing_engine``. A run writes the event under ``lineage`` in
 ``summary.json``, but does not send it anywhere.
 """
 

@@ -74,7 +74,6 @@ _STORED = TypeAdapter(LiveRun)
 
 
 def live_run(watched: WatchedRun, now: float, every_s: float) -> LiveRun:
-    """Return a run's current progress."""
     phase, detail, seconds = watched.phases.current or ("", "", 0.0)
     waits = (now, every_s, phase, detail, max(0.0, seconds))
     meter = watched.meter
@@ -96,8 +95,6 @@ def live_run(watched: WatchedRun, now: float, every_s: float) -> LiveRun:
 
 
 class LiveFile:
-    """The progress file of one run."""
-
     def __init__(
         self, out: OutputDir, watched: WatchedRun, clock: Callable[[], float] = time.time
     ) -> None:
@@ -119,7 +116,6 @@ class LiveFile:
             files.rename(staged, self._path)
 
     def delete(self) -> None:
-        """Delete the file at the end of the run."""
         with suppress(OSError, JobError):
             if self._out.files.stat(self._path) is not None:
                 self._out.files.delete(self._path)

@@ -72,7 +72,6 @@ class Run:
 
     @property
     def engine_s(self) -> float:
-        """Seconds of the run after loading."""
         return self.total_s - self.load_s if self.kv else 0.0
 
 
@@ -171,7 +170,6 @@ class Recorder:
         self._save()
 
     def add(self, step: StepStats | None, num_rows: int) -> None:
-        """Record a step and the number of rows that it finished."""
         self.run.rows += num_rows
         if step is None:
             return
@@ -187,7 +185,7 @@ class Recorder:
         self.log(str(recovered))
 
     def checkpoint(self) -> None:
-        """Write all steps so far to disk; call this before finished rows are written."""
+        """Write all steps so far to disk. Callers do this before they write finished rows."""
         self._flush()
         self.run.unsampled = self._sampler.so_far(self._device_bytes())
         self._save()
@@ -212,7 +210,6 @@ class Recorder:
             self._save()
 
     def log(self, line: str) -> None:
-        """Append a line to the run's log."""
         path = self._out.logs / f"{self.run.run_id}.log"
         with storage_errors(path):
             if self._log is None:

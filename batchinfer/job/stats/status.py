@@ -44,7 +44,6 @@ class Update:
 
     @property
     def line(self) -> SummaryLine:
-        """Line of the status table."""
         if self.is_being_placed:
             note = ", but the output still has some of the old files; run the job again to finish"
             return SummaryLine("update", "computed", note)
@@ -54,8 +53,6 @@ class Update:
 
 @dataclass(frozen=True)
 class Status:
-    """State, progress and speed of a job."""
-
     state: str
     """``running`` (also while the model loads), ``stopped``, ``failed``, ``finished``, or
     ``finished_with_errors`` if more rows failed than the job allows."""
@@ -100,7 +97,6 @@ class Status:
         return asdict(self)
 
     def facts(self) -> Iterator[SummaryLine]:
-        """Yield the lines of the table on a terminal."""
         bad = dict.fromkeys(("finished_with_errors", "stopped", "failed"), "bad")
         tones = {"finished": "good", **bad}
         yield SummaryLine("state", self.state.replace("_", " "), tone=tones.get(self.state, ""))
@@ -188,7 +184,6 @@ class Status:
         return ", ".join(parts)
 
     def lines(self) -> Iterator[str]:
-        """Yield the table as lines of plain text."""
         return plain(self.facts())
 
 

@@ -57,12 +57,8 @@ def write_summary(
     """Merge the statistics of all runs; write and return ``summary.json``.
 
     Args:
-        out: the output directory, with all parts finished.
         warn: called with a line for each damaged statistics file, which is left out.
         lineage_of: makes the lineage event from the summary's ``rows``; None for no event.
-
-    Raises:
-        StorageError: a file cannot be written.
     """
     stored = {path.stem: _stored_run(out, path) for path in _named(out, out.runs, ".json")}
     runs = [run for _, run in sorted(stored.items()) if run is not None]
@@ -258,7 +254,6 @@ def _rows(records: Iterable[PartRecord]) -> dict[str, Any]:
 
 
 def _add_to_pool(pool: PoolTotals, steps: pa.Table, runs: Iterable[Run]) -> None:
-    """Add the steps of runs whose block size is known."""
     for run in runs:
         if not run.kv:
             continue

@@ -69,7 +69,6 @@ def errors(url: str, verb: str) -> Iterator[None]:
     """Turn obstore's errors into short errors that name ``url``.
 
     Args:
-        url: the object or bucket.
         verb: ``read`` or ``write``.
 
     Raises:

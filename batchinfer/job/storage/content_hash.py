@@ -2,8 +2,8 @@
 
 A cached hash is valid while path, size, times and inode stay the same. The hash of a file that has
 just changed is not cached, because a second change within the same clock tick would go unnoticed.
-The hash of a file with a single chunk is not cached either, because hashing it takes no longer than
-the lookup.
+The hash of a file with a single chunk is not cached either, because hashing such a file takes no
+longer than the lookup.
 """
 
 from __future__ import annotations

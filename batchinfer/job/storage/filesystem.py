@@ -27,7 +27,7 @@ from batchinfer.job.storage.urls import is_url
 T = TypeVar("T")
 _HASH_CHUNK = 1 << 20
 STRICT: Final = {"extra": "forbid", "strict": True}
-"""Pydantic's settings for records stored as JSON, so that it refuses damaged records."""
+"""Pydantic's settings for records stored as JSON, which make pydantic refuse damaged records."""
 
 READ_TRIES = 3
 """Number of attempts to read a file of an output directory."""
@@ -68,7 +68,7 @@ class Files(Protocol):
 
     Methods that write raise OSError if the file system refuses. Methods that read, and the files
     they return, raise FileNotFoundError, NotADirectoryError or IsADirectoryError if the file does
-    not exist, and StorageError if it cannot be read.
+    not exist, and StorageError if the file cannot be read.
     """
 
     @property
@@ -82,7 +82,7 @@ class Files(Protocol):
         ...
 
     def write(self, path: PurePath, data: bytes) -> None:
-        """Create or replace a file; it is on disk only after ``sync``."""
+        """Create or replace a file; the file is on disk only after ``sync``."""
         ...
 
     def create(self, path: PurePath) -> BinaryIO:
@@ -92,14 +92,11 @@ class Files(Protocol):
     def append_to(self, path: PurePath) -> BinaryIO:
         """Open a new or existing file to append to it.
 
-        Each write survives the death of this process. In an object store, it does so only after
-        ``flush``.
+        Each write survives the death of this process; in an object store, only after ``flush``.
         """
         ...
 
-    def open(self, path: PurePath) -> BinaryIO:
-        """Open a file for reading."""
-        ...
+    def open(self, path: PurePath) -> BinaryIO: ...
 
     def sync(self, path: PurePath) -> None:
         """Write a file's content, or a directory's entries, to disk."""
@@ -128,9 +125,7 @@ class Files(Protocol):
         """Create a folder and its missing parents, and sync them."""
         ...
 
-    def can_write(self, directory: PurePath) -> bool:
-        """Return True if files can be created in a folder."""
-        ...
+    def can_write(self, directory: PurePath) -> bool: ...
 
     def entries(self, directory: PurePath) -> Sequence[PurePath]:
         """Return the contents of a folder, sorted by name; empty if the folder is missing."""
@@ -296,13 +291,10 @@ def storage_errors(path: PurePath, verb: str = "write") -> Iterator[None]:
 
 
 def publish(files: Files, staged: PurePath, final: PurePath) -> None:
-    """Move the finished file ``staged`` to ``final``; when this returns, it is on disk.
+    """Move the finished file ``staged`` to ``final``. On return, the file is on disk.
 
     The failpoints have the name of the folder of ``final``, followed by ``-staged``, ``-synced``,
     ``-renamed`` or ``-durable``.
-
-    Raises:
-        StorageError: the file system refuses.
     """
     kind = final.parent.name
     with storage_errors(final):
@@ -316,11 +308,7 @@ def publish(files: Files, staged: PurePath, final: PurePath) -> None:
 
 
 def write_file(files: Files, final: PurePath, data: bytes, staging: PurePath) -> None:
-    """Write ``data`` to ``final``, through a temporary file in the directory ``staging``.
-
-    Raises:
-        StorageError: the file system refuses.
-    """
+    """Write ``data`` to ``final``, through a temporary file in the directory ``staging``."""
     staged = staging / final.name
     with storage_errors(final):
         files.write(staged, data)

@@ -81,7 +81,6 @@ def read_from_hub(url: str, most: int) -> bytes:
 
 
 def _stat_of(entry: Any) -> FileStat:
-    """Convert the Hub's description of a file."""
     large = entry["lfs"]
     return FileStat(entry["size"], 0, large.sha256 if large else entry["blob_id"])
 

@@ -2,8 +2,8 @@
 
 The operating system frees the lock at once when its holder dies. A JSON file next to the lock
 describes the holder. If several processes write to one output, each touches its JSON file every few
-seconds. A process that has not touched its file for ``LAPSE_S`` counts as dead, even if it is only
-frozen.
+seconds. A process that has not touched its file for ``LAPSE_S`` seconds counts as dead, even if it
+is only frozen.
 """
 
 from __future__ import annotations
@@ -56,11 +56,8 @@ class Lock(Protocol):
         ...
 
     def is_free(self) -> bool:
-        """Return True if no process holds the lock; a silent holder loses it after ``LAPSE_S``.
-
-        Raises:
-            StorageError: the lock's file cannot be written.
-        """
+        """Return True if no process holds the lock, or its holder was silent for ``LAPSE_S``
+        seconds."""
         ...
 
     @property
@@ -186,8 +183,8 @@ def this_process(task: str = "") -> dict[str, int | float | str | None]:
 def _started(pid: int) -> float | None:
     """Return when a process started, in seconds since the machine booted; None if it has ended.
 
-    The start time distinguishes processes that had the same id. In seconds since 1970, it would
-    change whenever the clock is set.
+    The start time distinguishes processes that had the same id. A start time in seconds since 1970
+    would change whenever the clock is set.
     """
     booted = psutil.boot_time()
     try:

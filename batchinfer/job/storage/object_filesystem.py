@@ -2,9 +2,9 @@
 
 Staged files are kept in memory, and a rename uploads them whole. A run may overwrite objects that
 it wrote itself. If an object has any other version, the run first confirms that it still holds the
-lock. If so, an earlier run left the object behind, and it may be overwritten. A store has no
-conditional deletes. So a run checks the lock before each delete, deletes only objects that it has
-listed, and fails before another run could have taken over.
+lock. If the run does, an earlier run left the object behind, and the run overwrites the object. A
+store has no conditional deletes. So a run checks the lock before each delete, deletes only objects
+that it has listed, and fails before another run could have taken over.
 """
 
 from __future__ import annotations
@@ -43,7 +43,6 @@ class StoreLog(io.RawIOBase):
 
     Args:
         put: uploads the log.
-        clock: returns the time in seconds.
     """
 
     def __init__(
@@ -99,8 +98,8 @@ class StoreFiles:
     """Gives access to the objects of a store as files; paths are ``StorePath``.
 
     Args:
-        check: raises LockedError if this run has lost the lock. It relies on the store's last
-            answer if that is recent.
+        check: raises LockedError if this run has lost the lock; uses the store's last answer if
+            that answer is recent.
         confirm: asks the store, and raises LockedError if this run has lost the lock.
     """
 
@@ -117,8 +116,9 @@ class StoreFiles:
         self._written: dict[PurePath, Version] = {}
         """Versions of the objects that this run has written."""
         self._failure: StorageError | None = None
-        """The first failure, after minutes of retries. It ends the run, and further writes raise it
-        again at once, so that the run does not wait minutes for each of its last files."""
+        """The first failure, after minutes of retries. This failure ends the run, and further
+        writes raise it again at once, so that the run does not wait minutes for each of its last
+        files."""
 
     def write(self, path: PurePath, data: bytes) -> None:
         self._staged[path] = data
@@ -219,8 +219,8 @@ class StoreFiles:
             if written is not None:
                 self._written[path] = written
                 return
-            # The order matters: this run still holds the lock after it has read the version, so
-            # the object does not belong to a run that took over.
+            # Confirm the lock after reading the version: if this run still holds the lock then, the
+            # object does not belong to a run that took over.
             meta = self._objects.head(path)
             self._confirm()
             seen = None if meta is None else meta.version

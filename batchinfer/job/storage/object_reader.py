@@ -126,7 +126,7 @@ def _has_content(file: StorePath, size: int) -> bool:
 
 
 def _match(file: StorePath, pattern: StorePath) -> StorePath | None:
-    """Return the file or its folder, whichever a pattern matches; None if it matches neither."""
+    """Return the file or the nearest folder above it that a pattern matches; None if none does."""
     return next((p for p in (file, *file.parents) if _matches(p.parts, pattern.parts)), None)
 
 

@@ -2,8 +2,8 @@
 
 Every write names the version that it replaces, or requires that no object exists. The store refuses
 the write if the object has another version (``If-Match``, ``If-None-Match``). Deletes and copies
-cannot be conditional. To keep them from taking effect late, they fail soon if the store does not
-answer.
+cannot be conditional. They fail soon if the store does not answer, because a late delete or copy
+could affect objects of another run.
 """
 
 from __future__ import annotations
@@ -28,8 +28,6 @@ Version = dict[str, str]
 
 @dataclass(frozen=True, slots=True)
 class ObjectMeta:
-    """Metadata of an object."""
-
     stat: FileStat
     version: Version
 
@@ -63,7 +61,6 @@ class Objects:
         return _version(result)
 
     def get(self, path: StorePath) -> tuple[bytes, ObjectMeta]:
-        """Read an object."""
         with _answers(path, "read"):
             result = obstore.get(self._store, path.key)
             return bytes(result.bytes()), _object_meta(result.meta)
@@ -77,7 +74,6 @@ class Objects:
                 return None
 
     def entries(self, folder: StorePath) -> list[StorePath]:
-        """Return the objects and folders in a folder, sorted by name."""
         try:
             with _answers(folder, "read"):
                 listed = obstore.list_with_delimiter(self._store, folder.key)
@@ -125,7 +121,6 @@ def _object_meta(meta: Any) -> ObjectMeta:
 
 
 def file_stat(meta: Any) -> FileStat:
-    """Convert obstore's metadata of an object."""
     return FileStat(meta["size"], round(meta["last_modified"].timestamp() * 1e9), meta["e_tag"])
 
 

@@ -44,13 +44,9 @@ class Store(Protocol):
         """
         ...
 
-    def stat(self, path: str) -> FileStat:
-        """Return a file's metadata."""
-        ...
+    def stat(self, path: str) -> FileStat: ...
 
-    def open(self, path: str) -> pa.NativeFile:
-        """Open a file for random reads."""
-        ...
+    def open(self, path: str) -> pa.NativeFile: ...
 
 
 class RemoteStore(Store, Protocol):
@@ -126,8 +122,8 @@ def remote_store_of(url: str) -> RemoteStore:
 def expand(entry: str, suffixes: tuple[str, ...]) -> list[str]:
     """Return the files of an entry of ``input.path``, in path order.
 
-    An entry is a glob unless a file or folder has its exact name. In folders, only files that end
-    in one of ``suffixes`` count.
+    An entry is a glob unless a file or folder has its exact name. In folders, only files whose
+    names end in one of ``suffixes`` are returned.
 
     Raises:
         DataError: no file matches.

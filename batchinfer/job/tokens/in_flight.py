@@ -29,10 +29,9 @@ _LEAST_EVERY_S = 1.0
 loses little work."""
 ALONE_S = 1.0
 """Seconds between flushes while a row runs alone because it may have killed earlier runs. Tokens
-that are kept after such a run show that the row did not kill it. If tokens were flushed at once, a
-row that kills every run after one step would keep one more token in each run, and would never be
-given up.
-"""
+that are kept after such a run show that the row did not kill the run. If tokens were flushed at
+once, a row that kills every run after one step would keep one more token in each run, and would
+never be given up."""
 _MOST_OBSOLETE_TOKENS = 1 << 21
 """Maximum number of obsolete tokens on disk. If there are more, all tokens in use are written to a
 new file, which replaces the older files.
@@ -45,8 +44,6 @@ number of files to a few hundred.
 
 @dataclass(frozen=True, slots=True)
 class TokenUpdate:
-    """New tokens of unfinished rows to keep on disk."""
-
     increments: Sequence[OutputIncrement]
     replaces_all: bool
     """True if the increments hold all tokens in use, so that older files can be deleted."""
@@ -58,14 +55,13 @@ class TokensInFlight:
     """An ``OutputObserver`` that hands over new tokens of unfinished rows every few seconds, and
     returns the tokens that earlier runs kept.
 
-    From time to time it hands over all tokens in use, and the new file replaces the older files. So
-    the files hold at most about twice the tokens of unfinished rows, and each drawn token is
-    written about twice.
+    From time to time the observer hands over all tokens in use, and the new file replaces the older
+    files. So the files hold at most about twice the tokens of unfinished rows, and each drawn token
+    is written about twice.
 
     Args:
         most_lost_s: seconds of work that a crash may lose.
         kept: tokens that earlier runs kept.
-        clock: returns the time in seconds.
     """
 
     def __init__(
@@ -95,7 +91,7 @@ class TokensInFlight:
         """Cost in tokens of the updates since the last update that replaced all files."""
 
     def add(self, kept: Mapping[RequestId, KeptOutput]) -> None:
-        """Add tokens that other writers kept. Call this before the engine gets their requests."""
+        """Add tokens that other writers kept, before the engine gets the tokens' requests."""
         self._kept.update(kept)
 
     @contextmanager

@@ -10,15 +10,14 @@ from batchinfer.engine.stats import StepStats
 from batchinfer.requests.requests import PromptRow
 
 _SHARE_OF_LIFE = 0.95
-"""A run expects to be killed at the same age as the run before it. It resumes only rows that should
-finish within this share of that time. The value was chosen in simulations of a job that is killed
-every 9 to 25 seconds."""
+"""A run resumes only rows that should finish within this share of the age at which the run before
+it was killed. The value was chosen in simulations of a job that is killed every 9 to 25 seconds."""
 _OUTLIVES = 1.25
 """A run whose age reaches this multiple of the killed run's recorded life no longer expects to be
 killed. The value is over 1, because the killed run lived on after it wrote its last file."""
 _FIXED_SHARE = 0.25
-"""Assumed share of a step's time that does not depend on the number of sequences. It matters until
-steps with different numbers of sequences have been measured."""
+"""Assumed share of a step's time that does not depend on the number of sequences. The assumption
+matters until steps with different numbers of sequences have been measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +32,10 @@ class StepTimes:
     prefill_tokens: float = 0.0
     """Number of prompt tokens and recomputed tokens in steps that were not only decode steps."""
     prefill_seconds: float = 0.0
-    """Seconds that these steps took, minus the expected time of decode steps."""
+    """Seconds that the steps of ``prefill_tokens`` took, minus the expected time of decode steps.
+    """
 
     def plus(self, stats: StepStats) -> StepTimes:
-        """Return the sums with one more step."""
         sequences, seconds = stats.num_running, stats.step_ms / 1000
         if stats.prefill_tokens:
             prefilled_s = max(seconds - self.expected_s(sequences), 0.0)
@@ -93,7 +92,6 @@ class ResumePace:
 
     Args:
         num_kept: returns the number of kept tokens of a row; 0 for a new row.
-        clock: returns the time in seconds.
     """
 
     def __init__(self, num_kept: Callable[[int], int], clock: Callable[[], float]) -> None:
@@ -111,7 +109,6 @@ class ResumePace:
 
     @property
     def age_s(self) -> float:
-        """Seconds since the run began."""
         return self._clock() - self._began
 
     def pace(self, *, is_ending: bool) -> RunPace:
@@ -127,7 +124,6 @@ class ResumePace:
         self._life_s, self._steps = killed.life_s, killed.steps
 
     def stepped(self, stats: StepStats) -> None:
-        """Count a step's time and tokens."""
         self._steps = self._steps.plus(stats)
         self._tokens_due = max(0, self._tokens_due - stats.prefill_tokens)
 

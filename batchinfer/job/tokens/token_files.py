@@ -41,7 +41,6 @@ class TokenFiles:
     Args:
         adapters: maps each adapter's name to its number. Requests refer to the numbers, so files
             that were written with other numbers are ignored.
-        run_id: id of this run.
     """
 
     def __init__(
@@ -57,7 +56,6 @@ class TokenFiles:
 
     @property
     def size(self) -> int:
-        """Size in bytes of all files in use."""
         return sum(self._sizes.values())
 
     def recover(
@@ -72,9 +70,6 @@ class TokenFiles:
             missing: the unfinished rows that this run computes, in order.
             other_writers: writers whose files this function ignores; it then deletes no file,
                 because these writers may need it. None if this run is the only writer.
-
-        Raises:
-            StorageError: a file cannot be read or deleted.
         """
         kept: dict[RequestId, KeptOutput] = {}
         pace: RunPace | None = None
@@ -101,9 +96,6 @@ class TokenFiles:
 
         If the process dies in between, the next run reads all files: the new file's chains replace
         the chains of the older files.
-
-        Raises:
-            StorageError: the tokens cannot be written, or a replaced file cannot be deleted.
         """
         replaced = list(self._sizes) if update.replaces_all else []
         if update.increments:

@@ -54,7 +54,6 @@ SCHEMA = pa.schema(
 
 
 def to_table(increments: Sequence[OutputIncrement]) -> pa.Table:
-    """Convert increments to a table of ``SCHEMA``."""
     rows = [
         {
             "row_id": increment.row_id,
@@ -70,7 +69,6 @@ def to_table(increments: Sequence[OutputIncrement]) -> pa.Table:
 
 
 def from_table(table: pa.Table) -> Iterable[OutputIncrement]:
-    """Yield the increments of a table in order."""
     for row in table.to_pylist():
         row["stats"] = RequestStats(**row["stats"])
         row["samples"] = [(fields["start"], _from_fields(fields)) for fields in row["samples"]]
@@ -140,7 +138,6 @@ class KeptOutput:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens of all samples."""
         return sum(len(part.token_ids) for parts in self.samples.values() for part in parts)
 
     def num_drawn(self, request: Request) -> int:

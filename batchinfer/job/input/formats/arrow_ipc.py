@@ -34,8 +34,6 @@ _CHUNK = 1 << 20
 
 
 class ArrowFormat(Format):
-    """Arrow IPC files and streams."""
-
     has_unchecked_text = True
 
     def __init__(self) -> None:
@@ -90,7 +88,7 @@ class ArrowFormat(Format):
 
 
 class _Batches:
-    """Reads some columns of a file's record batches, in ascending order."""
+    """Reads some columns of record batches, which must be read in ascending order."""
 
     def __init__(self, file: pa.NativeFile, columns: Sequence[str]) -> None:
         names = _reader(file).schema.names
@@ -132,7 +130,7 @@ def _reader(
 
 
 def _all_batches(file: pa.NativeFile, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
-    """Read all record batches with only the narrowest column."""
+    """Read all record batches, but only their narrowest column."""
     sizes = [kind.bit_width if pa.types.is_primitive(kind) else 1 << 20 for kind in schema.types]
     reader = _reader(file, sorted(range(len(sizes)), key=sizes.__getitem__)[:1])
     if hasattr(reader, "get_batch"):

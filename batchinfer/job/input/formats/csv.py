@@ -1,10 +1,9 @@
 """Reads CSV files (RFC 4180) with a header.
 
-A column is int64 or double only if all files write every value as Python would write it, so
-that a template shows each value exactly as it is in the file. Every other column is text, for
-example a column with 007 or 1.10. Python's ``csv`` splits a file into
-records: it reads line by line, so that each record's line number is known, and it can continue
-after an invalid record.
+A column is int64 or double only if all files write every value as Python would write it, so that a
+template shows each value exactly as it is in the file. Every other column is text, for example a
+column with 007 or 1.10. Python's ``csv`` splits a file into records, because that module knows each
+record's line number and can continue after an invalid record.
 """
 
 from __future__ import annotations
@@ -59,10 +58,7 @@ def merged(kinds: Collection[pa.DataType]) -> pa.DataType:
 
 
 class _ColumnTypes:
-    """Finds, for each column, a type that reproduces all cells as written.
-
-    Empty cells fit every type.
-    """
+    """Finds types that reproduce all cells of a column as written. Empty cells fit every type."""
 
     def __init__(self) -> None:
         self._possible: dict[int, list[pa.DataType]] = {}
@@ -283,11 +279,7 @@ def _lines(chunks: Iterable[bytes], path: str) -> Iterator[str]:
 
 
 def _header(record: tuple[int, Record] | None, path: str, delimiter: str) -> list[str]:
-    """Read the column names; a column with an empty name is called ``column0``, ``column1`` ...
-
-    Raises:
-        DataError: the file has no valid header.
-    """
+    """Read the column names; a column with an empty name is called ``column0``, ``column1`` ..."""
     if record is None:
         raise DataError(f"{path} is empty and has no header", hint=REWRITE)
     line, cells = record

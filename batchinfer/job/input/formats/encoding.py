@@ -27,9 +27,8 @@ _ZEROS: dict[tuple[bool, ...], str] = {
     (False, True, False, True): "utf-16-le",
     (True, False, True, False): "utf-16-be",
 }
-"""Encodings of files, keyed by whether each of the first four bytes is zero. This works for files
-that begin with ASCII (RFC 4627).
-"""
+"""Encodings of files, keyed by whether each of the first four bytes is zero. The mapping holds for
+files that begin with ASCII characters (RFC 4627)."""
 _CANDIDATES = ("cp1252", "mac_roman", "cp1250", "cp1251", "cp932", "gb18030")
 """Encodings to suggest, most common first."""
 _ODD = re.compile(
@@ -49,9 +48,9 @@ class BadCell:
     line: int
     """Number of the line with the first invalid byte, from 1."""
     column: str | None
-    """None if the record cannot be read, so that its columns are not known."""
+    """Column of the cell; None if the record cannot be read, so that its columns are unknown."""
     text: bytes
-    """The cell (CSV) or the whole line (JSON): UTF-8, and the invalid bytes as they were."""
+    """The cell (CSV) or the whole line (JSON) in UTF-8, with the invalid bytes unchanged."""
 
 
 def to_utf8(chunks: Iterable[bytes], encoding: str, errors: str) -> Iterator[bytes]:
@@ -77,7 +76,6 @@ def to_utf8(chunks: Iterable[bytes], encoding: str, errors: str) -> Iterator[byt
 
 
 def is_utf8(text: bytes) -> bool:
-    """Return True if the bytes are valid UTF-8."""
     return _error(text) is None
 
 
@@ -91,8 +89,8 @@ def check_start(start: bytes, path: str, encoding: str) -> None:
     """Check that a file does not begin like a file in another encoding.
 
     Raises:
-        DataError: the file begins with the byte-order mark of another encoding, or, with UTF-8,
-            with the zeros of UTF-16 or UTF-32.
+        DataError: the file begins with the byte-order mark of another encoding, or its encoding is
+            UTF-8, but its first bytes have the zeros of UTF-16 or UTF-32.
     """
     if encoding.startswith(("utf-16", "utf-32")):
         return

@@ -58,7 +58,6 @@ def read_iceberg(path: str, version: int | None) -> Snapshot:
 
 
 def _metadata_file(path: str) -> str:
-    """Find the metadata file with the highest number."""
     if path.endswith(".json"):
         return path
     files = store_of(path).files_below(f"{path.rstrip('/')}/metadata", (".metadata.json",))

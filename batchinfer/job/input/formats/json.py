@@ -22,7 +22,7 @@ from batchinfer.job.input.jsonl import JsonlFormat, Line
 class JsonFormat(JsonlFormat):
     """JSON files. The first character shows whether a file begins with an array or an object.
 
-    If it begins with an object, ``json_field`` names the key whose list holds the rows. Without
+    If a file begins with an object, ``json_field`` names the key whose list holds the rows. Without
     ``json_field``, the file is read as JSON Lines.
     """
 
@@ -32,7 +32,7 @@ class JsonFormat(JsonlFormat):
     def __init__(self, options: TextOptions = DEFAULT_OPTIONS) -> None:
         super().__init__(options)
         self._is_array: dict[str, bool] = {}
-        """Whether a file is an array, keyed by its path."""
+        """Whether a file is an array, keyed by the file's path."""
 
     def inspect(self, path: str) -> tuple[InputFile, pa.Schema]:
         field = self.options.json_field
@@ -99,11 +99,7 @@ def lists_of_objects(path: str, options: TextOptions) -> Mapping[str, int] | Non
 
 
 def _refuse_single_object(path: str, options: TextOptions) -> None:
-    """Check that a file that begins with an object is JSON Lines.
-
-    Raises:
-        DataError: the file is one object; the message names the lists in it.
-    """
+    """Check that a file that begins with an object is JSON Lines, not one single object."""
     try:
         lists = lists_of_objects(path, options)
     except DataError:  # the first line of JSON Lines may be an error row

@@ -14,7 +14,6 @@ from batchinfer.console.format import format_value
 from batchinfer.errors import DataError
 
 MAX_VALUE_BYTES = 64 << 20
-"""Maximum size of a value."""
 MAX_DEPTH = 201
 """Maximum number of nested arrays and objects in a row, counting the row itself; the limit of
 pydantic's parser, which reads the rows."""
@@ -25,7 +24,8 @@ _COMMA = re.compile(f"[{_SPACES}]*,[{_SPACES}]*")
 _NUMBER_CONTINUES = re.compile(r"\.?|[eE][+-]?")
 """What may follow a number at the end of a chunk if the next chunk continues the number."""
 _LONGEST_TOKEN = 16
-"""An error this close to the end of a chunk may come from a token that the next chunk completes."""
+"""An error within this many characters of a chunk's end may come from a token that the next chunk
+completes."""
 
 
 class JsonText:
@@ -146,7 +146,7 @@ class JsonText:
     def _read_more(self) -> bool:
         """Read more text; return False at the end of the file.
 
-        This at least doubles the unread text, so that a long value is parsed only a few times.
+        Each call at least doubles the unread text, so that a long value is parsed only a few times.
         """
         unread = self._text[self._at :]
         if len(unread) > MAX_VALUE_BYTES:

@@ -1,7 +1,7 @@
 """The files of a Delta Lake or Apache Iceberg table at one version.
 
-Batchinfer reads the files as plain Parquet files and fills missing columns with null. This would be
-wrong for tables that mark rows as deleted or rename columns, so it refuses such tables.
+The files are read as plain Parquet files, and missing columns are filled with null. This would be
+wrong for a table that marks rows as deleted or renames columns, so batchinfer refuses such tables.
 """
 
 from __future__ import annotations
@@ -18,8 +18,6 @@ from batchinfer.errors import DataError
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A table at one version."""
-
     version: int
     """Version of a Delta table, or snapshot id of an Iceberg table."""
     schema: pa.Schema
@@ -29,7 +27,6 @@ class Snapshot:
 
 
 def refuse(path: str, kind: str, error: BaseException) -> NoReturn:
-    """Raise a DataError that says why a table cannot be read."""
     raise DataError(
         f"{path} cannot be read as a table ({kind}): {first_line(error)}",
         hint="check the path and input.version, and check that no file of the table was removed",

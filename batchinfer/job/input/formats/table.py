@@ -58,7 +58,7 @@ def open_table(path: str, kind: str, version: int | None) -> Snapshot:
 
     Raises:
         DataError: the table cannot be read, is not supported, or has no rows.
-        UsageError: the library that reads it is not installed.
+        UsageError: the library that reads the table is not installed.
     """
     try:
         if kind == "delta":

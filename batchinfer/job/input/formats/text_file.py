@@ -43,8 +43,6 @@ Record = TypeVar("Record")
 
 
 class TextFormat(Format, Generic[Record]):
-    """A text format with one record per row."""
-
     title: str
     """The format's name in messages."""
     advice = REWRITE
@@ -154,7 +152,7 @@ def opened(path: str) -> Iterator[Iterator[bytes]]:
 
 @contextmanager
 def read_errors(path: str) -> Iterator[None]:
-    """Turn errors from reading a file into a DataError that names it."""
+    """Turn errors from reading a file into a DataError that names the file."""
     try:
         yield
     except READ_ERRORS as error:

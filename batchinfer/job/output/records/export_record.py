@@ -68,7 +68,6 @@ def file_problems(
     """Yield the problems of recorded files, one per line.
 
     Args:
-        record: the file that holds the record.
         files: the size and sha256 of each file, as read from the record.
         read: True to compare the hashes too.
     """

@@ -33,8 +33,6 @@ _SEAL_END = b" -->\n"
 
 @dataclass(frozen=True)
 class FileFacts:
-    """Size in bytes and SHA-256 of a file."""
-
     __pydantic_config__: ClassVar = STRICT
 
     size: NonNegativeInt
@@ -65,14 +63,11 @@ def sealed(html: bytes) -> bytes:
 
 
 def record_files(out: OutputDir, *, has_success: bool, open_runs: Iterable[str]) -> None:
-    """Record the files of an ended job; call this while holding the lock.
+    """Record the files of an ended job. The caller holds the directory's lock.
 
     Args:
         has_success: True if the caller writes ``_SUCCESS`` next.
         open_runs: ids of runs whose files are left out, because their writers may still write.
-
-    Raises:
-        StorageError: a file cannot be read or written.
     """
     statistics = (out.stats / name for name in STATS_FILES)
     singles = [*out.single_files, out.partitioned_record, *statistics]
@@ -155,12 +150,7 @@ def _report_problem(out: OutputDir) -> str | None:
 
 
 def _read(out: OutputDir, path: PurePath) -> FileRecord:
-    """Return the record in a file.
-
-    Raises:
-        ValueError: the record is damaged.
-        OSError: the file is missing.
-    """
+    """Return the record in a file. Raise ValueError if it is damaged, OSError if it is missing."""
     stored = parse_json(read_file(out.files, path))
     if not isinstance(stored, dict) or stored.keys() != {"sha256", "record"}:
         raise ValueError("it is not a record of files")

@@ -14,8 +14,6 @@ from batchinfer.job.storage.filesystem import STRICT
 
 @dataclass(frozen=True)
 class PartRecord:
-    """Sizes, hashes and counts of a finished part."""
-
     __pydantic_config__: ClassVar = STRICT
 
     rows: NonNegativeInt

@@ -37,8 +37,6 @@ class Pooled(LoadedTask):
 
     Args:
         failed_results: the results of a row that failed.
-        include: ``output.include``.
-        pooling: see ``Request.pooling``.
     """
 
     tokenizer: Tokenizer
@@ -141,7 +139,7 @@ def _begins_with_it(item: Rendered) -> TypeGuard[RenderedText]:
 def _num_prefix_tokens(tokenizer: Tokenizer, prefix: str) -> int:
     """Count the tokens of a prefix, with the special tokens before it but not those after it.
 
-    sentence-transformers counts them in this way too (base/modules/transformer.py,
+    sentence-transformers counts a prompt's tokens in the same way (base/modules/transformer.py,
     ``_get_prompt_length``).
     """
     (ids,) = tokenizer.encode_batch([prefix], add_special_tokens=True, parse_special_tokens=True)
