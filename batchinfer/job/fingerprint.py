@@ -1,8 +1,8 @@
 """Fingerprint of a job: a hash of everything that changes its output.
 
 A run resumes only an output with the same fingerprint. The hash leaves out error limits, the order
-of rows, pool sizes and logging, because they may change between two runs of a job. It also leaves
-out inputs: the manifest compares them file by file.
+of rows, pool sizes and logging, because they may change between two runs of a job. The hash also
+leaves out inputs, because the manifest compares them file by file.
 """
 
 from __future__ import annotations
@@ -187,7 +187,8 @@ def comparable(facts: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, 
         if name != COMMIT or COMMIT in known
     }
     section = dict(_mapping(facts.get("model")))
-    # Equal commits are enough: an edited job may set revision to the commit of its old branch.
+    # Compare only commits if both are known: a job's revision may have changed from a branch to
+    # that branch's commit.
     if COMMIT in model and COMMIT in known:
         section.pop("revision", None)
         compared.pop("revision", None)

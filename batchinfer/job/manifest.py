@@ -65,8 +65,8 @@ class Manifest:
     table_version: int | None = None
     """Version of the Delta or Iceberg table; None for other inputs."""
     image_files: str | None = None
-    """Hash of facts about the image files that rows name (``image_file_facts``). None if it is
-    unknown, or if rows name no files."""
+    """Hash of facts about the image files that rows name (``image_file_facts``). None if the hash
+    is unknown, or if rows name no files."""
 
     def parts(self) -> list[Part]:
         """Return the parts in order; an empty dataset has one part without rows."""
@@ -177,7 +177,8 @@ class Manifest:
         return same_files(self.inputs, other.inputs)
 
     def _way_back(self, other: Manifest) -> str:
-        """Return advice to use the old commit if the model's repository has a new one, else ""."""
+        """Return advice to use the old commit if the model's repository has a new one; ""
+        otherwise."""
         commit = model_commit(self.job)
         if commit is None or model_commit(other.job) in (None, commit):
             return ""

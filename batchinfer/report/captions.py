@@ -19,7 +19,8 @@ _AROUND_ROWS = {
 }
 """Phases before the first row and after the last row, except loading."""
 _NOTICEABLE = 0.01
-"""The sentence on memory mentions sharing only if it saves more than this share of the memory."""
+"""The sentence on memory mentions sharing only if sharing saves more than this share of the memory.
+"""
 
 
 @dataclass(frozen=True)

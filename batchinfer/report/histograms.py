@@ -24,7 +24,8 @@ TIMES = ("queue_ms", "prefill_ms", "decode_ms", "latency_ms")
 COLUMNS = (*SUMS, *TIMES)
 """Columns of ``requests`` that ``Lengths`` reads."""
 _MOST_BARS, _LEAST_BARS = 32, 8
-"""Maximum and minimum number of bars. If there are too few, empty bars are added on both sides."""
+"""Maximum and minimum number of bars. If there are too few bars, empty bars are added on both
+sides."""
 _MOST_LENGTH = 1 << 22
 _STEPS_PER_DECADE = 200
 """Number of time slots per factor of ten, so that times are accurate to about a percent."""

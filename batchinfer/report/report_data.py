@@ -13,7 +13,7 @@ from batchinfer.report.timeline import Timeline
 
 @dataclass(frozen=True)
 class Example:
-    """A row to show. Its texts are unchanged; the page sanitizes them."""
+    """A row to show. The texts are unchanged, and the page sanitizes them."""
 
     row_id: int
     inputs: Sequence[tuple[str, str]]

@@ -7,7 +7,8 @@ import unicodedata
 from typing import Any
 
 _MOST_MARKS = 3
-"""Maximum number of combining marks on a character. More would cover the lines above and below."""
+"""Maximum number of combining marks on a character. More marks would cover the lines above and
+below."""
 _KEPT = "\n\t\u200c\u200d"  # some scripts and emoji need these joiners
 _BLANK_LINES = re.compile(r"\n(?:[ \t]*\n){2,}")
 _USERINFO = re.compile(r"(://)[^/\s@]*@")

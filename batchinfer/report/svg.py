@@ -39,7 +39,8 @@ CHART = {
     "line": ("#dfe3e8", "#2b333d"),
     "card": ("#ffffff", "#191f26"),
 }
-"""Colors of the light and the dark theme; each has one meaning. Edges make pale areas visible."""
+"""Colors of the light and the dark theme; each color has one meaning. Edges make pale areas
+visible."""
 Shape = tuple[int, int]
 """Width and height in SVG units; the page scales a chart to its column."""
 WIDE: Shape = (1090, 300)

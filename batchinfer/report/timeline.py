@@ -53,8 +53,8 @@ class Peak:
 class Totals:
     steps: int = 0
     prompt_ms: float = 0.0
-    """Total time of the steps that computed prompt tokens, in milliseconds. This time includes the
-    time in which the vision tower encoded images."""
+    """Total time of the steps that computed prompt tokens, in milliseconds, including the time in
+    which the vision tower encoded images."""
     encode_ms: float = 0.0
     """Total time in which the vision tower encoded images, in milliseconds."""
     images_encoded: int = 0

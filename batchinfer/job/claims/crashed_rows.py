@@ -14,10 +14,11 @@ if the run has made progress, that is, if the run finished rows or stored tokens
 run, so tokens alone count as progress for at most ``MOST_FRUITLESS`` deaths. After a death without
 progress, the suspects are the rows that were in flight at this death and at an earlier death.
 Suspects run apart from all other rows: n suspects first run in about sqrt(n) groups of about
-sqrt(n) rows, one group at a time. If the process dies, each row of the group runs alone. A row is
-given up when the process has died twice while the row ran alone and stored no tokens. A row that
-runs alone stores its tokens every second (``TokensInFlight``). External kills therefore cannot
-cause a row to be given up if each run lives for a second after the row's first token.
+sqrt(n) rows, one group at a time. If the process dies while a group runs, each row of that group
+then runs alone. A row is given up when the process has died twice while the row ran alone and
+stored no tokens. A row that runs alone stores its tokens every second (``TokensInFlight``).
+External kills therefore cannot cause a row to be given up if each run lives for a second after the
+row's first token.
 
 ``_batchinfer/suspects.json`` stores the crash history for all writers, which change the file under
 the directory's lock.
@@ -43,7 +44,7 @@ from batchinfer.job.storage.filesystem import STRICT, read_file, storage_errors
 
 MOST_FRUITLESS = 8
 """Number of deaths without a finished row after which stored tokens no longer count as progress. A
-machine is unlikely to be lost this often while it generates one answer."""
+machine is unlikely to crash this often while it generates one answer."""
 
 Group = tuple[Annotated[int, Field(ge=0, lt=2**63)], ...]
 """Row ids, sorted."""
@@ -59,11 +60,11 @@ class CrashHistory:
     __pydantic_config__: ClassVar = STRICT
 
     seen_once: Group = ()
-    """Rows that were in flight at a death, but are not suspects yet."""
+    """Rows that were in flight when a run died, but that are not suspects yet."""
     groups: tuple[Group, ...] = ()
     """Groups of suspects. Each group runs alone in the engine, before all other rows."""
     died_alone: Group = ()
-    """Suspects that ran alone during exactly one death."""
+    """Suspects that were running alone when exactly one run died."""
     given_up: Group = ()
     """Rows that will not run again."""
     counted: tuple[str, ...] = ()
@@ -81,7 +82,7 @@ class CrashHistory:
         *,
         kept_tokens: bool = False,
     ) -> CrashHistory:
-        """Return the history with one more death.
+        """Return the crash history after one more death.
 
         Args:
             runs: ids of the runs that died together.
@@ -135,7 +136,7 @@ class CrashHistory:
         return after if has_run else None
 
     def among(self, missing: Set[int]) -> CrashHistory:
-        """Return the history without finished rows, which are above suspicion.
+        """Return the history without rows that have finished, because they cannot be at fault.
 
         Args:
             missing: the unfinished rows among ``self.rows``.
@@ -157,7 +158,7 @@ class CrashHistory:
 
     @property
     def is_held(self) -> bool:
-        """True after a death without progress. The next run must then log each row durably before
+        """True if a run died without progress. The next run must then log each row durably before
         the row runs, so that the log names the rows in flight if that run dies too."""
         return bool(self.seen_once or self.groups)
 

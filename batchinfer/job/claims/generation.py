@@ -47,7 +47,7 @@ def refuse_workers_of_updates(out: OutputDir) -> None:
         LockedError: a worker runs.
     """
     for path in out.files.entries(out.next):
-        generation = output_at(str(path))  # opened as workers do: their locks are inside
+        generation = output_at(str(path))  # the workers' locks are inside
         with generation.locked():
             refuse_writers(generation)
 
@@ -66,7 +66,7 @@ def drop_generations(out: OutputDir) -> None:
 
 
 def other_generations(out: OutputDir, own: OutputDir) -> list[OutputDir]:
-    """Return the generations other than ``own`` that have rows; delete those without rows.
+    """Return the generations other than ``own`` that have rows; delete generations without rows.
 
     The caller holds the lock of ``out``.
     """

@@ -33,11 +33,11 @@ class PartsToMake:
     """The parts, in order."""
     segments: Segments
     finished: RowIds = field(default_factory=lambda: NO_ROWS)
-    """Finished rows of these parts, read from segments."""
+    """Ids of the rows of ``parts`` that are finished and stored in segments."""
     damaged: Mapping[str, str] = field(default_factory=dict)
     """What is wrong with each segment that could not be read, keyed by the segment's name."""
     crashes: CrashHistory = field(default_factory=CrashHistory)
-    """The crash history of the rows of these parts."""
+    """The crash history of the rows of ``parts``."""
     other_writers: frozenset[str] | None = None
     """Names of the writers that are working on other parts; None if this run claims no further
     parts."""

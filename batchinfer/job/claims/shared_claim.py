@@ -88,8 +88,8 @@ class FreshStart:
     With ``output.if_exists: overwrite`` the first writer deletes the output, and the later writers
     must keep the rows of their team. With ``if_exists: error`` the first writer must find no
     output, but later writers find the team's rows. So the first writer stores its team and the time
-    of its plan, which is also in the manifest. From then on all writers of the team resume, even if
-    they are started again, until the job ends.
+    of its plan, which is also in the manifest. Until the job ends, all writers of a stored team
+    resume, even if they are started again.
     """
 
     __pydantic_config__: ClassVar = STRICT
@@ -291,7 +291,7 @@ class SharedClaim(Claim):
         if start is not None and not start.is_clear:
             if siblings:
                 raise self._refusal("other writers are about to start over in")
-            # The writer that was starting over has died.
+            # The writer that was about to replace the old output has died.
             with storage_errors(self.shared.shards, "delete"):
                 self.shared.files.delete(self.shared.shards)
         agreed = agree_on_plan(self.shared, manifest, "resume")
@@ -299,7 +299,7 @@ class SharedClaim(Claim):
             return agreed
         if siblings:
             raise self._refusal("other writers have started another job in")
-        # There is no need to load a model first, because no finished row is lost.
+        # The output may be cleared before a model is loaded, because it has no finished rows.
         clear_output(self.shared, agreed)
         return replace(agreed, starts_over=False)
 

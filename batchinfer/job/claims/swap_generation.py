@@ -2,8 +2,8 @@
 
 The complete new generation stays in ``_batchinfer/next/NAME`` until all of its files have been
 hard-linked into place (copied, in an object store). ``_batchinfer/swap.json`` exists during a swap.
-A run that finds this file repeats all steps under the lock; each step can safely run twice.
-``_SUCCESS`` is deleted first and placed last.
+A run that finds ``swap.json`` repeats all steps of the swap under the lock; each step can safely
+run twice. ``_SUCCESS`` is deleted first and placed last.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def finish_swap(out: OutputDir) -> None:
     """Complete an interrupted swap, if there is one. The caller holds the directory's lock.
 
     Raises:
-        DataError: the generation has lost files.
+        DataError: files of the new generation are missing.
         StorageError: a file cannot be written or deleted. The next run continues the swap.
     """
     swap = _stored(out)
@@ -104,7 +104,7 @@ def _place(out: OutputDir, generation: OutputDir) -> None:
     _place_partitions(out, generation)
     kept = {*out.folders, *out.single_files, out.partitioned_record, out.staging, out.next}
     kept |= {out.swap, out.locks, out.state / LOCK, out.state / HOLDER}
-    kept.add(out.live)  # this run still writes to this file
+    kept.add(out.live)  # this run still writes its progress there
     for path in files.entries(out.state):
         if path not in kept:
             files.delete(path)

@@ -5,9 +5,9 @@ directory hold this lock only briefly: to read the state, prepare, claim, publis
 Each of these writers also holds its own lock, ``locks/NAME``, as long as it lives. Writers take and
 test these locks only under the directory's lock.
 
-``claims/NAME.json`` lists the parts that a writer works on. Another process deletes that file if it
-finds the writer's lock free, or not refreshed for a long time. From then on the writer cannot
-publish, and its unfinished parts are free.
+``claims/NAME.json`` lists the parts that a writer works on. Another process deletes a writer's
+claims file if the writer's lock is free, or was not refreshed for a long time. A writer without a
+claims file cannot publish, and its unfinished parts are free.
 """
 
 from __future__ import annotations

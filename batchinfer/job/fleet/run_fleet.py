@@ -139,7 +139,7 @@ def _cluster_gpus(cluster: str) -> Iterator[int]:
 
 
 def is_reachable(cluster: str, timeout_s: float, stop: Event) -> bool:
-    """Wait until a Ray cluster's port accepts connections; return at once if it is unknown.
+    """Wait until a Ray cluster's port accepts connections; return at once if the port is unknown.
 
     Args:
         cluster: HOST:PORT, or ``auto`` for the address in RAY_ADDRESS.

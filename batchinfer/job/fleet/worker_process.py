@@ -1,8 +1,8 @@
 """The process of a worker: a run that claims parts, started and watched by a launcher.
 
-The process reads its pickled setup from stdin. Each time it has loaded the model, it waits for the
-line ``go``. If stdin ends, the launcher has died, so the process sends itself SIGTERM. The process
-writes messages to stdout, one JSON object per line.
+The process reads its pickled setup from stdin. After each load of the model, the process waits for
+the line ``go``. If stdin ends, the launcher has died, so the process sends itself SIGTERM. The
+process writes messages to stdout, one JSON object per line.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ class _MarkedPrompts:
 
 
 def _mark_of_conversations(kind: pa.DataType) -> _Mark | None:
-    """Return a function that marks image files in conversations; None if none can occur."""
+    """Return a function that marks image files in conversations; None if the type allows none."""
     if not is_conversation(kind):
         return None
     parts = kind.value_type.field("content").type
@@ -71,7 +71,7 @@ def _mark_of_conversations(kind: pa.DataType) -> _Mark | None:
 
 
 def _mark_of(kind: pa.DataType) -> _Mark | None:
-    """Return a function that marks image files in cells of a type; None if none can occur."""
+    """Return a function that marks image files in cells; None if the type allows none."""
     if pa.types.is_dictionary(kind):
         return _mark_of(kind.value_type)
     if kind in _BINARY:

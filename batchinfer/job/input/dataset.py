@@ -83,8 +83,8 @@ class Source:
     selection: RowIds | None = None
     """Row ids of the selected rows. None selects the first ``num_rows`` rows."""
     differences: Mapping[str, Difference] = field(default_factory=dict)
-    """Columns whose types differ between files. ``schema`` includes them, but they cannot be read.
-    """
+    """Columns whose types differ between files. ``schema`` includes these columns, but their values
+    cannot be read."""
     version: int | None = None
     """Version of the Delta or Iceberg table; None if the files do not form a table."""
     bad_ids: BadIds | None = None

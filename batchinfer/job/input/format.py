@@ -85,7 +85,7 @@ class FileColumns:
     constants: Mapping[str, Any]
     """Columns from folder names: one value for all rows of the file."""
     differing: Collection[str]
-    """Columns whose types differ between files, and which are therefore read as null."""
+    """Columns that are read as null, because their types differ between files."""
 
     def in_file(self, columns: Sequence[str]) -> list[str]:
         names = self.own.names

@@ -1,8 +1,7 @@
 """Reads columns from Hive-style folder names, as in ``lang=en/year=2026/x.parquet``.
 
-Only folders below ``input.path`` become columns. If the path is a glob, these are the folders from
-the first wildcard onward. If a file stores a column of the same name, the column is read from the
-file.
+Only folders below ``input.path`` become columns. In a glob, only folders from the first wildcard
+onward become columns. If a file stores a column of the same name, the column is read from the file.
 """
 
 from __future__ import annotations

@@ -74,7 +74,8 @@ class CustomIds:
             self._digests += hashlib.blake2b(text.encode(), digest_size=_BYTES).digest()
 
     def is_repeated(self, row: int) -> bool:
-        """Return True if a request before ``row`` has the same id. All ids must have been added."""
+        """Return True if an earlier request has the id of ``row``; add all ids before the first
+        call."""
         at = int(np.searchsorted(self._repeated, row))
         return at < len(self._repeated) and int(self._repeated[at]) == row
 

@@ -10,8 +10,8 @@ without an error.
 pyarrow needs two to three times the size of a value to read it: the decompressed page, possibly a
 dictionary, and the value. The page and the dictionary stay in memory until more pages are read or
 the reader is freed. A compressed page that is read through a buffer is freed at once. But if a row
-group is fetched as a whole, which takes fewer requests, the compressed pages stay in memory just as
-long.
+group is fetched as a whole, which takes fewer requests, the compressed pages stay in memory as long
+as the decompressed pages.
 """
 
 from __future__ import annotations

@@ -317,8 +317,8 @@ def _echo(row: Mapping[str, Any], token_text: TokenText) -> _Echo:
     scored = row["prompt_logprobs"][1:]
     before = _tokens_before(scored)
     texts = [token_text(t["token_id"], ids) for t, ids in zip(scored, before, strict=True)]
-    # The first token has no log-probability, so its id is unknown. Its text is the prompt's text
-    # before the other tokens' texts.
+    # The first token has no log-probability, so its id is unknown. The token's text is what remains
+    # of the prompt's text before the texts of all later tokens.
     rest = "".join(texts)
     first = text.removesuffix(rest) if text.endswith(rest) else ""
     top = [_top_logprobs(t, ids, token_text) for t, ids in zip(scored, before, strict=True)]

@@ -2,8 +2,8 @@
 
 ``_batchinfer/manifest.json`` holds the plan of the job. A part is finished if its record
 ``_batchinfer/parts/part-N.json`` exists and its file matches the record (``commit`` writes both).
-Finished rows of other parts are in ``_batchinfer/segments`` (``finished_row_segments``). Only these
-files say which rows are finished.
+Finished rows of other parts are in ``_batchinfer/segments`` (``finished_row_segments``). Whether a
+row is finished depends only on these records and segments.
 """
 
 from __future__ import annotations

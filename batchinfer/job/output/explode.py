@@ -1,9 +1,9 @@
-"""Converts between one output row per sample (``output.explode``) and one per input row.
+"""Converts tables with one row per input row to one row per sample (``output.explode``), and back.
 
-Each sample of a row gets its own row. The new row has one sample in ``outputs``, and the sample's
-text, reasoning, tool calls and token counts in their columns; all other values are repeated. A
-failed row, which has no samples, stays as it is. The metadata of a part says whether the part is
-exploded.
+Each sample of an input row gets its own output row. An exploded row has one sample in ``outputs``,
+and the sample's text, reasoning, tool calls and token counts in their columns; all other values are
+repeated. A failed row, which has no samples, stays as it is. The metadata of a part says whether
+the part is exploded.
 """
 
 from __future__ import annotations

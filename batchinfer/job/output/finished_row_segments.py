@@ -1,14 +1,14 @@
 """Segments: immutable files of finished rows whose parts are not finished yet.
 
-A segment holds the rows that finished during an interval of a few seconds, sorted by row id. It has
-one row group per part, so that a part is written without reading other parts' rows. A segment is
-deleted once no unfinished part needs it. If a row is in two segments (see
+A segment holds the rows that finished during an interval of a few seconds, sorted by row id. A
+segment has one row group per part, so that a part is written without reading other parts' rows. A
+segment is deleted once no unfinished part needs it. If a row is in two segments (see
 ``claims/retry_errors.py``), the later segment is used.
 
 A segment's name ends in a hash of its bytes, because page checksums do not cover the whole file. If
-several writers share the output, the name also has the writer and the first and last part with rows
-in the segment, so that writers of other parts need not open it. A writer deletes only segments
-without rows of other writers' parts.
+several writers share the output, a segment's name also has the writer, and the first and last part
+with rows in the segment, so that writers of other parts need not open the segment. A writer deletes
+only segments without rows of other writers' parts.
 
 In an object store, a request that a run sent just before it froze may arrive after another run has
 taken over. So each segment names its plan in its metadata, and different segments have different
@@ -127,7 +127,7 @@ class Segments:
         self._next = 0
 
     def recover(self) -> tuple[RowIds, dict[str, str]]:
-        """Find the segments of earlier runs, and delete those that no part needs.
+        """Find the segments of earlier runs, and delete segments that no part needs.
 
         Returns:
             The rows of unfinished parts that are in segments, and the problem of each damaged

@@ -28,7 +28,7 @@ def stored_manifest(out: OutputDir) -> Manifest:
     """Return the stored plan, or its copy if the plan is damaged or missing.
 
     Raises:
-        DataError: both are damaged or missing.
+        DataError: the plan and its copy are damaged or missing.
     """
     for path in (out.manifest, out.manifest_copy):
         with suppress(DataError):

@@ -27,10 +27,10 @@ from batchinfer.job.rows.row_key import KEY_COLUMN, KEYS_SCHEMA
 
 FLUSH_ROWS = 4096
 _MOST_HELD_BYTES = 64 << 20
-"""Maximum size of the tables to hold in memory; beyond it, their rows are written to a segment."""
+"""Maximum size in bytes of the tables in memory; the rows of more tables go to a segment."""
 _MOST_KEPT_BYTES = 64 << 20
 """If a part's kept columns are larger than this, the input file is closed while the part is
-written. This frees the pages that the file's reader holds; a single page may be just as large.
+written. Closing the file frees the pages that its reader holds; a single page may be just as large.
 """
 
 

@@ -28,9 +28,7 @@ from batchinfer.job.row_ids import Part
 from batchinfer.job.storage.filesystem import storage_errors
 
 MOST_PARTITIONS = 1024
-"""Maximum number of partitions, because each part may write one file per partition; pyarrow's
-default limit is the same.
-"""
+"""Maximum number of partitions, as in pyarrow. Each part may write one file per partition."""
 _COUNTED = 100_000
 _MOST_BYTES = 255
 """Maximum length of a folder name in bytes."""

@@ -301,9 +301,9 @@ def has_rows(out: OutputDir) -> bool:
 
 
 def _clear(out: OutputDir) -> None:
-    """Delete batchinfer's files. Files that mark the output as complete go first, the plan last."""
+    """Delete batchinfer's files: first files that mark the output as complete, last the plan."""
     delete, entries = out.files.delete, out.files.entries
-    if _exists(out, out.swap):  # deleted first: it lets a run move ``next`` into place
+    if _exists(out, out.swap):  # first: a run that finds this file moves ``next`` into place
         delete(out.swap)
         out.files.sync(out.state)
     out.reopen()
@@ -316,7 +316,7 @@ def _clear(out: OutputDir) -> None:
     for name in STATS_FILES:
         delete(out.stats / name)
     keep = {out.manifest, out.state / LOCK, out.state / HOLDER, out.locks, out.claims, out.shards}
-    keep.add(out.live)  # this run still writes to this file
+    keep.add(out.live)  # this run still writes its progress there
     for path in [path for path in entries(out.state) if path not in keep]:
         delete(path)
     for directory in (out.root, out.data, out.stats, out.openai, out.state):

@@ -1,8 +1,8 @@
 """Counts the rows of a plan: chooses the rows to read, and estimates the size of their output.
 
-The estimate is accurate to about a factor of two. It assumes that kept columns are as large as in
-the input, and that answers have as many bytes per token as the prompts and compress to half their
-size.
+The estimate is accurate to about a factor of two. The estimate assumes that kept columns are as
+large as in the input, and that answers have as many bytes per token as the prompts and compress to
+half their size.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Reuses finished rows of other outputs (``output.reuse``).
 
-``RowReuse`` removes rows whose keys are in its index of finished rows. This happens before the
-other rows are split into windows, so the removed rows never reach the engine. ``FoundRows`` holds
-the locations of the removed rows' answers. The thread that writes parts copies these answers, file
-by file, and gives them the new row ids.
+``RowReuse`` removes rows whose keys are in its index of finished rows. Rows are removed before the
+remaining rows are split into windows, so the removed rows never reach the engine. ``FoundRows``
+holds the locations of the removed rows' answers. The thread that writes parts copies these answers,
+file by file, and gives them the new row ids.
 """
 
 from __future__ import annotations

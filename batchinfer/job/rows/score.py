@@ -2,9 +2,9 @@
 
 A row has one request for each completion. The request's prompt is the row's prompt plus the
 completion without its last token, which becomes the request's ``given_token``. The request needs
-logits only from the last token of the row's prompt onward. All completions share the tokens before
-that token, so the prefix cache provides them. A row without completions has one request, which
-scores all tokens of the prompt except the first.
+logits only from the last token of the row's prompt onward. All completions share the prompt's
+tokens before that last token, so the prefix cache provides these tokens. A row without completions
+has one request, which scores all tokens of the prompt except the first.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Task:
-    """A task, such as ``generate``. One object serves all jobs and models."""
+    """A task, such as ``generate``; one object serves all jobs and models."""
 
     spec: TaskSpec
     result_types: Callable[[JobSpec], Mapping[str, pa.DataType]]

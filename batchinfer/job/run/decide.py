@@ -55,8 +55,8 @@ class RunPlan:
     """What a run has to do. Valid only inside the ``with`` block of ``decide``."""
 
     job: OutputJob
-    """The job. Its ``out`` is the directory that this run writes to, and its ``manifest`` is the
-    stored plan of the job, which is the same for all of the job's runs."""
+    """The job. ``job.out`` is the directory that this run writes to, and ``job.manifest`` is the
+    stored plan, which is the same for all runs of the job."""
     claim: Claim
     resume: ResumePlan
     outputs: Sequence[OutputDir]
@@ -308,13 +308,14 @@ def at_version(
 ) -> JobSpec:
     """Return the job with the version of its table that a run without ``--update`` reads.
 
-    If ``input.version`` is not set, an unfinished update continues with its own version. Otherwise,
-    until the job has ended, the run reads the version with which the output began. After the end,
-    it reads the latest version.
+    If ``input.version`` is not set, an unfinished update continues with its own version. Without an
+    unfinished update, the run reads the version with which the output began or, after the job has
+    ended, the latest version.
 
     With ``--retry-errors``, the run reads the latest version if it has as many rows as the version
-    with which the output began, because somebody may have corrected the failed rows. If not, the
-    run reads the version with which the output began, even after the end.
+    with which the output began, because somebody may have corrected the failed rows. If the numbers
+    of rows differ, the run reads the version with which the output began, even after the job has
+    ended.
 
     Args:
         planned: the plan of the output in ``out``; None if there is no plan.

@@ -2,8 +2,8 @@
 
 At temperature 0, and with beam search, rows with the same key (``row_key``) have the same answer.
 While a row is in the engine, equal rows follow it: they wait, then take its samples or its error.
-The answers of finished rows are not kept, so an equal row that comes later is computed again. This
-is rare in prefix order, which puts equal rows of a window next to each other.
+The answers of finished rows are not kept, so an equal row that comes later is computed again. Such
+late rows are rare in prefix order, which puts equal rows of a window next to each other.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class RequestDeduplicator:
         self._by_key: dict[bytes, list[PromptRow]] = {}
         """Lists of a leader and its followers, in the order of their arrival, keyed by row key."""
         self._by_leader: dict[int, list[PromptRow]] = {}
-        """The same lists, keyed by the leader's row id."""
+        """The lists of ``_by_key``, keyed by the leader's row id."""
         self._num_waiting = 0
 
     def leaders(self, rows: Sequence[PromptRow]) -> list[PromptRow]:

@@ -203,7 +203,7 @@ class RowPipeline:
     def run(self) -> bool:
         """Compute and write all parts of the queue; return False if the run was stopped first.
 
-        Rows that may have killed earlier runs are suspects. They run in groups, without other rows.
+        Rows that may have killed earlier runs (suspects) run in groups, without other rows.
         """
         while not self.stop.is_set():
             if self._waiting is None:

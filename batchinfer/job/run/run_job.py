@@ -77,8 +77,8 @@ def run_job(
 ) -> ExitCode:
     """Run or resume a job, and write its output directory.
 
-    The run checks as much as it can before it loads the model. It deletes output that it overwrites
-    only after the model is loaded.
+    The run checks as much as it can before it loads the model. Output that the run overwrites is
+    deleted only after the model is loaded.
 
     Args:
         overwrite: start over, as with ``output.if_exists: overwrite``.
@@ -122,7 +122,7 @@ def run_job(
             stack.enter_context(_write_live_status(plan.claim.present or plan.job.out, watched))
             code = _make_parts(plan, reporter, build, fleet)
             ended(code)
-    reporter.print_json()  # last, because a full stdout changes neither the job nor its on_end
+    reporter.print_json()  # last, because a stdout error must change neither the job nor on_end
     return code
 
 

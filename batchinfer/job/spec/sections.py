@@ -57,7 +57,7 @@ class ReasoningSpec(Section):
     """Markers around a model's reasoning."""
 
     start: Text
-    """The start marker, like <think>. The chat template may write it into the prompt."""
+    """The start marker, like <think>. The chat template may write the marker into the prompt."""
     end: Text
     """The end marker, like </think>."""
 
@@ -95,7 +95,7 @@ class ScaleSpec(Section):
     start_timeout: Text = "10m"
     """How long to wait for min_workers workers to be ready, like 90s or 10m."""
     resources: Mapping[Text, Annotated[float, Field(gt=0)]] = {}
-    """Ray resources to reserve per worker, like {"spot": 1}. May include num_cpus and num_gpus."""
+    """Ray resources to reserve per worker, like {"spot": 1}; may include num_cpus and num_gpus."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

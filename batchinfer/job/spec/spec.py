@@ -290,7 +290,7 @@ class JobSpec(Section):
     ] = 1
     """Version of the job-file format."""
     name: str = ""
-    """Name of the job; default: the name of the job file. May use {{ vars }}."""
+    """Name of the job; default: the name of the job file. The name may use {{ vars }}."""
     task: TaskName = "generate"
     """What to compute for each row. generate: completions of the prompt. score: log-probabilities
     of completions from the input, or of the prompt. embed: a vector for the prompt. classify:

@@ -1,8 +1,8 @@
 """Reads YAML 1.2 as plain data with the line of every key, within limits on size and depth.
 
 ruamel.yaml composes the nodes. This module reads scalars according to the core schema of YAML 1.2.2
-(section 10.3.2), so that ``1e-5`` is a number and ``no`` is a string. It expands aliases within the
-limits.
+(section 10.3.2), so that ``1e-5`` is a number and ``no`` is a string. Aliases are expanded within
+the limits.
 """
 
 from __future__ import annotations
@@ -126,8 +126,8 @@ class YamlText:
 
 
 def read_yaml(path: Path, source: str) -> YamlText:
-    """Read the YAML file at ``path``. If it is invalid, the UsageError names ``source`` and the
-    line."""
+    """Read the YAML file at ``path``. If the file is invalid, the UsageError names ``source`` and
+    the line."""
     try:
         if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would block
             what = "a folder" if path.is_dir() else "a pipe, a socket or a device"

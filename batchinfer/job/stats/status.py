@@ -285,8 +285,8 @@ def _state(out: OutputDir, running: bool, done_with_errors: bool, failed: bool) 
         return "finished"
     if running:
         return "running"
-    # If all rows are done without errors, the run died before it wrote _SUCCESS. The next run will
-    # write it.
+    # If all rows are done without errors, the run died before it wrote _SUCCESS, which the next run
+    # will write.
     if done_with_errors:
         return "finished_with_errors"
     return "failed" if failed else "stopped"

@@ -3,7 +3,8 @@
 A row counts once, even if it ran again after a crash or because its part was damaged. The lost
 computation remains in ``steps`` and counts as recomputed, so that the sum of ``prefill_tokens`` is
 ``prompt_computed + recomputed``. ``lost`` is the part of ``recomputed`` that crashes and damage
-caused. The rest, the sum of ``recomputed_tokens``, was recomputed within a run.
+caused. The rest of ``recomputed`` is the sum of ``recomputed_tokens``, which were recomputed within
+a run.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Stores the files of an output directory, including growing logs, in an object store.
 
 Staged files are kept in memory, and a rename uploads them whole. A run may overwrite objects that
-it wrote itself. If an object has any other version, the run first confirms that it still holds the
-lock. If the run does, an earlier run left the object behind, and the run overwrites the object. A
-store has no conditional deletes. So a run checks the lock before each delete, deletes only objects
-that it has listed, and fails before another run could have taken over.
+it wrote itself. Before a run overwrites any other version of an object, the run confirms that it
+still holds the lock, which shows that an earlier run left this version behind. Because a store has
+no conditional deletes, a run checks the lock before each delete, deletes only objects that it has
+listed, and fails before another run could have taken over.
 """
 
 from __future__ import annotations

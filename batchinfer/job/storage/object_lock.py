@@ -2,13 +2,13 @@
 
 ``lock.json`` names the holder and a fencing number, which grows by one with each holder. Runs
 create and replace this object with conditional writes, so only one of two runs gets the lock. The
-holder rewrites the object every few seconds. If ``lock.json`` is older than ``LAPSE_S`` by the
-store's clock, its holder counts as dead, and the next run takes over.
+holder rewrites the object every few seconds. If ``lock.json`` is older than ``LAPSE_S`` seconds by
+the store's clock, its holder counts as dead, and the next run takes over.
 
 A holder that was suspended asks the store before it writes anything, and learns that it has lost
-the lock. Its last requests may arrive later, but writes are conditional (see
-``object_filesystem``), so they cannot replace a later holder's objects. Only a delete that arrives
-``_TRUSTED_S`` or more after it was sent could hit a later holder's object.
+the lock. The last requests of such a holder may arrive later, but writes are conditional (see
+``object_filesystem``), so these requests cannot replace a later holder's objects. Only a delete
+that arrives ``_TRUSTED_S`` or more after it was sent could hit a later holder's object.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class StoreLock:
         self._store_time = store_time
         self._content = _Content(0)
         self._version: Version | None = None
-        """Version of the lock that this run wrote; None if this run does not hold it."""
+        """Version of the lock that this run wrote; None if this run does not hold the lock."""
         self._asked_at = 0.0
         self._mutex = threading.RLock()
 

@@ -2,8 +2,8 @@
 
 Every write names the version that it replaces, or requires that no object exists. The store refuses
 the write if the object has another version (``If-Match``, ``If-None-Match``). Deletes and copies
-cannot be conditional. They fail soon if the store does not answer, because a late delete or copy
-could affect objects of another run.
+cannot be conditional, so they fail soon if the store does not answer: a late delete or copy could
+affect objects of another run.
 """
 
 from __future__ import annotations

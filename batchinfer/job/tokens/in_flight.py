@@ -21,9 +21,8 @@ from batchinfer.job.tokens.resume_pace import ResumePace, RunPace
 from batchinfer.job.tokens.token_tables import KeptOutput, RequestId
 
 _FLUSH_SHARE = 0.8
-"""Share of ``most_lost_s`` after which tokens are flushed. The rest is for the running step and for
-writing the file.
-"""
+"""Share of ``most_lost_s`` after which tokens are flushed. The remaining time is for the running
+step and for writing the file."""
 _LEAST_EVERY_S = 1.0
 """Seconds between flushes at the start of a run, so that a run that is killed soon after its start
 loses little work."""
@@ -33,9 +32,8 @@ that are kept after such a run show that the row did not kill the run. If tokens
 once, a row that kills every run after one step would keep one more token in each run, and would
 never be given up."""
 _MOST_OBSOLETE_TOKENS = 1 << 21
-"""Maximum number of obsolete tokens on disk. If there are more, all tokens in use are written to a
-new file, which replaces the older files.
-"""
+"""Maximum number of obsolete tokens on disk. Beyond this number, all tokens in use are written to a
+new file, which replaces the older files."""
 _FILE_COST_TOKENS = 1 << 12
 """Cost of writing a file, as a number of tokens. If rows draw few tokens, this cost limits the
 number of files to a few hundred.

@@ -22,7 +22,7 @@ _SPACES = " \t\n\r"
 _SPACE = re.compile(f"[{_SPACES}]*")
 _COMMA = re.compile(f"[{_SPACES}]*,[{_SPACES}]*")
 _NUMBER_CONTINUES = re.compile(r"\.?|[eE][+-]?")
-"""What may follow a number at the end of a chunk if the next chunk continues the number."""
+"""Text that may follow a number at the end of a chunk if the next chunk continues the number."""
 _LONGEST_TOKEN = 16
 """An error within this many characters of a chunk's end may come from a token that the next chunk
 completes."""

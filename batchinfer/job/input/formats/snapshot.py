@@ -1,7 +1,8 @@
 """The files of a Delta Lake or Apache Iceberg table at one version.
 
-The files are read as plain Parquet files, and missing columns are filled with null. This would be
-wrong for a table that marks rows as deleted or renames columns, so batchinfer refuses such tables.
+The files are read as plain Parquet files, and missing columns are filled with null. Plain reads
+would be wrong for a table that marks rows as deleted or renames columns, so batchinfer refuses such
+tables.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """The record of an ended job's files, by which ``verify`` detects every change to a file.
 
 Each part's record has the hash of the part's file. ``_batchinfer/files.json`` has the sizes and
-hashes of the other files: statistics, summary, part records, keys, and the files of the runs. A
-run writes it just before ``_SUCCESS``, and ``OutputDir.reopen`` deletes it before a file changes.
-The copy ``files-copy.json`` reveals that the record itself is damaged or missing. Outputs that
-older versions finished have no such record.
+hashes of the other files: statistics, summary, part records, keys, and the files of the runs. A run
+writes ``files.json`` just before ``_SUCCESS``, and ``OutputDir.reopen`` deletes ``files.json``
+before a file changes. The copy ``files-copy.json`` reveals that the record itself is damaged or
+missing. Outputs that older versions finished have no such record.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ class FileRecord:
     has_success: bool
     """True if ``_SUCCESS`` was written next; False if too many rows failed or too few succeeded."""
     has_report: bool
-    """True if there was a sealed report; its hash is in the report itself, which may be written
-    again at any time."""
+    """True if there was a sealed report; the report's hash is in the report itself, which may be
+    written again at any time."""
     files: dict[str, FileFacts]
-    """Keyed by the path relative to the output directory."""
+    """Size and hash of each file, keyed by the path relative to the output directory."""
 
 
 _STORED = TypeAdapter(FileRecord)
