@@ -2,8 +2,8 @@
 
 python benchmarks/bound.py MODEL --dtype float32      # prints one JSON line
 
-All other work of an engine (attention, norms, sampling, Python) comes on top. So the printed
-tokens/s are an upper bound for any engine that computes each token of the prefix tree once.
+Attention, norms, sampling and Python take additional time in a real engine. The printed tokens/s
+are therefore an upper bound for any engine that computes each token of the prefix tree once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from batchinfer.worker.linear.packed_linear import PackedLinear
 from batchinfer.worker.linear_kernels import linear_kernels
 
 ROWS = 64
-"""Rows per matrix product: sequences in a step when workloads run with a quarter of their rows."""
+"""Rows per matrix product: the sequences in a step when workloads run with a quarter of their
+rows."""
 
 
 def layer_shapes(config: AutoConfig) -> list[tuple[int, int]]:
@@ -33,8 +34,8 @@ def layer_shapes(config: AutoConfig) -> list[tuple[int, int]]:
 
 
 def seconds_per_token(shapes: list[tuple[int, int]], copies: int, dtype: torch.dtype) -> float:
-    """Return the median seconds per row that all linear layers take together, with the fastest
-    kernel; each layer has its own weights."""
+    """Return the median seconds per row for all linear layers together, with the fastest kernel.
+    Each layer has separate weights."""
     plain = [
         torch.nn.Linear(*shape, bias=False, dtype=dtype).requires_grad_(False)
         for _ in range(copies)

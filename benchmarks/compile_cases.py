@@ -1,7 +1,7 @@
 """Calls of all kernels at the shapes of real models, for ``compile_report.py``.
 
-Tensors have 16 bits, or 8 bits in the cases with ``fp8`` in their names. Cases with ``f32``
-run while a model is loaded, which compares its modules with the fused modules in float32.
+Tensors have 16 bits, or 8 bits in cases with ``fp8`` in their names. Cases with ``f32`` in their
+names occur when a model is loaded and its modules are compared with fused modules in float32.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _attention(
     copies: int = 1,
     **shape: Any,
 ) -> Case:
-    """A step with as many decodes as chunks; `shape` has further arguments of `AttentionCase`."""
+    """A step with as many decodes as chunks. `shape` holds further arguments of `AttentionCase`."""
 
     def launch() -> None:
         case = AttentionCase(name, ((1, 40), (20, 40)) * copies, **shape)
@@ -204,7 +204,7 @@ def _lora_shrink(ranks: int, width: int) -> Case:
 
 
 def _lora_expand(width: int, outputs: int) -> Case:
-    """Expands what `lora_shrink` made of rows of `width` elements with adapters of rank 16."""
+    """Expands the output of `lora_shrink` for rows of `width` elements and adapters of rank 16."""
 
     def launch() -> None:
         lora_expand(
@@ -233,8 +233,8 @@ def _matmul(name: str, outputs: int, depth: int, adds: bool = False) -> Case:
 def _fp8_linears(
     name: str, outputs: int, width: int, *row_numbers: int, adds: bool = False
 ) -> list[Case]:
-    """Linear layers with float8 weights: for each number of rows, one with rows in float8 (`a8`)
-    and one with rows in 16 bits (`a16`)."""
+    """Linear layers with float8 weights: for each number of rows, a case with float8 rows (`a8`)
+    and a case with 16-bit rows (`a16`)."""
     return [
         _fp8_linear(
             f"fp8_{name}_a{8 if rows_too else 16}_{rows}", outputs, width, rows, rows_too, adds
@@ -275,7 +275,7 @@ def _quantize_groups(width: int) -> Case:
 
 
 def _sample(name: str, *kernels: str, edited: bool = False, **programs: bool) -> Case:
-    """Draws from two rows; `programs` has the arguments `draws` and `filters` of `sample`."""
+    """Draws from two rows. `programs` holds the arguments `draws` and `filters` of `sample`."""
 
     def launch() -> None:
         logits = Rows(151_936).logits(2, _DTYPE)
@@ -304,17 +304,14 @@ def _unpack_block_tables() -> Case:
 
 
 def _gated_delta(name: str, *kernels: str, **shape: Any) -> Case:
-    """A step of two sequences through a Gated DeltaNet layer."""
     return Case(name, kernels, lambda: _run_layer(gated_delta, gated_delta_layer, shape))
 
 
 def _mamba2(name: str, *kernels: str, **shape: int) -> Case:
-    """A step of two sequences through a Mamba-2 layer."""
     return Case(name, kernels, lambda: _run_layer(mamba2, mamba2_layer, shape))
 
 
 def _mamba1(name: str, **shape: int) -> Case:
-    """A step of two sequences through a Mamba-1 layer."""
     return Case(name, ("_mamba1_kernel",), lambda: _run_layer(mamba1, mamba1_layer, shape))
 
 
@@ -337,7 +334,7 @@ _D128 = {"num_heads": 32, "num_kv_heads": 8, "key_width": 128}  # Llama-3.1-8B, 
 _D128_G2 = {"num_heads": 16, "num_kv_heads": 8, "key_width": 128}  # Qwen3-0.6B
 _D64 = {"num_heads": 32, "num_kv_heads": 8, "key_width": 64}  # Llama-3.2-1B
 _D256 = {"num_heads": 16, "num_kv_heads": 8, "key_width": 256}  # Gemma 2 9B
-_ROW_NUMBERS = 1, 32, 64, 128, 4096  # for each of them, linear layers have other tiles
+_ROW_NUMBERS = 1, 32, 64, 128, 4096  # linear layers use different tiles for each
 
 CASES = (
     _attention("d128", _PLAN, _DECODE, _MERGE, _PLAN_CHUNKS, _CHUNK, **_D128),

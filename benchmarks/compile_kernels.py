@@ -25,15 +25,14 @@ from triton.runtime.jit import JITFunction
 from batchinfer.kernels import fp8, launch
 
 COMPILED = Path(__file__).resolve().parent / "compiled.csv"
-"""Table of compiled kernels; a kernel with an unchanged fingerprint is not compiled again."""
+"""Table of compiled kernels. A kernel with an unchanged fingerprint is not compiled again."""
 _CONVERTS_FP8 = 89
-"""The lowest compute capability with float8 instructions."""
 _IMPORTED = re.compile(r"^from (batchinfer\.kernels\.\w+) import", re.MULTILINE)
 
 
 @dataclass(frozen=True)
 class Row:
-    """A kernel of one case, compiled for one target; `Compiled` explains the counts."""
+    """A kernel of one case, compiled for one target. `Compiled` explains the counts."""
 
     triton: str
     target: str
@@ -55,12 +54,11 @@ class Row:
 
     @property
     def name(self) -> str:
-        """Target, case and kernel."""
         return f"{self.target} {self.case} {self.kernel.removesuffix('_kernel').strip('_')}"
 
 
 def read(path: Path) -> list[Row]:
-    """Read the rows of a CSV file; return none if the file does not exist."""
+    """Return no rows if the file does not exist."""
     if not path.exists():
         return []
     parse = {
@@ -73,7 +71,6 @@ def read(path: Path) -> list[Row]:
 
 
 def write(path: Path, rows: Iterable[Row]) -> None:
-    """Write rows, sorted by their columns."""
     with path.open("w", newline="") as file:
         names = [field.name for field in fields(Row)]
         writer = csv.DictWriter(file, names, lineterminator="\n")
@@ -82,7 +79,7 @@ def write(path: Path, rows: Iterable[Row]) -> None:
 
 
 def regressions(rows: Iterable[Row], kept: Iterable[Row]) -> list[str]:
-    """Compare rows with the stored ones, and return a line for each regression: over 10 % more
+    """Compare rows with stored rows, and return a line for each regression: over 10 % more
     instructions, a larger stack, or the loss of all tensor core instructions or of all 16-byte
     copies."""
     before = {(row.triton, row.name): row for row in kept}
@@ -113,7 +110,7 @@ class _Target:
         return GPUTarget("cuda", self._capability, 32)
 
     def get_current_device(self) -> int:
-        # Triton caches compiled kernels by device number, so each target needs its own.
+        # Triton caches compiled kernels by device number, so each target needs a different number.
         return self._capability
 
     def get_current_stream(self, device: int) -> int:
@@ -138,11 +135,7 @@ class Compiler:
         launch.INTERPRETED = True  # accepts CPU tensors; their pointers are never read
 
     def rows(self, case: Case, capability: int) -> Iterator[Row]:
-        """Yield the rows of a case's kernels, and the known rows for other versions of Triton.
-
-        Raises:
-            ValueError: the case does not launch all kernels that it names.
-        """
+        """Yield the rows of a case's kernels, and the known rows for other versions of Triton."""
         driver.set_active(_Target(capability))
         fp8.converts_fp8 = lambda device: capability >= _CONVERTS_FP8
         self._case, self._capability, self._rows = case, capability, {}
@@ -213,8 +206,8 @@ def _work(arguments: dict[str, Any]) -> tuple[float, str]:
 
 
 def _linear_work(rows: int, outputs: int, width: int) -> tuple[float, str]:
-    """Return the work of a linear layer: bytes of weight if there are few rows, because reading
-    weights then limits the speed, otherwise multiplications."""
+    """Return the work of a linear layer: bytes of weights for few rows, because reading weights
+    then limits the speed; otherwise multiplications."""
     if rows <= 64:
         return outputs * width / 1024, "KiB of weight"
     return rows * outputs * width / 128**3, "128 x 128 x 128"

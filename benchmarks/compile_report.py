@@ -31,13 +31,9 @@ _HEAD = (
 
 
 def report(targets: list[int], names: list[str], *, fresh: bool = False) -> list[Row]:
-    """Compile cases, and return their rows together with known rows of other Triton versions.
-
-    Args:
-        targets: compute capabilities, such as 90.
-        names: names of the cases; all cases if empty.
-        fresh: compile kernels even if compiled.csv has them.
-    """
+    """Compile cases, and return their rows together with known rows of other Triton versions. An
+    empty list of names means all cases; ``fresh`` compiles kernels even if compiled.csv has
+    them."""
     compiler = Compiler([] if fresh else read(COMPILED))
     rows = []
     for target in targets:
@@ -71,7 +67,7 @@ def _print(rows: list[Row], against: list[Row]) -> None:
 
 
 def _spills(rows: list[Row]) -> str:
-    """Say how many of a target's kernels spill registers to memory, and which."""
+    """Return a line that names a target's kernels that spill registers to memory."""
     spilling = [row for row in rows if row.stack]
     names = "".join(f"\n  {row.name}: {row.stack} bytes per thread" for row in spilling)
     return f"{rows[0].target}: {len(spilling)} of {len(rows)} kernels spill registers{names}"

@@ -31,7 +31,7 @@ Run = dict[str, Any]
 
 
 def run_once(engine: str, workload: str, dtype: str, args: argparse.Namespace) -> Run:
-    """Run an engine on a workload in a new process; return its result or its error."""
+    """Run an engine on a workload in a new process. Return the result, or the error."""
     command = [*args.before, python_of(engine, args.folder), str(HERE / "engines.py"), engine]
     command += [str(args.folder / args.shape), "--workload", workload, "--dtype", dtype]
     command += ["--scale", str(args.scale), "--batch", str(args.batch)]
@@ -45,7 +45,6 @@ def run_once(engine: str, workload: str, dtype: str, args: argparse.Namespace) -
 
 
 def measure_bounds(args: argparse.Namespace) -> list[Run]:
-    """Measure how fast the linear layers alone would run on this machine (`bound.py`)."""
     bounds: list[Run] = []
     if args.shape == "hybrid":  # `bound.py` counts only layers with attention
         return bounds
@@ -60,7 +59,6 @@ def measure_bounds(args: argparse.Namespace) -> list[Run]:
 
 
 def measure(args: argparse.Namespace) -> list[Run]:
-    """Run all engines in turn, for several rounds."""
     runs = []
     for _ in range(args.rounds):
         runs += measure_bounds(args)
@@ -103,7 +101,6 @@ def median(runs: list[Run], engine: str, workload: str, dtype: str) -> float:
 
 
 def keep(runs: list[Run], args: argparse.Namespace) -> Path:
-    """Write all results so far, with date and machine."""
     where = {
         "date": date.today().isoformat(),
         "cpu": _cpu_name(),

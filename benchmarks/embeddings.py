@@ -5,9 +5,9 @@ python benchmarks/embeddings.py --python PATH --texts 2000 --models minilm --dty
 
 PATH is a Python interpreter with sentence-transformers. Models have random weights and the shapes
 of all-MiniLM-L6-v2 (22 M) and bge-base-en (110 M). Texts are random words; the number of words in a
-text is lognormal with a mean of 33 and at most 400. Both sides are timed from texts to vectors with
-a loaded model: ``encode`` with batches of 32, which it sorts by length, and a job by the time in
-``summary.json`` from its first step to its last. Vectors are compared by cosine.
+text is lognormal with a mean of 33 and at most 400. Both programs are timed from texts to vectors
+with a loaded model. ``encode`` runs batches of 32 texts, which it sorts by length. A job's time,
+from its first step to its last, comes from ``summary.json``. Vectors are compared by cosine.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Run = dict[str, Any]
 
 
 def words(count: int) -> list[str]:
-    """Return ``count`` different words, the same ones in every call."""
+    """Return ``count`` different words. Every call returns the same words."""
     draw, distinct = random.Random(0), dict[str, None]()
     while len(distinct) < count:
         syllables = range(draw.randint(1, 4))
@@ -52,7 +52,6 @@ def words(count: int) -> list[str]:
 
 
 def make_texts(count: int) -> list[str]:
-    """Return texts with different lengths."""
     draw, known = random.Random(1), words(20_000)
     lengths = (min(400, max(3, int(draw.lognormvariate(3.2, 0.8)))) for _ in range(count))
     return [" ".join(draw.choice(known) for _ in range(length)) for length in lengths]
@@ -114,7 +113,7 @@ np.save(sys.argv[4], vectors.astype(np.float32))
 
 
 def theirs(model: Path, dtype: str, texts: Path, args: argparse.Namespace) -> tuple[Run, Any]:
-    """Run ``encode`` in a new process; return its seconds and vectors."""
+    """Run ``encode`` in a new process. Return the seconds and the vectors."""
     out = args.folder / "theirs.npy"
     command = [args.python, "-c", _THEIRS, str(model), dtype, str(texts), str(out)]
     done = subprocess.run([*command, str(args.threads)], capture_output=True, text=True, check=True)
@@ -122,7 +121,7 @@ def theirs(model: Path, dtype: str, texts: Path, args: argparse.Namespace) -> tu
 
 
 def ours(model: Path, dtype: str, texts: Path, args: argparse.Namespace) -> tuple[Run, Any]:
-    """Run a job in a new process; return the seconds of its rows, and vectors."""
+    """Run a job in a new process. Return the seconds that its rows take, and the vectors."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -152,7 +151,7 @@ def ours(model: Path, dtype: str, texts: Path, args: argparse.Namespace) -> tupl
 
 
 def measure(args: argparse.Namespace) -> list[Run]:
-    """Run both sides alternately on each model and dtype."""
+    """Run both programs alternately on each model and dtype."""
     texts = args.folder / "texts.json"
     texts.write_text(json.dumps(make_texts(args.texts)))
     runs: list[Run] = []
@@ -178,7 +177,6 @@ def measure(args: argparse.Namespace) -> list[Run]:
 
 
 def main() -> None:
-    """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--python", default=sys.executable)
     parser.add_argument("--texts", type=int, default=20_000)

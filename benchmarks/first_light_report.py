@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 _Cells = dict[str, dict[str, dict[str, Any]]]
-_MOST_FAILED = 20  # failed cells and tests that are listed
-_MOST_ERROR = 600  # characters of an error
+_MOST_FAILED = 20  # largest number of failed cells and tests in the page
+_MOST_ERROR = 600  # largest number of characters of an error
 _WORKLOADS = {
     "W1": "256 rows with 100 to 1,024 prompt tokens and 100 to 1,024 output tokens",
     "W3": "128 rows that share 2,048 prompt tokens, with 128 more tokens and 8 samples of 128 "
@@ -18,13 +18,10 @@ _WORKLOADS = {
 
 @dataclass
 class StageReport:
-    """The outcome of a stage so far."""
-
     name: str
     shows: str
     limit_s: float
     command: str
-    """Command that repeats the stage."""
     state: str = "waiting"
     seconds: float = 0.0
     error: str = ""
@@ -36,11 +33,10 @@ class StageReport:
         return self.state == "ok"
 
     def begin(self, limit_s: float) -> None:
-        """Record that the stage is running."""
         self.state, self.limit_s = "running", limit_s
 
     def end(self, outcome: dict[str, Any], cells: dict[str, dict[str, Any]]) -> None:
-        """Record the outcome of the stage's process, and the cells that the stage has measured."""
+        """Record the outcome of the stage's process, and the measured cells."""
         self.seconds, self.log = outcome["seconds"], outcome.get("log", "")
         self.error = outcome.get("error", "")
         self.bad_cells = {name: cell for name, cell in cells.items() if not cell.get("ok", True)}
@@ -64,7 +60,6 @@ def page(
     Args:
         cells: results by stage and name.
         seconds: time since the start.
-        notes: remarks about this run.
     """
     ok = sum(report.ok for report in reports)
     ended = sum(report.state not in ("waiting", "running") for report in reports)
@@ -185,7 +180,6 @@ def _speed(bench: dict[str, dict[str, Any]]) -> list[str]:
 
 
 def _pool_order(runs: dict[str, dict[str, Any]]) -> list[str]:
-    """Say which order of the KV pool is faster."""
     for name, cell in runs.items():
         blocks = runs.get(name.replace(" layer-major", ""))
         if " layer-major" in name and blocks is not None:
@@ -258,7 +252,7 @@ def _number(value: Any) -> str:
 
 
 def _short(text: str) -> str:
-    """Return a text in one line; leave out the middle of a long one."""
+    """Return a text in one line, with the middle of a long text left out."""
     text = " ".join(text.split())
     half = _MOST_ERROR // 2
     return text if len(text) <= _MOST_ERROR else f"{text[:half]} [...] {text[-half:]}"

@@ -2,11 +2,11 @@
 
     python benchmarks/fleet.py [--workers 1,2,4,8,32] [--rows 200000] [--rows-per-part 4096]
 
-Claims have the sizes that the real ``claim_size`` returns. A worker runs ``SLOTS`` rows at a time;
-a row with n tokens takes n steps. It claims more parts if fewer than ``SLOTS`` rows wait outside
-its engine. Output lengths are uniform from 10 to 2,000 tokens. With two workers or more, one worker
-is four times slower. Prints the ideal time, in which all slots are busy until the end, divided by
-the simulated time.
+A simulated worker claims as many parts as ``claim_size`` returns. It runs ``SLOTS`` rows at a time;
+a row with n tokens takes n steps. A worker claims more parts if fewer than ``SLOTS`` rows wait
+outside its engine. Output lengths are uniform from 10 to 2,000 tokens. With two workers or more,
+one worker is four times slower. Prints the ideal time, in which all slots are busy until the end,
+divided by the simulated time.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from batchinfer.job.row_ids import Part
 SLOTS = 64
 WINDOW_ROWS = 65_536
 _QUEUED = SLOTS // 2
-"""Rows queued inside an engine."""
 
 
 def share_of_ideal(
     num_workers: int, num_rows: int = 200_000, rows_per_part: int = 4096, slowness: float = 4.0
 ) -> float:
-    """Return the ideal time divided by the simulated time; one worker is slower."""
+    """Return the ideal time divided by the simulated time. One worker is ``slowness`` times
+    slower."""
     lengths = np.random.default_rng(0).integers(10, 2001, num_rows)
     paces = [1.0] * (num_workers - 1) + [slowness if num_workers > 1 else 1.0]
     ideal = float(lengths.sum()) / (SLOTS * sum(1 / pace for pace in paces))
@@ -44,16 +44,13 @@ def share_of_ideal(
 def _run(lengths: list[int], free: list[Part], paces: list[float]) -> float:
     """Return the number of steps until the last row is finished."""
     waiting = [deque[int]() for _ in paces]
-    """Waiting rows of each worker."""
     running = [0] * len(paces)
     made = [0] * len(paces)
-    """Rows that each worker has finished."""
     late = set[int]()
     """Workers that claim nothing because the other workers finish sooner without them."""
     missing = {part.index: part.num_rows for part in free}
-    """Rows of each part that are not finished."""
+    """Number of unfinished rows of each part."""
     owner: dict[int, int] = {}
-    """The worker of each claimed part."""
     size, rows_per_part = dict(missing), free[0].num_rows
     ends: list[tuple[float, int, int]] = []
     now = 0.0

@@ -7,8 +7,8 @@ python benchmarks/gpu.py --dry-run                       # tiny shapes on a CPU
 
 Each task (a stage, or a stage for one model) runs in its own process with a time limit, so that a
 task that hangs or breaks the device does not affect other tasks. FOLDER has cells.jsonl,
-results.json and logs/, and keeps the results of earlier calls. If the environment variable OUT is
-set, results.json and the packed logs are copied to the folder that it names every 15 s.
+results.json and logs/, and keeps the results of earlier calls. Every 15 s, results.json and the
+packed logs are copied to the folder in the environment variable OUT, if set.
 """
 
 from __future__ import annotations
@@ -52,7 +52,6 @@ _DRY_LIMIT_S = 600  # the interpreter may run on a slow CPU
 def tasks(
     stage: str, models: list[str], workloads: list[str], *, layer_major: bool = False
 ) -> list[Task]:
-    """Return the tasks of a stage in order."""
     limit = STAGES[stage]
     if stage in ("smoke", "kernels", "parity"):
         return [Task(stage, stage, (), limit)]
@@ -73,18 +72,15 @@ def tasks(
 
 
 def installed_peers() -> list[str]:
-    """Return the peers that can run: those of transformers, and FlashInfer if it is installed."""
+    """Return the peers that can run: transformers' peers, and FlashInfer if it is installed."""
     return [peer for peer in _PEERS if peer != "flashinfer" or find_spec("flashinfer")]
 
 
 def run_stage(
     stage: str, todo: list[Task], results: Results, *, deadline: float, dry_run: bool
 ) -> None:
-    """Run tasks one after the other until the stage's time limit.
-
-    Args:
-        deadline: value of `time.monotonic` at which all tasks must have ended.
-    """
+    """Run tasks one after the other until the stage's time limit. All tasks must end before
+    ``deadline``, a value of `time.monotonic`."""
     print(f"\n== {stage}", flush=True)
     ends = min(deadline, time.monotonic() + STAGES[stage])
     for task in todo:

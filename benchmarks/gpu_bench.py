@@ -26,8 +26,8 @@ _PROFILED_STEPS = (20, 60)  # first and last profiled step of W1
 _W1_REPEATS = 3
 _WARM_ROWS, _WARM_TOKENS = 64, 16
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
-"""Allowed relative errors of logits, which come from the order of sums in float32, and from
-rounding in bfloat16.
+"""Allowed relative errors of logits, caused by the order of sums in float32 and by rounding in
+bfloat16.
 """
 
 
@@ -45,11 +45,11 @@ def bench(
 ) -> None:
     """Measure workloads on one model, each after a warm-up with similar rows.
 
-    While there is time, W1 is profiled and repeated; each repetition replaces the cell of W1.
+    If time remains, W1 is profiled and repeated. Each repetition replaces the cell of W1.
 
     Args:
         ends: value of `time.monotonic` at which this process must end.
-        layer_major: store the blocks of a layer together; names of cells say so.
+        layer_major: store the blocks of a layer together, and add this to the names of cells.
         imports_s: seconds that this process took to import its modules.
     """
     name = f"{model} layer-major" if layer_major else model
@@ -89,8 +89,9 @@ def bench(
 def warm_up(jobs: list[Job]) -> list[Job]:
     """Return rows with short outputs that compile all kernels that the workload needs.
 
-    If rows share prefixes, all rows are needed: in steps that are too large for a graph, the kernel
-    that lists shared pieces is compiled once for each power of two of the number of sequences.
+    If rows share prefixes, all rows are needed. In steps that are too large for a graph, the kernel
+    that lists shared pieces is compiled separately for each power of two of the number of
+    sequences.
     """
     rows = jobs if any(job.shared_len for job in jobs) else jobs[:_WARM_ROWS]
     return [replace(job, output_len=min(job.output_len, _WARM_TOKENS)) for job in rows]
@@ -116,7 +117,7 @@ def requests(jobs: list[Job], vocab: int, seed: int) -> list[Request]:
 
 def _run(built: Ready, jobs: list[Job], seed: int) -> dict[str, Any]:
     """Run all jobs and measure the time. Runs with different seeds have different prompts, so that
-    no run finds cached prefixes of another."""
+    no run finds prefixes that an earlier run has cached."""
     engine = built.engine
     todo = requests(jobs, built.vocab, seed)
     _synchronize()
@@ -228,8 +229,8 @@ def _tokens(device: torch.device, jobs: list[Job]) -> dict[str, Any]:
 
 
 def _logits(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    """Compare the logits after a prompt, computed in two chunks, with those of transformers in
-    float32."""
+    """Compare the logits after a prompt, computed in two chunks, with transformers' float32
+    logits."""
     jobs = [Job(48, 0, 1)]
     settings = EngineConfig(max_num_seqs=4, max_num_batched_tokens=32, num_kv_blocks=32)
     built = ready("tiny", device, dtype, settings)

@@ -1,4 +1,4 @@
-"""Checks the hardware and software of the machine, and whether the GPU benchmarks can run on it."""
+"""Records the machine's hardware and software, and checks whether the GPU benchmarks can run."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _machine(folder: Path) -> dict[str, Any]:
 
 
 def _smi(*arguments: str) -> str:
-    """Return what ``nvidia-smi`` prints, or why it prints nothing."""
+    """Return the output of ``nvidia-smi``, or the reason for an empty output."""
     try:
         done = subprocess.run(
             ["nvidia-smi", *arguments], capture_output=True, text=True, timeout=10, check=False
@@ -63,7 +63,7 @@ def _smi(*arguments: str) -> str:
 
 
 def _device(dry_run: bool) -> dict[str, Any]:
-    import torch  # also reads torch's files for the first time, so that later tasks start faster
+    import torch  # reads torch's files into the page cache, so that later tasks start faster
 
     facts: dict[str, Any] = {"ok": True, "name": "cpu", "cuda": torch.version.cuda}
     if dry_run:

@@ -13,13 +13,13 @@ import torch
 sys.path.append(str(Path(__file__).resolve().parent.parent))  # for the module `tests`
 
 _PIECE = 64
-"""Tokens per piece of a context, so that short contexts have several."""
+"""Tokens per piece of a context: few, so that short contexts have several pieces."""
 
 
 @contextmanager
 def interpreted() -> Iterator[None]:
-    """Make tensors say that they are on a CUDA device, although they are on the CPU. Needs the
-    environment variable TRITON_INTERPRET=1."""
+    """Make CPU tensors report that they are on a CUDA device. Needs the environment variable
+    TRITON_INTERPRET=1."""
     from batchinfer.kernels import decode_plan
     from batchinfer.worker.transfer import HostCopy
     from tests import interpreter

@@ -30,8 +30,8 @@ def kernels(results: Results, ends: float, *, brief: bool, dry_run: bool) -> Non
 
     Args:
         ends: value of `time.monotonic` at which this process must end.
-        brief: run as many tests as there is time for, the most valuable first. Otherwise, tests
-            that did not run make the cell fail.
+        brief: run as many tests as time allows, the most valuable first. Without it, tests that did
+            not run make the cell fail.
     """
     command = [sys.executable, "-m", "pytest", *_OPTIONS]
     command += ["-m", "not gpu", *_DRY_RUN_FILES] if dry_run else ["-m", "gpu", *test_files()]
@@ -53,7 +53,7 @@ def run_shares(shares: list[Share], ends: float, *, brief: bool) -> dict[str, An
 
 
 class Share:
-    """A process that runs every n-th test. It starts again if a test ends the process.
+    """A process that runs every n-th test, and is restarted if a test ends it.
 
     Args:
         command: runs pytest with the plugin ``gpu_pytest``.
@@ -73,8 +73,8 @@ class Share:
         self._process = self._start()
 
     def goes_on(self) -> bool:
-        """Return True if the process runs. First restart it if it ended before its last test,
-        unless it has made no progress since its last start."""
+        """Return True if the process runs. First restart the process if it ended before its last
+        test, unless it has made no progress since its last start."""
         if self._process.poll() is None:
             return True
         found = records(self.records)

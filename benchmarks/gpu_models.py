@@ -65,7 +65,6 @@ _CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def shape_of(name: str) -> Shape:
-    """Return a model's shape for the roofline."""
     values = _CONFIGS[name][1]
     return Shape(
         layers=values["num_hidden_layers"],
@@ -82,7 +81,7 @@ def shape_of(name: str) -> Shape:
 def random_model(
     name: str, device: torch.device, dtype: torch.dtype, attention: str = ATTENTION_NAME
 ) -> Any:
-    """Create a transformers model; weights depend only on name, device and dtype."""
+    """Create a transformers model, whose weights depend only on name, device and dtype."""
     family, values = _CONFIGS[name]
     config = CONFIG_MAPPING[family](
         max_position_embeddings=MAX_MODEL_LEN,
@@ -100,7 +99,7 @@ def random_model(
 
 
 def _free_memory(device: torch.device) -> DeviceMemory:
-    """Return the device's memory, without host memory for swapping."""
+    """Return the device's memory, with 0 bytes of host memory for swapping."""
     if device.type == "cpu":
         return DeviceMemory("cpu", 2**32, 2**32, None)
     return DeviceMemory("cuda", *torch.cuda.mem_get_info(device), None)
@@ -118,17 +117,15 @@ class Ready:
     fused_layers: int
     layers: int
     seconds: dict[str, float]
-    """Time of each part of the start."""
 
     @property
     def is_complete(self) -> bool:
-        """True if all layers are fused, and all graphs captured."""
         captured = self.graphs.num_captured == len(self.graphs.sizes)
         return captured and self.fused_layers == self.layers
 
     @property
     def facts(self) -> dict[str, Any]:
-        """The result of the start, as values of a cell."""
+        """The outcome of the start, as values of a cell."""
         return {
             "ok": self.is_complete,
             "layers": self.layers,
@@ -151,7 +148,7 @@ def ready(
 ) -> Ready:
     """Create a model and an engine as ``batchinfer`` does, but without files.
 
-    On a CPU, this needs ``interpreted()``, and each replay of a graph computes the step again.
+    On a CPU, ``ready`` needs ``interpreted()``, and each replay of a graph computes the step again.
 
     Args:
         layer_major: store the blocks of a layer together, instead of the layers of a block.

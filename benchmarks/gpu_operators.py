@@ -28,7 +28,7 @@ from batchinfer.worker.linear.packed_linear import PackedLinear
 
 _COPY_BYTES, _MATRIX = 4 * 2**30, 8192
 _BLOCK, _WIDTH, _KV_HEADS = 16, 128, 8
-_ROTATED_BYTES = 2**30  # total bytes of alternating layers, so that no cache holds them
+_ROTATED_BYTES = 2**30  # total bytes of the layers that take turns, so that no cache holds them
 _DECODES = ((64, 256), (64, 1024), (256, 300), (256, 1000), (1024, 1000), (16, 8000))
 _PREFILLS = ((1, 8192), (8, 1024), (2, 4096))
 # Rows, samples per row, tokens that all rows share, further prompt tokens of each row.
@@ -38,7 +38,7 @@ _PIECES = (256, 512)
 _MOST_POOL_BYTES, _SHARE_OF_FREE = 100e9, 0.85
 _STRIDED = (256, 800)  # sequences, tokens per sequence
 _ROWS = (1, 64, 256, 4096)
-_ROTATED_CODES = 2**28  # total codes of alternating weights, so that no cache holds them
+_ROTATED_CODES = 2**28  # total codes of the weights that take turns, so that no cache holds them
 _MOST_WEIGHTS = 32
 
 
@@ -101,12 +101,9 @@ def attention(
     brief: bool,
     dry_run: bool,
 ) -> None:
-    """Measure all cases with a model's number of heads; context lengths vary.
-
-    Args:
-        brief: measure only decodes in a whole pool.
-    """
-    heads = max(shape_of(model).heads, _KV_HEADS)  # a dry run's model has fewer heads
+    """Measure all cases with a model's number of heads and varying context lengths; if ``brief``,
+    only decodes in a whole pool."""
+    heads = max(shape_of(model).heads, _KV_HEADS)  # the model of a dry run has fewer heads
     measure = partial(_measure, results, model)
     strided = (2, 20) if dry_run else _STRIDED
     for layer_major in (False, True):
@@ -137,8 +134,6 @@ class Pool:
     """Caches of several layers, and block tables with random slots.
 
     Args:
-        layers: number of layers; by default enough to exceed the device's caches.
-        num_slots: number of slots; by default as many as the contexts need.
         layer_major: store the blocks of a layer together, instead of the layers of a block.
     """
 
@@ -213,8 +208,8 @@ def _strided(
 ) -> dict[str, Any]:
     """Measure decodes of all layers, with random blocks of a pool that fills most of the memory.
 
-    In a block-major pool like the engine's, a block stores all of its layers together. The data of
-    one layer in adjacent blocks is therefore a whole block apart.
+    In a block-major pool like the engine's, a block stores all of its layers together. One layer's
+    data in two adjacent blocks is therefore a whole block apart.
     """
     layers = shape_of(model).layers
     slot_bytes = layers * 2 * _KV_HEADS * _BLOCK * _WIDTH * 2
@@ -235,10 +230,11 @@ def seconds_of_layers(
     """Return the time of one layer's attention, without the time to make the work list.
 
     Args:
-        run: makes a work list, and attends in all layers of the pool. A list can be used only
-            once, because the kernels record in it how many items they have taken.
+        run: makes a work list, and attends in all layers of the pool. A list can be used only once,
+            because the kernels count in the list how many items are taken.
         planning: seconds to make the list, which are subtracted. A model makes the list once for
-            all its layers. The pool has fewer layers, so each layer's share would be too large.
+            all its layers. This pool has fewer layers, so each layer's share of the planning time
+            would be too large.
     """
     return (seconds(run, device) - planning) / pool.layers
 
@@ -296,8 +292,8 @@ def _timed_decode(
 def _shared(
     device: torch.device, heads: int, rows: int, samples: int, prefix: int, prompt: int
 ) -> dict[str, Any]:
-    """Measure a decode step of rows with a common prefix: when the attention kernel reads the
-    prefix once for all rows, and when it reads the prefix again for each row."""
+    """Measure a decode step of rows with a common prefix twice: the attention kernel reads the
+    prefix once for all rows, or again for each row."""
     count, context = rows * samples, prefix + prompt + _UNSHARED
     pool = Pool(device, [context] * count)
     for row in range(rows):
@@ -418,5 +414,6 @@ def _run_all(layers: list[Any], x: torch.Tensor) -> None:
 
 
 def _difference(got: torch.Tensor, wanted: torch.Tensor) -> float:
-    """Return the relative error; rounding weights and rows to float8 causes 0.03 to 0.04."""
+    """Return the relative error. Rounding weights and rows to float8 causes an error of 0.03 to
+    0.04."""
     return float((got.float() - wanted.float()).norm() / wanted.float().norm())

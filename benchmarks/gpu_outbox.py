@@ -15,7 +15,7 @@ from threading import Event, Thread
 
 RESULTS, LOGS, CACHE = "results.json", "logs.tgz", "triton-cache.tgz"
 MOST_BYTES = 15 * 2**20  # larger files than 16 MiB may not leave the machine
-_MOST_LOG_BYTES = 2**20  # of one log; the middle is left out
+_MOST_LOG_BYTES = 2**20  # of one log; the middle of a longer log is left out
 
 
 class Outbox:
@@ -24,9 +24,9 @@ class Outbox:
     Args:
         work: folder of results, with ``results.json``, ``cells.jsonl`` and ``logs``.
         out: folder that receives the files; each is replaced as a whole.
-        cache: folder of Triton's cache, which is packed too.
-        page: returns names and contents of further text files; receives the number of compiled
-            kernels for which the packed cache has no room.
+        cache: folder of Triton's cache, which is copied too, as an archive.
+        page: returns names and contents of further text files, given the number of compiled kernels
+            that do not fit into the cache's archive.
     """
 
     def __init__(
@@ -44,13 +44,13 @@ class Outbox:
         self._left_out = 0
         self._ends = Event()
         self.error = ""
-        """Why the last attempt failed; empty if it did not."""
+        """Why the last copy failed; empty after a success."""
         out.mkdir(parents=True, exist_ok=True)
         self._thread = Thread(target=self._run, daemon=True)
         self._thread.start()
 
     def close(self, limit_s: float) -> bool:
-        """Copy everything once more. Return whether this succeeded within the limit."""
+        """Copy everything once more. Return True if the copy succeeded within the limit."""
         self._ends.set()
         self._thread.join(limit_s)
         if self._thread.is_alive():
@@ -119,7 +119,7 @@ def complete_folders(cache: Path) -> list[Path]:
 
 
 def pack_cache(folders: list[Path], most_bytes: int = MOST_BYTES) -> tuple[bytes, int]:
-    """Pack folders of a Triton cache in order, as long as the archive stays within a size.
+    """Pack folders of a Triton cache in order, until the archive has ``most_bytes`` bytes.
 
     Returns:
         The archive, and the number of folders that were left out. The oldest folders come first,
@@ -140,9 +140,6 @@ def unpack_cache(packed: Path, cache: Path) -> int:
     """Unpack an archive of ``pack_cache``, and return the number of its folders.
 
     The folder must have the same path as when it was packed, because Triton stores absolute paths.
-
-    Raises:
-        ValueError: the file is not such an archive, or is incomplete.
     """
     try:
         with tarfile.open(packed, "r:gz") as archive:

@@ -21,8 +21,8 @@ def generate(model_name: str, device: torch.device, tiny: bool) -> dict[str, Any
     """Measure transformers' ``generate`` on rows sorted by output length, with the best of several
     batch sizes.
 
-    Runs only the first batch of each size, with a time limit. This batch has the longest outputs,
-    and the smallest share of steps in which some of its rows have already finished.
+    Only the first batch of each size runs, with a time limit. The first batch has the longest
+    outputs, and the smallest share of steps in which some rows have already finished.
     """
     model = random_model(model_name, device, _dtype(tiny), "sdpa")
     jobs = gpu_workload("W1", tiny=tiny)
@@ -127,7 +127,6 @@ PEERS = {"generate": generate, "generate_batch": generate_batch, "flashinfer": f
 
 
 def peer(results: Results, device: torch.device, name: str, model: str, *, dry_run: bool) -> None:
-    """Run one peer."""
     if name == "generate_batch" and device.type == "cpu" and find_spec("psutil") is None:
         results.add("peers", f"{model} {name}", {"note": "on a CPU transformers needs psutil"})
         return

@@ -18,7 +18,8 @@ from typing import Any
 import pytest
 
 LIMIT_S = 60.0
-"""A test that takes longer ends its process, because a hanging kernel cannot be interrupted."""
+"""Time limit of a test in seconds. A test that takes longer ends its process, because a hanging
+kernel cannot be interrupted."""
 _BROKEN = ("CUDA error", "Triton Error [CUDA]")
 """Parts of messages after which CUDA refuses all further work of the process."""
 _LOG = Path(os.environ.get("GPU_TESTS_LOG", os.devnull))
@@ -30,8 +31,9 @@ _reports: list[pytest.TestReport] = []
 def rank(test: str) -> int:
     """Return a test's rank. Tests of lower rank run first; tests of equal rank keep their order.
 
-    Tests of the worker come first, because they cover CUDA graphs, transfers and sampling. Kernels
-    in bfloat16 for heads of 128 elements are next, because most models use these.
+    Tests of the worker come first, because these tests cover CUDA graphs, transfers and sampling.
+    Tests of bfloat16 kernels for heads of 128 elements are next, because most models use such
+    heads.
     """
     if test.startswith("tests/worker/"):
         return 0
@@ -41,7 +43,7 @@ def rank(test: str) -> int:
 
 
 def records(log: Path) -> list[dict[str, Any]]:
-    """Return the records of a file; skip an incomplete last line."""
+    """Return the records of a file, without an incomplete last line."""
     found = []
     for line in log.read_text(errors="replace").splitlines() if log.exists() else []:
         try:

@@ -15,7 +15,7 @@ _MOST_SHOWN = 300  # characters of a value that are printed
 class Results:
     """Cells of a table in a folder: appended to ``cells.jsonl`` and merged into ``results.json``.
 
-    A cell that is measured again replaces the earlier one. Only one process may write at a time.
+    A cell that is measured again replaces the earlier cell. Only one process may write at a time.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -24,7 +24,6 @@ class Results:
         self._log = folder / "cells.jsonl"
 
     def add(self, stage: str, cell: str, values: dict[str, Any]) -> None:
-        """Store a cell, and print it."""
         line = json.dumps({"stage": stage, "cell": cell, "values": values}, default=str)
         with self._log.open("ab") as file:
             # A process that was killed may have left an incomplete line.
@@ -36,7 +35,7 @@ class Results:
         print(f"{stage}: {cell}: {_text(values)}", flush=True)
 
     def measure(self, stage: str, cell: str, run: Callable[[], dict[str, Any]]) -> None:
-        """Store the result of ``run`` as a cell; after an error, store its message."""
+        """Store the result of ``run`` as a cell. If ``run`` raises an error, store the message."""
         try:
             values = run()
         except Exception as error:
@@ -45,7 +44,6 @@ class Results:
         self.add(stage, cell, values)
 
     def read(self) -> dict[str, dict[str, dict[str, Any]]]:
-        """Return all cells by stage and name."""
         cells: dict[str, dict[str, dict[str, Any]]] = {}
         lines = self._log.read_text(errors="replace").splitlines() if self._log.exists() else []
         for line in lines:
@@ -57,7 +55,6 @@ class Results:
         return cells
 
     def merge(self) -> None:
-        """Write all cells into one file."""
         new = self.folder / "results.json.tmp"
         new.write_text(json.dumps(self.read(), indent=1) + "\n")
         new.replace(self.folder / "results.json")

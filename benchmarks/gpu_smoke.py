@@ -40,11 +40,11 @@ _FEW_LENS = ((1, 1), (5, 30), (1, 70))
 _SHARED = 512  # tokens; equal to a piece of a context on a GPU
 _FEW_SHARED = 64
 _REPLAY_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
-"""Allowed differences of a graph from the eager step, relative to the largest value. Their GEMMs
-have different numbers of rows, so they may add up products in a different order."""
+"""Allowed differences between a graph and the eager step, relative to the largest value. The GEMMs
+of both have different numbers of rows, and may therefore add up products in different orders."""
 _MOST_LAYERS = 2
 _DEEP = 2.5
-"""Factor by which these differences may be larger in models with more layers."""
+"""Factor by which ``_REPLAY_TOLERANCE`` is larger for models with more layers."""
 _MOST_CLONED_BYTES = 2e9
 
 
@@ -55,7 +55,6 @@ class _Steps:
     decodes: int
     chunks: int = 0
     chunk: int = 0
-    """Tokens per chunk."""
     context: int = 300
     """Mean number of tokens before the step."""
     shared: int = 0
@@ -96,7 +95,7 @@ def _passes(check: Callable[[], None]) -> dict[str, Any]:
 
 
 def _kernels(device: torch.device, few: bool) -> dict[str, Callable[[], None]]:
-    """Return a check for each kernel, for groups of 2 and 4 query heads per KV head."""
+    """Return a check for each kernel, with 2 and with 4 query heads per KV head."""
     dtype = torch.float32 if few else torch.bfloat16  # the interpreter computes bfloat16 wrongly
     kv_heads, width = (1, 16) if few else (8, 128)
     lens, shared = (_FEW_LENS, _FEW_SHARED) if few else (_LENS, _SHARED)
@@ -148,7 +147,7 @@ def _check_rows(width: int, device: torch.device, dtype: torch.dtype) -> None:
 
 
 def _check_sampling(rows: Rows, device: torch.device, dtype: torch.dtype) -> None:
-    """Compare tokens with those of the reference, which draws on the CPU."""
+    """Compare tokens with the reference's tokens, which are drawn on the CPU."""
     logits, kinds = rows.logits(len(KINDS), dtype), list(KINDS.values())
     got = build_sample(logits.to(device), kinds, str(device))
     expected = build_sample(logits, kinds)
@@ -171,7 +170,7 @@ def _start(built: list[Ready], device: torch.device, few: bool) -> dict[str, Any
 
 @torch.inference_mode()
 def _compare(built: Ready, steps: _Steps) -> dict[str, Any]:
-    """Compare a graph with the eager step on the same pool: logits, and the pool afterwards."""
+    """Compare the logits, and the pool's contents afterwards, of a graph and of the eager step."""
     expected, got = _run_both(built, _make_step(built, steps))
     tolerance = _REPLAY_TOLERANCE[expected[0].dtype]
     tolerance *= 1 if built.layers <= _MOST_LAYERS else _DEEP
@@ -185,11 +184,8 @@ def _compare(built: Ready, steps: _Steps) -> dict[str, Any]:
 
 
 def compare_graphs(built: Ready, *, dry_run: bool) -> dict[str, Any]:
-    """Compare some graphs of a model with eager steps, and clear the pool.
-
-    Returns:
-        A cell that is ok if all steps agree, with the errors of those that do not.
-    """
+    """Compare some graphs of a model with eager steps, and clear the pool. Return a cell that is ok
+    if all steps agree, with the errors of the other steps."""
     few = _FEW_STEPS if dry_run else _FEW_STEPS_OF_A_LARGE_POOL
     try:
         compared = {name: _compare(built, steps) for name, steps in few.items()}
@@ -205,11 +201,7 @@ _Result = tuple[torch.Tensor, torch.Tensor]
 
 def _run_both(built: Ready, step: Step) -> tuple[_Result, _Result]:
     """Run a step eagerly, then its graph on the same pool. If the pool is large, return only the
-    slots that the step uses.
-
-    Raises:
-        ValueError: no graph was captured for the step.
-    """
+    slots that the step uses."""
     cache, backend = built.cache, make_cuda_backend(built.cache, None)
     slots = torch.arange(cache.num_blocks + 1)
     if cache.nbytes > _MOST_CLONED_BYTES:
@@ -226,7 +218,7 @@ def _run_both(built: Ready, step: Step) -> tuple[_Result, _Result]:
 
 
 def _make_step(built: Ready, steps: _Steps) -> Step:
-    """Fill the pool with NaN, except for keys and values of new sequences, and return their
+    """Fill the pool with NaN, except for keys and values of new sequences. Return these sequences'
     step."""
     cache, rng = built.cache, np.random.default_rng(0)
     size = cache.layout.block_size

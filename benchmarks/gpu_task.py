@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from roofline import Ceilings
 
 _ON_ENGINE = ("smoke", "parity", "bench")
-"""Stages that run the engine; on a CPU, the interpreter runs its kernels."""
+"""Stages that run the engine. On a CPU, Triton's interpreter runs the engine's kernels."""
 
 
 def ceilings(results: Results, device: torch.device) -> Ceilings:
-    """Return the device's measured limits; measure them if the results do not have them yet."""
+    """Return the device's limits from the results, or measure them."""
     import torch
     from gpu_operators import measure_ceilings
     from roofline import Ceilings
@@ -35,8 +35,7 @@ def ceilings(results: Results, device: torch.device) -> Ceilings:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Run a task. Imports are local, so that a missing package fails only the tasks that need
-    it."""
+    """Imports are local, so that a missing package fails only the tasks that need the package."""
     results, dry = Results(args.out), args.dry_run
     began = time.monotonic()  # before torch is imported, which takes seconds
     if args.stage == "environment":

@@ -19,13 +19,13 @@ TASK_FILE = HERE / "gpu_task.py"
 TRITON_CACHE = Path(
     os.environ.get("TRITON_CACHE_DIR") or Path(tempfile.gettempdir(), "batchinfer-triton-cache")
 )
-"""The same folder in each run, because Triton's cache has absolute paths in it."""
+"""A fixed folder, because Triton's cache contains absolute paths."""
 _KILLED = -signal.SIGKILL
 
 
 @dataclass(frozen=True)
 class Task:
-    """A process of ``gpu_task.py``; its log has the same name."""
+    """A process of ``gpu_task.py``, whose log has the same name."""
 
     stage: str
     name: str
@@ -34,10 +34,7 @@ class Task:
 
 
 def run_task(task: Task, folder: Path, limit_s: float, *, dry_run: bool) -> dict[str, Any]:
-    """Run a task to its end or its time limit; print its output and store it in a log.
-
-    Args:
-        folder: folder of results; logs are in a folder in it.
+    """Run a task to its end or its time limit. Print its output, and store the output in a log.
 
     Returns:
         ``ok``, the seconds that the task took, its log and, if it failed, the error.
@@ -77,13 +74,12 @@ def run_task(task: Task, folder: Path, limit_s: float, *, dry_run: bool) -> dict
 
 
 def has_cuda() -> bool:
-    """Check in another process, so that this process allocates no device memory."""
+    """Check for CUDA in another process, so that this process allocates no device memory."""
     code = "import torch, sys; sys.exit(not torch.cuda.is_available())"
     return subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def _kill(process: subprocess.Popen[str]) -> None:
-    """Kill a task and all processes that it started."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:

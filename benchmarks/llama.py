@@ -1,7 +1,7 @@
 """Runs llama.cpp through llama-cpp-python's low-level API, with continuous batching.
 
-llama.cpp's own server is not measured, only the engine. Samples of a row share the KV cells of its
-prompt.
+Only llama.cpp's engine is measured, not its server. Samples of a row share the KV cells of the
+row's prompt.
 """
 
 from __future__ import annotations
@@ -38,11 +38,7 @@ _TENSORS = {
 
 
 def make(model: str, kind: str, threads: int) -> Callable[[list[Row]], list[list[int]]]:
-    """Load a Llama, and return a function that runs rows.
-
-    Args:
-        kind: float32, bfloat16 or q8_0.
-    """
+    """Load a Llama, and return a function that runs rows."""
     import llama_cpp as cpp
 
     path = _converted(Path(model), kind)
@@ -177,7 +173,8 @@ def _converted(folder: Path, kind: str) -> Path:
 
 
 def _tensors(file: Path) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield names and float32 values of a safetensors file; its NumPy reader has no bfloat16."""
+    """Yield names and float32 values of a safetensors file, which may have bfloat16 tensors that
+    safetensors' NumPy reader cannot read."""
     data = np.memmap(file, np.uint8, "r")
     start = 8 + int(data[:8].view(np.uint64)[0])
     entries = json.loads(bytes(data[8:start]))

@@ -1,4 +1,4 @@
-"""Checks one long sequence on a CPU: its results, and the memory that it takes.
+"""Checks the results and the memory of one long sequence on a CPU.
 
     python benchmarks/long_context.py [--tokens 131072] [--outputs 16] [--block-size 16]
 
@@ -68,7 +68,8 @@ def make_model(path: Path) -> Path:
 
 
 def peak_rss() -> int:
-    """Return this process's peak memory in bytes; ``ru_maxrss`` may include the parent process."""
+    """Return this process's peak memory in bytes. (``ru_maxrss`` may include the parent
+    process.)"""
     status = Path("/proc/self/status").read_text()
     (kib,) = (line.split()[1] for line in status.splitlines() if line.startswith("VmHWM:"))
     return int(kib) * 1024
@@ -97,7 +98,6 @@ class Generated:
 
 
 def generate(engine: Engine, prompt: Any, num_outputs: int) -> Generated:
-    """Generate greedy tokens with log probabilities."""
     params = SamplingParams(max_tokens=num_outputs, temperature=0.0, logprobs=0, ignore_eos=True)
     engine.add_request(Request(0, prompt, params, (1, 0)))
     began = first = time.perf_counter()
@@ -134,15 +134,13 @@ def largest_errors(folder: Path, runner: Watched, completion: Completion) -> dic
 
 
 def planned_bytes(plan: MemoryPlan) -> int:
-    """Return the planned memory without the swap space, of which no byte is used here."""
+    """Return the planned memory without the swap space, which this program never uses."""
     parts = (plan.weight_bytes, plan.adapter_bytes, plan.pool_bytes, plan.graph_bytes)
     return sum(parts) + plan.activation_bytes + plan.logits_bytes
 
 
 def run(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """Generate, then compare."""
-    # Run a small layer first, so that the memory of torch's start-up does not count as the
-    # engine's.
+    # Run a small layer first, so that the memory that torch takes at start-up is not counted.
     torch.nn.Linear(64, 64)(torch.zeros(1024, 64))
     before = peak_rss()
     settings = EngineConfig(
@@ -172,7 +170,6 @@ def run(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run and print."""
     parser = argparse.ArgumentParser(description="Check one long sequence on a CPU.")
     parser.add_argument("--tokens", type=int, default=131072)
     parser.add_argument("--outputs", type=int, default=16)

@@ -35,13 +35,12 @@ FEW_ROWS = ("D1", "D4", "D8")
 MODELS = {"small": (make_small, 0.25), "large": (make_large, 0.125)}
 """The function that creates each model, and the share of a workload's rows to run with it."""
 SHARES = {"llama-q8_0": 0.5}
-"""Factors that reduce this share for engines that are several times slower than other engines."""
+"""Factors that reduce the share of rows for engines that are several times slower than others."""
 
 Run = dict[str, Any]
 
 
 def run_all(name: str, model: str, threads: int, args: argparse.Namespace) -> list[Run]:
-    """Run an engine on all workloads with one model, in a new process."""
     engine, *options = ENGINES[name]
     workloads = [*args.workloads]
     if engine == "batchinfer" and model == "large":
@@ -93,7 +92,6 @@ def perplexities() -> list[Run]:
 
 
 def keep(runs: list[Run], args: argparse.Namespace, accuracy: list[Run] | None = None) -> None:
-    """Write all results so far, with date and machine."""
     where = {"date": date.today().isoformat(), "cpu": _cpu_name(), "threads": args.threads}
     args.json.parent.mkdir(parents=True, exist_ok=True)
     results = {"machine": where, "runs": runs, "quickstart": accuracy or []}
@@ -115,7 +113,6 @@ def table(runs: list[Run], args: argparse.Namespace) -> str:
 
 
 def accuracy_table(accuracy: list[Run]) -> str:
-    """Return a table of perplexities and shares of correct answers."""
     lines = ["| weights | text | answers | correct |", "|---|---|---|---|"]
     for run in accuracy:
         text, answers = run["text_perplexity"], run["answer_perplexity"]

@@ -94,7 +94,6 @@ def write_input(folder: Path, num_rows: int, num_prefixes: int) -> None:
 
 
 def job(folder: Path, num_blocks: int, order: str) -> JobSpec:
-    """Return the job that this benchmark runs."""
     return JobSpec.model_validate(
         {
             "model": {"name": "stub"},
@@ -112,7 +111,6 @@ class SwappingStub(StubRunner):
     """A stub runner that writes to host memory when a block is swapped out."""
 
     num_out = 0
-    """Number of blocks copied to the host."""
 
     def __init__(self, num_host_blocks: int) -> None:
         self._host = np.zeros((num_host_blocks, BYTES_PER_BLOCK), np.uint8)
@@ -120,7 +118,7 @@ class SwappingStub(StubRunner):
         self._num_overwritten = 0
 
     def submit(self, step: Step) -> Ready:
-        """Simulate the step's swaps, and return a result of the right shape."""
+        """Simulate the step's swaps."""
         for slot in step.swap_outs[:, 1].tolist():
             self._host[slot] = 1
             self._num_overwritten += slot in self._unread
@@ -137,8 +135,6 @@ class SwappingStub(StubRunner):
 
 @dataclass(frozen=True)
 class StubBuilt:
-    """The result of ``build_engine``, with a runner that computes nothing."""
-
     engine: Engine
     tokenizer: Tokenizer
     num_blocks: int
@@ -168,7 +164,7 @@ def build(
     log: Callable[[str], None],
     **_: object,
 ) -> StubBuilt:
-    """Stand in for ``build_engine``, with a runner that computes nothing."""
+    """Replace ``build_engine``, with a runner that computes nothing."""
     num_blocks = engine.num_kv_blocks
     assert num_blocks is not None
     pool = BlockPool(
@@ -188,12 +184,11 @@ def build(
 
 
 def host_blocks(engine: EngineConfig) -> int:
-    """Return the number of blocks in the swap space."""
     return engine.swap_bytes // BYTES_PER_BLOCK
 
 
 class Stopwatch:
-    """Sums the time spent in functions; a timed function may call another one."""
+    """Sums the time spent in functions. A timed function may call another timed function."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -247,7 +242,6 @@ def run_here(spec: JobSpec, folder: Path) -> None:
 
 
 def peak_bytes() -> int:
-    """Return the peak resident memory of this process in bytes."""
     status = Path("/proc/self/status").read_text()
     (peak,) = [line for line in status.splitlines() if line.startswith("VmHWM:")]
     return int(peak.split()[1]) * 1024
@@ -272,11 +266,7 @@ def start(folder: Path, options: argparse.Namespace) -> subprocess.Popen[bytes]:
 
 
 def wait(process: subprocess.Popen[bytes]) -> int:
-    """Wait for the job's end, and return the peak unshared bytes of its child processes.
-
-    Raises:
-        SystemExit: the job failed.
-    """
+    """Wait for the job's end, and return the peak unshared bytes of its child processes."""
     most, job_process = 0, psutil.Process(process.pid)
     while process.poll() is None:
         with suppress(psutil.Error):
@@ -300,7 +290,6 @@ def growth(folder: Path) -> float:
 
 
 def main() -> int:
-    """Measure and print."""
     parser = argparse.ArgumentParser(description="Run a job with many short rows without a model.")
     parser.add_argument("--rows", type=int, default=1_000_000)
     parser.add_argument("--prefixes", type=int, default=0, help="number of shared prefixes")
@@ -332,7 +321,7 @@ def main() -> int:
 def report(
     folder: Path, num_rows: int, killed_s: float | None, slack: float, child_bytes: int
 ) -> bool:
-    """Print the measurements, and return whether all bounds hold."""
+    """Print the measurements, and return True if all bounds hold."""
     facts = json.loads((folder / "run.json").read_text())
     summary = json.loads((folder / "out" / "summary.json").read_text())
     slope = growth(folder)
@@ -365,7 +354,6 @@ def report(
 
 
 def _rows_kept(folder: Path) -> int:
-    """Return the rows that the killed run had finished."""
     runs = folder / "out" / "_batchinfer" / "runs"
     return int(json.loads((runs / "run-00001.json").read_text())["rows"])
 

@@ -36,7 +36,6 @@ LARGE = {
     "num_attention_heads": 32,
     "num_key_value_heads": 8,
 }
-"""The layers of Llama 3.2 1B."""
 HYBRID = {
     **SMALL,
     "head_dim": 64,

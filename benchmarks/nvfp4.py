@@ -4,8 +4,8 @@ python benchmarks/nvfp4.py products
 python benchmarks/nvfp4.py write FOLDER --layers 16
 python benchmarks/nvfp4.py load FOLDER --quantization int8
 
-``write`` writes random weights in the sizes of Qwen3.6-35B-A3B: 0.48 GB for each layer, and 2 GB.
-``load`` needs a process of its own, because freed memory would change the result.
+``write`` writes random weights in the sizes of Qwen3.6-35B-A3B: 0.48 GB for each layer, plus 2 GB.
+Run ``load`` in a separate process, because memory that ``write`` has freed would change the result.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def write_model(folder: Path, layers: int) -> None:
 
 
 def saved(name: str, shape: torch.Size) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of a parameter."""
+    """Yield the tensors of a parameter in ModelOpt's layout."""
     if ".experts." in name:
         module, _, matrix = name.rpartition(".")
         parts = ("gate_proj", "up_proj") if matrix == "gate_up_proj" else (matrix,)
@@ -110,7 +110,8 @@ def quantized(name: str, shape: torch.Size) -> Iterator[tuple[str, torch.Tensor]
 
 
 def measure_loading(folder: Path, quantization: str) -> dict[str, object]:
-    """Load the model. Return the seconds, and the growth of memory that is not a file's, in GB."""
+    """Load the model. Return the seconds, and the growth in GB of memory that is not mapped from a
+    file."""
     process, is_done, peak = psutil.Process(), threading.Event(), 0
 
     def used() -> int:

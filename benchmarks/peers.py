@@ -17,11 +17,10 @@ PACKAGES = {
     "llama": ["llama-cpp-python", "gguf"],
 }
 UNINSTALLED = ["torchvision", "torchaudio", "torchcodec"]
-"""Dependencies that do not match this torch and that language models do not need."""
+"""Dependencies that do not match the pinned torch and that language models do not need."""
 
 
 def python_of(engine: str, folder: Path) -> str:
-    """Return the Python interpreter for an engine."""
     name = engine.split("-")[0]
     if name not in PACKAGES:
         return sys.executable

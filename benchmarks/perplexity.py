@@ -20,7 +20,8 @@ QUICKSTART = Path(__file__).resolve().parent.parent / "jobs" / "quickstart"
 
 
 def load_rows(count: int) -> list[dict[str, Any]]:
-    """Return rows of the quickstart with token ids of contexts, and of answers plus end token."""
+    """Return rows of the quickstart with the token ids of contexts, and of answers plus the end
+    token."""
     tokenizer = AutoTokenizer.from_pretrained(QUICKSTART / "model")
     rows = pl.read_parquet(QUICKSTART / "prompts.parquet").head(count).to_dicts()
     for row in rows:

@@ -1,12 +1,12 @@
-"""Measures a large job that reuses nearly all rows of another job's output; runs no model.
+"""Measures a large job that reuses nearly all rows of another job's output, without a model.
 
     python benchmarks/reuse.py [--rows 1000000] [--new 1000] [--folder DIR] [--json FILE]
 
 The first job measures the cost of row keys: it has a tenth of ``--rows`` rows, and a runner that
-computes nothing. The output to reuse is made by a job with all rows, which writes the same answer
-for every row. Two more jobs reuse this output. The input of one has ``--new`` additional rows at
-its end. In the input of the other, the same number of random rows is replaced, so that nearly every
-part has new rows. Prints, for each measured job, seconds of wall time and of processor time
+computes nothing. A second job, with all rows, makes the output to reuse, with the same answer for
+every row. Two more jobs reuse this output. One of them has ``--new`` additional rows at the end of
+its input. In the input of the last job, the same number of random rows is replaced, so that nearly
+every part has new rows. Prints, for each measured job, seconds of wall time and of processor time
 (including children), computed rows, the share of the processor time that row keys take, and bytes
 of keys per row on disk.
 """
@@ -55,7 +55,6 @@ class TimedKeys(RowKeys):
     seconds = 0.0
 
     def with_keys(self, batches: Iterator[list[PromptRow]]) -> Iterator[list[PromptRow]]:
-        """Return rows with their keys."""
         for batch in batches:
             began = time.thread_time()
             (keyed,) = super().with_keys(iter([batch]))
@@ -97,7 +96,6 @@ def processor_s() -> float:
 
 
 def measured(folder: Path, out: str, *others: str) -> dict[str, Any]:
-    """Run a job, and return its measurements."""
     TimedKeys.seconds = 0.0
     before, began = processor_s(), time.perf_counter()
     stub = partial(build, SwappingStub(1 << 20))
@@ -118,7 +116,7 @@ def measured(folder: Path, out: str, *others: str) -> dict[str, Any]:
 
 
 class OneAnswer(RowReuse):
-    """Replaces the search in other outputs: every row is found, with the same answer."""
+    """Replaces the search in other outputs. Every row is found, with the same answer."""
 
     def __init__(self, outputs: Any, generated: pa.Schema, warn: Any) -> None:
         super().__init__([], generated, warn)
@@ -147,7 +145,7 @@ class OneAnswer(RowReuse):
         hand_over: Callable[[FoundRows], None],
         admit: Callable[[list[PromptRow]], list[PromptRow]] = lambda rows: rows,
     ) -> Iterator[list[PromptRow]]:
-        """Return no rows: all rows are reused."""
+        """Return no rows, because all rows are reused."""
         for batch in batches:
             nowhere = np.zeros(len(batch), dtype=np.int64)
             hand_over(
@@ -186,7 +184,6 @@ def timed_row_keys(job: Job, context: Any) -> RowKeys:
 
 
 def main() -> None:
-    """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rows", type=int, default=1_000_000)
     parser.add_argument("--new", type=int, default=1_000)

@@ -1,9 +1,9 @@
 """Computes the shortest time for a workload on a device that runs operators one after the other.
 
 Each operator takes the longer of two times: the time for its FLOPs at the measured speed of matrix
-products, and the time for its bytes at the measured copy bandwidth. The sum is the time of an
-engine with perfect kernels and no gaps between them. The schedule prefills prompts in chunks, runs
-decodes first, and reserves the blocks of a whole row at admission.
+products, and the time for its bytes at the measured copy bandwidth. The sum over all operators is
+the time of an engine with perfect kernels and no gaps between kernels. The schedule prefills
+prompts in chunks, runs decodes first, and reserves the blocks of a whole row at admission.
 """
 
 from __future__ import annotations
@@ -18,8 +18,6 @@ from gpu_workloads import Job
 
 @dataclass(frozen=True)
 class Ceilings:
-    """Measured limits of a device."""
-
     bytes_per_s: float
     """Copy bandwidth, bytes read plus bytes written."""
     flop_per_s: float
@@ -69,8 +67,8 @@ class Shape:
 
     @property
     def activation_bytes(self) -> int:
-        """Bytes of activations read and written per token, for all layers, if each operator
-        between GEMMs reads its inputs and writes its outputs once."""
+        """Bytes of activations read and written per token in all layers, if each operator between
+        GEMMs reads its inputs and writes its outputs once."""
         query, key = self.heads * self.width, self.kv_heads * self.width
         elements = 10 * self.hidden + 3 * (query + 2 * key) + 3 * query + 6 * self.inner
         return self.layers * elements * self.element_bytes
@@ -83,7 +81,7 @@ class _Running:
         self.count = 0
         self.tokens = 0
         self.repeated = 0
-        """Tokens that are counted again because samples of a row share its prompt."""
+        """Tokens that are counted repeatedly, because samples of a row share the row's prompt."""
         self.ends: list[tuple[int, int, Job]] = []
 
     @property
@@ -125,8 +123,8 @@ def sequential_seconds(
 ) -> float:
     """Return seconds for all jobs.
 
-    A shared prefix is computed and stored once. Each step reads it once for all sequences, and the
-    prompt of a row once for all its samples.
+    A shared prefix is computed and stored once. Each step reads a shared prefix once for all
+    sequences, and a row's prompt once for all its samples.
     """
 
     def blocks(tokens: int) -> int:

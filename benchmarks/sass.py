@@ -31,10 +31,7 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Compiled:
-    """Counts of one kernel."""
-
     registers: int
-    """Registers per thread."""
     stack: int
     """Bytes of local memory per thread, which spilled registers use."""
     tensor_core: int
@@ -53,7 +50,6 @@ def read_cubin(path: Path, cuobjdump: str, nvdisasm: str) -> Compiled:
 
     Raises:
         ValueError: the output of the tools cannot be parsed.
-        subprocess.CalledProcessError: a tool failed.
     """
     usage = _USAGE.search(_output_of(cuobjdump, "--dump-resource-usage", str(path)))
     if usage is None:
@@ -87,8 +83,9 @@ def parse(sass: str) -> tuple[list[Instruction], dict[str, int]]:
 def main_loop(instructions: Sequence[Instruction], labels: dict[str, int]) -> list[Instruction]:
     """Return the loop in which a kernel spends most of its time.
 
-    This is the shortest innermost loop with tensor core instructions (attention has a longer copy
-    of the loop, with masks, for the last tiles), or else the longest innermost loop.
+    The result is the shortest innermost loop with tensor core instructions, or else the longest
+    innermost loop. (In attention, a longer copy of the main loop, with masks, computes the last
+    tiles.)
     """
     spans = []
     for at, instruction in enumerate(instructions):

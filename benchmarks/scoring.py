@@ -2,10 +2,10 @@
 
     python benchmarks/scoring.py FOLDER [--rows 200] [--context 256] [--batch 32]
 
-Both run the model ``small`` of models.py in float32. The job has ``task: score`` and is timed
-without loading. transformers runs its forward pass over left-padded batches of contexts and
-choices, and computes logits only for the choices. Checks that log-likelihoods agree within 1e-4 per
-token, and prints a JSON line.
+Both programs run the model ``small`` of models.py in float32. The job has ``task: score``. Its time
+does not include loading the model. transformers runs its forward pass over left-padded batches of
+contexts and choices, and computes logits only for the choices. Checks that log-likelihoods agree
+within 1e-4 per token, and prints a JSON line.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ Row = tuple[list[int], list[list[int]]]
 
 
 def make_rows(count: int, context: int) -> list[Row]:
-    """Return random rows: the length of a context is within an eighth of ``context`` tokens, and a
-    choice has 2 to 8 tokens."""
+    """Return random rows. A context has ``context`` tokens, plus or minus an eighth; a choice has 2
+    to 8 tokens."""
     rng = np.random.default_rng(0)
 
     def ids(shortest: int, longest: int) -> list[int]:
@@ -49,7 +49,7 @@ def make_rows(count: int, context: int) -> list[Row]:
 
 
 def by_job(model: Path, rows: list[Row], folder: Path) -> tuple[float, list[list[float]], Any]:
-    """Run the job; return seconds, log-likelihoods and the summary."""
+    """Return seconds, log-likelihoods and the summary."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     contexts, choices = (list(column) for column in zip(*rows, strict=True))
@@ -71,7 +71,7 @@ def by_job(model: Path, rows: list[Row], folder: Path) -> tuple[float, list[list
 
 @torch.inference_mode()
 def by_transformers(model: Path, rows: list[Row], batch: int) -> tuple[float, list[list[float]]]:
-    """Run transformers; return seconds and log-likelihoods."""
+    """Return seconds and log-likelihoods."""
     reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     pairs = [
         (len(context) + len(choice), row, at)
@@ -102,7 +102,6 @@ def by_transformers(model: Path, rows: list[Row], batch: int) -> tuple[float, li
 
 
 def main() -> None:
-    """Measure and print."""
     parser = argparse.ArgumentParser(description="Compare scoring with transformers.")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--rows", type=int, default=200)

@@ -3,8 +3,8 @@
     python benchmarks/start.py                          # the quickstart, seven times
     python benchmarks/start.py --job job.yaml --runs 3
 
-Each run is a process that ends after its first step. The first run is not counted, because it fills
-the page cache. Prompts must fit into one step.
+Each run is a process that ends after its first step. The first run only fills the page cache, and
+is not counted. Prompts must fit into one step.
 """
 
 from __future__ import annotations
@@ -45,7 +45,6 @@ def run_to_first_token(job: str, output: str) -> NoReturn:
 
 
 def seconds_of_a_run(job: Path) -> float:
-    """Run a job in a new process until its first token, and return the seconds."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, __file__, "--job", str(job), "--child", f"{folder}/out"]
         return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)

@@ -2,9 +2,9 @@
 
 .venv/bin/python benchmarks/state_split.py [ROWS]
 
-Simulates jobs of Qwen3.6-35B-A3B on an H200. A split reserves the states of a fixed number of
-sequences, and its KV pool has the rest of the memory. Prints the estimated seconds of each job, and
-the largest number of sequences that ran at once.
+Simulates jobs of Qwen3.6-35B-A3B on an H200. A split pool reserves the states of a fixed number of
+sequences, and uses the rest of the memory for KV. Prints the estimated seconds of each job, and the
+largest number of sequences that ran at once.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ MODEL: dict[str, Any] = {
     "vocab_size": 248320,
 }
 JOBS = {"short": ((100, 100),), "long": ((12_000, 500),), "mixed": ((100, 100), (12_000, 500))}
-"""Each job's pairs (tokens of a prompt, tokens of its answer), which its rows use in turn."""
+"""Each job's pairs (prompt tokens, answer tokens), which the job's rows use in turn."""
 SPLITS = (128, 256, 512)
-"""Numbers of sequences for which a split reserves states."""
+"""Numbers of sequences for which a split pool reserves states."""
 MAX_NUM_SEQS, MAX_MODEL_LEN, BLOCK_SIZE = 1024, 16_384, 16
 USABLE = 0.9
 """Share of the GPU's memory for weights and pool."""
@@ -64,7 +64,7 @@ def requests(lengths: tuple[tuple[int, int], ...], rows: int) -> Iterator[Reques
 
 
 def main(rows: int) -> None:
-    """Print a line for each job and each way to divide the memory."""
+    """Print a line for each job and each division of the memory."""
     layout = KVLayout.from_config(MODEL, block_size=BLOCK_SIZE, dtype="bfloat16")
     cost, device = ModelCost.from_config(MODEL, "bfloat16"), DEVICES["h200"]
     free = USABLE * device.memory_bytes - cost.weight_bytes

@@ -38,7 +38,8 @@ MESSAGES = [
 
 @dataclass(frozen=True)
 class NoEngine:
-    """Replaces the result of ``build_engine``; has only the attributes for making prompts."""
+    """Replaces the result of ``build_engine``, with only the attributes that are needed to make
+    prompts."""
 
     tokenizer: Any
     eos_token_ids: frozenset[int] = frozenset({0})
@@ -60,14 +61,14 @@ def datasets(folder: Path) -> Iterator[tuple[str, Path, dict[str, Any]]]:
 
 
 def rows_per_second(spec: JobSpec, seconds: float) -> str:
-    """Read a job's rows again and again for ``seconds``, and return the rates as text."""
+    """Read a job's rows repeatedly for ``seconds``, and return the rates as text."""
     job = open_job(spec, open_input(spec))
     tokenizer = make_tokenizer(spec.model.config())
     loaded: LoadedJob | None = load(job, lambda *_, **__: NoEngine(tokenizer))
     assert loaded is not None
     with closing(loaded) if hasattr(loaded, "close") else nullcontext():
         reader, parts = loaded.reader, job.manifest.parts()
-        # Load everything first.
+        # Load everything before the clock starts.
         next(read_prompts(job.source.batches(reader.columns, parts), reader))
         rows, began, used, of_children = 0, time.perf_counter(), time.process_time(), _children()
         while time.perf_counter() < began + seconds:
@@ -84,7 +85,6 @@ def rows_per_second(spec: JobSpec, seconds: float) -> str:
 
 
 def _children() -> float:
-    """Return the processor seconds of all child processes."""
     times = (child.cpu_times() for child in psutil.Process().children(recursive=True))
     return sum(time.user + time.system for time in times)
 

@@ -11,7 +11,7 @@ FIRST_ID, LAST_ID = 300, 8192  # ordinary tokens of the benchmark's vocabulary
 
 @dataclass(frozen=True)
 class Row:
-    """A prompt, and its numbers of output tokens and samples."""
+    """A prompt, the number of output tokens, and the number of samples."""
 
     prompt: list[int]
     output_len: int
@@ -22,7 +22,7 @@ def workload(name: str, scale: float = 1.0) -> list[Row]:
     """Return the rows of W1 (mixed lengths), W2 (a shared prefix of 512 tokens), W3 (8 samples per
     row), or D1, D2 and so on (that number of rows that decode together).
 
-    ``scale`` is the share of the rows of W1 to W3 to return, starting with the first row.
+    ``scale`` is the share of rows to return for W1 to W3, starting with the first row.
     """
     rng = np.random.default_rng(0)
 
