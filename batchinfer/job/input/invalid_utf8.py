@@ -59,13 +59,19 @@ def python_values(column: pa.Array) -> list[Any]:
     return _cast(column, _as_bytes_and_numbers).to_pylist()  # type: ignore[no-any-return]
 
 
+def is_valid_text(column: pa.Array) -> bool:
+    """Return True if all text in ``column`` is UTF-8."""
+    # Validating a slice of lists would check the values of all lists, so copy the slice first.
+    try:
+        pa.concat_arrays([column]).validate(full=True)
+    except pa.ArrowInvalid:
+        return False
+    return True
+
+
 def with_valid_text(column: pa.Array) -> pa.Array:
     """Replace invalid UTF-8 in ``column`` with U+FFFD; return the same array if all is valid."""
-    try:
-        column.validate(full=True)
-    except pa.ArrowInvalid:
-        return _replace_invalid(column)
-    return column
+    return column if is_valid_text(column) else _replace_invalid(column)
 
 
 def _cast(column: pa.Array, leaf: Callable[[pa.DataType], pa.DataType]) -> pa.Array:

@@ -17,6 +17,7 @@ from batchinfer.job.input.arrow_types import without_text
 from batchinfer.job.input.dataset import Source
 from batchinfer.job.input.invalid_utf8 import (
     check_field_names,
+    is_valid_text,
     python_values,
     with_valid_text,
 )
@@ -62,11 +63,9 @@ def _bad_rows(column: pa.Array, field: pa.Field) -> list[int]:
     Raises:
         DataError: some text is not UTF-8, and a struct has two fields of one name.
     """
-    try:
-        column.validate(full=True)
+    if is_valid_text(column):
         return []
-    except pa.ArrowInvalid:
-        check_field_names(field)
+    check_field_names(field)
     pairs = zip(python_values(column), python_values(with_valid_text(column)), strict=True)
     # Compare with ``repr``, because NaN is not equal to itself.
     return [at for at, (value, changed) in enumerate(pairs) if repr(value) != repr(changed)]

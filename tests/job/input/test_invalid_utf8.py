@@ -8,7 +8,7 @@ import pytest
 
 from batchinfer.errors import RowError
 from batchinfer.job.input import invalid_utf8
-from batchinfer.job.input.invalid_utf8 import python_rows, with_valid_text
+from batchinfer.job.input.invalid_utf8 import is_valid_text, python_rows, with_valid_text
 from batchinfer.text.row_values import decoded
 from tests.job.datasets import strings
 
@@ -34,6 +34,11 @@ def test_text_arrives_as_bytes_and_the_rest_as_python_values() -> None:
         {"text": INVALID, "n": 2, "messages": None, "label": INVALID},
         {"text": None, "n": None, "messages": [], "label": None},
     ]
+
+
+@pytest.mark.parametrize("kind", ["large_string", "list", "map"])
+def test_only_the_rows_of_a_slice_are_checked(kind: str) -> None:
+    assert [is_valid_text(NESTED[kind].slice(row, 1)) for row in range(3)] == [True, False, True]
 
 
 def test_rows_without_columns_are_rows() -> None:
