@@ -2,11 +2,11 @@
 
     python benchmarks/fleet.py [--workers 1,2,4,8,32] [--rows 200000] [--rows-per-part 4096]
 
-A simulated worker claims as many parts as ``claim_size`` returns. It runs ``SLOTS`` rows at a time;
-a row with n tokens takes n steps. A worker claims more parts if fewer than ``SLOTS`` rows wait
-outside its engine. Output lengths are uniform from 10 to 2,000 tokens. With two workers or more,
-one worker is four times slower. Prints the ideal time, in which all slots are busy until the end,
-divided by the simulated time.
+A simulated worker claims as many parts as ``claim_size`` returns. A worker runs ``SLOTS`` rows at a
+time; a row with n tokens takes n steps. A worker claims more parts if fewer than ``SLOTS`` rows
+wait outside its engine. Output lengths are uniform from 10 to 2,000 tokens. With two workers or
+more, one worker is four times slower. Prints the ideal time, in which all slots are busy until the
+end, divided by the simulated time.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _run(lengths: list[int], free: list[Part], paces: list[float]) -> float:
     running = [0] * len(paces)
     made = [0] * len(paces)
     late = set[int]()
-    """Workers that claim nothing because the other workers finish sooner without them."""
+    """Workers that claim no parts for now, because the job would finish sooner without them."""
     missing = {part.index: part.num_rows for part in free}
     """Number of unfinished rows of each part."""
     owner: dict[int, int] = {}

@@ -3,9 +3,10 @@
     python benchmarks/host.py [--sequences 1024]
 
 Prints median and mean processor time per call to ``Engine.step`` with nearly all sequences running:
-for steps that only decode, and for steps that also start rows. Two engines are measured. One waits
-for each step's result; the other schedules the next step before it reads the last result. Rows have
-100 to 1,023 prompt tokens and 100 to 1,023 output tokens. The pool is never full.
+for steps that only decode, and for steps that also start rows. Two engines are measured: an engine
+that waits for each step's result, and an engine that schedules the next step before it reads the
+last result. Rows have 100 to 1,023 prompt tokens and 100 to 1,023 output tokens. The pool is never
+full.
 """
 
 from __future__ import annotations

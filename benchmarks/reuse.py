@@ -4,9 +4,9 @@
 
 The first job measures the cost of row keys: it has a tenth of ``--rows`` rows, and a runner that
 computes nothing. A second job, with all rows, makes the output to reuse, with the same answer for
-every row. Two more jobs reuse this output. One of them has ``--new`` additional rows at the end of
-its input. In the input of the last job, the same number of random rows is replaced, so that nearly
-every part has new rows. Prints, for each measured job, seconds of wall time and of processor time
+every row. Two more jobs reuse this output. The third job has ``--new`` additional rows at the end
+of its input. In the fourth job's input, ``--new`` random rows are replaced, so that nearly every
+part has new rows. Prints, for each measured job, seconds of wall time and of processor time
 (including children), computed rows, the share of the processor time that row keys take, and bytes
 of keys per row on disk.
 """

@@ -2,10 +2,10 @@
 
     python benchmarks/scoring.py FOLDER [--rows 200] [--context 256] [--batch 32]
 
-Both programs run the model ``small`` of models.py in float32. The job has ``task: score``. Its time
-does not include loading the model. transformers runs its forward pass over left-padded batches of
-contexts and choices, and computes logits only for the choices. Checks that log-likelihoods agree
-within 1e-4 per token, and prints a JSON line.
+Both programs run the model ``small`` of models.py in float32. The job has ``task: score``. The
+job's time does not include loading the model. transformers runs its forward pass over left-padded
+batches of contexts and choices, and computes logits only for the choices. Checks that
+log-likelihoods agree within 1e-4 per token, and prints a JSON line.
 """
 
 from __future__ import annotations

@@ -5,18 +5,17 @@ that may give the same token different bits. In this module, one compiled kernel
 tokens: in chunks of any size and in decodes, after a cached prefix or a preemption, and with any
 other sequences in the batch. The kernel always sums over a token's context in this order:
 
-1. Positions are cut into pieces at multiples of `ALIGNED_PIECE`, and pieces into tiles. Both are
-   counted from position 0.
-2. Each piece starts an online softmax over its tiles. A tile that a token does not see leaves the
-   token's maximum, sum and output exactly as they are.
-3. Pieces are joined from first to last, starting from the sinks. Either one program joins all
-   pieces of its tile, or programs store the states of their pieces and `merge_partials` joins them
-   with the same operations. Both use explicit fused multiply-adds.
+1. Positions are cut into pieces at multiples of `ALIGNED_PIECE`, and pieces into tiles. Pieces and
+tiles are counted from position 0. 2. Each piece starts an online softmax over its tiles. A tile
+that a token does not see leaves the token's maximum, sum and output exactly as they are. 3. Pieces
+are joined from first to last, starting from the sinks. Either one program joins all pieces of its
+tile, or programs store the states of their pieces and `merge_partials` joins the states with the
+same operations. The join uses explicit fused multiply-adds.
 
 The work list has one item per tile of a chunk's query tokens, with all pieces that these tokens
 see. A decode is one item with all its pieces, or one item per piece; both give the same sums. The
-list is made on the device, like the list in `decode_plan.py`. A prefix that several sequences share
-is read once for each sequence.
+work list is made on the device, like the list in `decode_plan.py`. A prefix that several sequences
+share is read once for each sequence.
 
 Sources: "Defeating Nondeterminism in LLM Inference" (He and Thinking Machines Lab 2025) proposes
 splits of a fixed size instead of a fixed number of splits, and the same order for prefill and

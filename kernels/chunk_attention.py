@@ -2,7 +2,7 @@
 
 One program computes the attention of a tile of query tokens to all positions that they see. Tiles
 of positions that all rows see need no masks. The list of query tiles is made on the device, once
-for all layers (see `decode_plan.py`). The list has no tiles for decodes, so the size of a launch
+for all layers (see `decode_plan.py`). Decodes have no tiles in this list, so the size of a launch
 depends only on the step's chunks.
 """
 

@@ -1,10 +1,10 @@
-"""The work list of a step's decodes. Each item is a piece of a decode's context.
+"""The work list of a step's decodes, whose items are pieces of the decodes' contexts.
 
-A context is cut into pieces of `DECODE_PIECE` tokens. This length is constant, so the order in
-which a row's terms are added does not depend on other rows of the step. If the partial results
-would take more than `MAX_WORKSPACE_BYTES`, the longest contexts get longer pieces. The work list is
-made once for all layers with the same window. It is made on the device, from lengths in device
-memory, so that a captured step can be replayed with other lengths.
+A context is cut into pieces of `DECODE_PIECE` tokens. The length of a piece is constant, so the
+order in which a row's terms are added does not depend on other rows of the step. If the partial
+results would take more than `MAX_WORKSPACE_BYTES`, the longest contexts get longer pieces. The work
+list is made once for all layers with the same window. The work list is made on the device, from
+lengths in device memory, so that a captured step can be replayed with other lengths.
 
 If several sequences store a whole piece in the same blocks, the list has one shared item per tile
 of sequences (`shared_attention.py`) instead of one item per sequence. Sequences that share a prefix
@@ -72,7 +72,7 @@ def plan_decode(
         order: the indices of all sequences; sequences that share a prefix are adjacent. Ignored if
             there is a window.
         shared_lens: number of leading tokens that each sequence of `order` shares with the previous
-            sequence. These tokens are in the same blocks and come before the query tokens of both
+            sequence. Shared tokens are in the same blocks and come before the query tokens of both
             sequences. Ignored if there is a window.
         num_launches: number of attention layers, each of which uses the list once.
         num_splits: largest number of pieces per context (default: from `max_context_len`). Any

@@ -33,7 +33,7 @@ def as_readable(cache: torch.Tensor) -> torch.Tensor:
 def is_transposed(values: torch.Tensor) -> bool:
     """Return true if blocks store values as contiguous float8 `[width, token]`.
 
-    Such values are never NaN (`without_nan`).
+    Transposed values are never NaN (`without_nan`).
     """
     *_, token_stride, width_stride = values.stride()
     return values.dtype == FP8 and token_stride == 1 < width_stride == values.shape[2]
@@ -104,8 +104,8 @@ def in_float16(
     x,  # [ROWS, WIDTH] float32, converted from bfloat16
 ):  # [ROWS, WIDTH] float16 and [ROWS] float32, whose product is x
     # float16 has all mantissa bits of bfloat16 but not its range. Multiply each row by a power of
-    # two, so that its largest number is at least 2^14. Then the absolute rounding errors are below
-    # 2^-24.
+    # two, so that its largest number is at least 2^14. The absolute rounding errors of such a row
+    # are below 2^-24.
     largest = tl.max(tl.abs(x), 1)
     exponent = tl.maximum(largest.to(tl.int32, bitcast=True) >> 23, 15)
     up = ((268 - exponent) << 23).to(tl.float32, bitcast=True)

@@ -33,7 +33,7 @@ def split_float8(
     x,  # [ROWS, WIDTH] float32, converted from bfloat16
     CACHE_TYPE: tl.constexpr,  # float8, or uint8 for float8 as bytes
 ):  # codes of the upper and of the lower terms [ROWS, WIDTH], and their scales [ROWS] float32
-    # Multiply each row by a power of two that makes the row's largest number at least 128. Then
+    # Multiply each row by a power of two that makes the row's largest number at least 128, so that
     # only bits below 2^-10 are lost.
     largest = tl.max(tl.abs(x), 1)
     exponent = tl.minimum(tl.maximum(largest.to(tl.int32, bitcast=True) >> 23, 8), 253)
@@ -77,7 +77,8 @@ def attend_split(
     value_ptr = cache.value_ptr + kv_head * cache.value_head_stride
     places = _by_rows(tl.arange(0, TILE))
     largest = row_max
-    # Each thread sums over its own tokens. The sums of all threads are added at the end.
+    # Each thread sums the softmax weights of its own tokens. The sums of all threads are added at
+    # the end.
     sums = tl.where(places[:, None] == 0, row_sum[None, :], 0.0)
     acc = tl.zeros([cache.VALUE_BLOCK, heads], tl.float32)
     for tile in range(begin // TILE * TILE, end, TILE):

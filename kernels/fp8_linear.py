@@ -11,8 +11,8 @@ scales. Without scales, weights are converted to the dtype of x in registers, wh
 Accumulation: tensor cores sum each group from zero. Group sums are scaled and added in float32, in
 order. (An H100 keeps about 14 bits of a float8 sum, so longer sums would lose more bits.) If there
 are few tiles, the groups are divided into pieces, and a second kernel adds the pieces' sums in
-order. The same call therefore always gives the same bits. The number of pieces is the same for 1 to
-64 rows.
+order. The same call of `fp8_linear` therefore always gives the same bits. The number of pieces is
+the same for 1 to 64 rows.
 
 Sources: DeepSeek-AI 2024, arXiv:2412.19437, section 3.3.2; the schedule is the same as in DeepGEMM
 (deepseek-ai/DeepGEMM, sm90_fp8_gemm_1d2d) and in vLLM's `w8a8_block_fp8_matmul`

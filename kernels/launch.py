@@ -35,8 +35,9 @@ def check_launchable(name: str, *tensors: torch.Tensor | None) -> None:
 def num_persistent(device: torch.device, most: int) -> int:
     """Return the number of programs for a launch whose programs take items from a work list.
 
-    The number is `most`, or less if fewer programs fill all multiprocessors, whose registers hold
-    at most four programs each. Programs that start after the list is empty return immediately.
+    The number of programs is `most`, or less if fewer programs fill all multiprocessors, whose
+    registers hold at most four programs each. Programs that start after the list is empty return
+    immediately.
     """
     if device.type != "cuda":
         return min(most, _INTERPRETED)

@@ -299,8 +299,8 @@ def _round_groups(weight: torch.Tensor, group_size: int) -> tuple[torch.Tensor, 
 
 
 def _grid(low: torch.Tensor, high: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return inverse scales and zero points for groups with numbers from ``low`` to ``high``. Both
-    are 0 if ``low`` equals ``high``."""
+    """Return inverse scales and zero points for groups with numbers from ``low`` to ``high``. The
+    inverse scale and the zero point are 0 if ``low`` equals ``high``."""
     span = high - low
     inverse = torch.where(span > 0, _INT4_MOST / span, 0)
     return inverse, (-low * inverse).round_()

@@ -10,9 +10,9 @@ Layout: `README.md` has shapes and strides. Query head h reads KV head h // (Hq 
 heads of a KV head are adjacent rows of one GEMM.
 
 `decode_attention.py` computes sequences with one query token; `chunk_attention.py` computes
-sequences with more query tokens. Both use the loop over the cache in `attention_loop.py`. Every
-program reads the lengths on the device, so a captured launch can be replayed with other lengths if
-the shapes of its tensors stay the same.
+sequences with more query tokens. Both modules use the loop over the cache in `attention_loop.py`.
+Every program reads the lengths on the device, so a captured launch can be replayed with other
+lengths if the shapes of its tensors stay the same.
 
 Accumulation: scores, running maximum, sum and output are float32. Softmax weights are rounded to
 the query's dtype for the GEMM with V. With a float8 cache, softmax weights are rounded to float16,

@@ -14,8 +14,8 @@ if the token is edited. Kernels that read an edited row therefore load only an e
 per logit.
 
 One program computes one distribution. A token may be listed several times, so all new values are
-computed before the first is written. Before that, occurrences are counted, in the memory that later
-holds the new values.
+computed before the first is written. Occurrences are counted before new values are computed, in the
+memory that later holds these values.
 """
 
 from typing import NamedTuple

@@ -249,7 +249,7 @@ def _gated_delta_kernel(
     rows = tl.arange(0, BLOCK_ROWS)
     row_mask = rows < KEY_WIDTH
     rate = tl.load(decay_rate_ptr + head)
-    # Each row has its own decay, or all rows of a head have the same decay.
+    # Each row of a head's matrix has its own decay, or all rows have the same decay.
     decay_at = head * DECAY_WIDTH + (rows if DECAY_WIDTH > 1 else rows * 0)
     bias = tl.load(dt_bias_ptr + decay_at, mask=row_mask, other=0.0)
     token = start.to(tl.int64)

@@ -92,7 +92,7 @@ def pieces(
     number of pieces.
 
     The first piece begins at a multiple of 128, which every tile size divides. Pieces have PIECE
-    tokens, or a multiple of PIECE if max_pieces pieces would not reach the end. There is always at
+    tokens, or a multiple of PIECE if max_pieces pieces would not reach the end. A context has at
     least one piece, perhaps empty, because computing a piece writes the output.
     """
     begin = context_len * 0 if window is None else tl.maximum(context_len - window, 0)

@@ -1,8 +1,9 @@
 """Finds the tokens that top-k and top-p keep, exactly and without sorting the row.
 
-Tokens have a total order: larger logits first, equal logits by ascending id (-0 equals 0). Both
-filters keep a prefix of this order. The key and id of the prefix's last token identify it. Top-k
-keeps k tokens. Top-p (Holtzman et al. 2020, arXiv:1904.09751) keeps the shortest prefix with
+Tokens have a total order: larger logits first, equal logits by ascending id (-0 equals 0). Top-k
+and top-p keep a prefix of this order, which is identified by the key and id of the prefix's last
+token. Top-k keeps k tokens. Top-p (Holtzman et al. 2020, arXiv:1904.09751) keeps the shortest
+prefix with
 
     float64(mass of the prefix) >= float64(top_p) float64(mass after top-k)
 

@@ -3,12 +3,12 @@
 Two checks run on a loaded model. The checks compare results and never depend on the family's name.
 
 * The whole model runs two equal sequences in one packed row. Each layer must call paged attention
-  once, in order, with the layout's shapes and the window in the config. Both sequences must get the
-  same logits. The logits differ if a model ignores its positions or mixes neighboring tokens, for
-  example with a convolution, a recurrent state or a bias that depends on distance.
+  once, in order, with the layout's shapes and the window in the config. The two equal sequences
+  must get equal logits. The logits differ if a model ignores its positions or mixes neighboring
+  tokens, for example with a convolution, a recurrent state or a bias that depends on distance.
 * A shallow copy of the model is compared with transformers' forward pass, which uses its own
-  attention and masks. This check finds, for example, families that apply a sliding window only in
-  the attention mask: paged attention makes no mask, so it would ignore the window. The copy's
+  attention and masks. The comparison finds, for example, families that apply a sliding window only
+  in the attention mask: paged attention makes no mask and would ignore such a window. The copy's
   windows are shorter than the prompt. transformers computes the prompt in one pass; paged attention
   computes it in chunks and a decode step.
 """

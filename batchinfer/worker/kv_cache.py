@@ -34,12 +34,12 @@ class KVCache:
 
     For each KV head, a block is ``[token, width]``. The C kernels for a CPU use another order
     (``kernels/cpu/kv_block_layout.h``). On a CUDA device, a float8 pool stores values as ``[width,
-    token]``. These values must not be NaN (``kernels/fp8_decode_attention.py``), so a float8 pool
-    is zeroed first.
+    token]``. Stored float8 values must not be NaN (``kernels/fp8_decode_attention.py``), so a
+    float8 pool is zeroed first.
 
     A slot holds the layers of one layer group. Slots are flat rows of elements, because keys and
-    values may differ in width. One additional slot, ``null_slot``, holds zeros and is never
-    written. Padding is read from this slot.
+    values may differ in width. The pool has one additional slot, ``null_slot``, which holds zeros
+    and is never written. Padding is read from the null slot.
     """
 
     def __init__(
@@ -90,7 +90,8 @@ class KVCache:
 
     @property
     def is_native(self) -> bool:
-        """True if the C kernels write and read the pool. They do not support float8 latents."""
+        """True if the C kernels write and read the pool, which they cannot do for float8
+        latents."""
         if self.pool.is_cuda or (self.layout.latent and self.layout.fp8):
             return False
         return cpu_attention.reads(self.pool.dtype, self.dtype)

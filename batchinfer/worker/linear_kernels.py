@@ -146,7 +146,7 @@ class _UnpackedWeight:
 def linear_kernels(dtype: torch.dtype) -> tuple[LinearKernel, ...]:
     """Return the kernels that work for weights of ``dtype`` on this processor, C kernels first.
 
-    oneDNN and BLAS may sum in an order that depends on the number of rows (oneDNN with AMX does in
+    In oneDNN and BLAS, the order of sums may depend on the number of rows (as in oneDNN with AMX in
     bfloat16), so only the C kernels are marked as batch-invariant.
     """
     if dtype not in _DTYPES:
@@ -187,8 +187,8 @@ def codes_kernel(method: str, dtype: torch.dtype) -> LinearKernel | None:
 
 
 def triton_kernel(device: torch.device) -> LinearKernel:
-    """Return the Triton kernel for a CUDA device. Its name includes the compiler and the target,
-    because the bits depend on them."""
+    """Return the Triton kernel for a CUDA device. The kernel's name includes the compiler and the
+    target, because the bits of results depend on both."""
     import triton
 
     from batchinfer.kernels.launch import compute_capability

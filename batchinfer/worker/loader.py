@@ -318,8 +318,8 @@ def _pack(
     quantization: str | None,
     required: KernelRequirements,
 ) -> tuple[KernelChoice, dict[str, str]]:
-    """Quantize weights, and pack them for their kernels. Return the kernel of weights that are not
-    quantized, and the names of the other kernels, keyed by method."""
+    """Quantize weights, and pack them for their kernels. Return the kernel of unquantized weights,
+    and the names of the quantization methods' kernels, keyed by method."""
     dtype, names = getattr(torch, description.dtype), {}
     if device.type == "cpu":
         names = {method: kernel.name for method, kernel in pack_prequantized(model, dtype).items()}

@@ -29,10 +29,10 @@ from batchinfer.worker.sampling.sampler import workspace_bytes
 # times up.
 _HIDDEN_COPIES = 8
 _INNER_COPIES = 3
-# For each selected expert of a token, the peak memory of transformers' experts is the larger of two
-# amounts: four tensors of the hidden width (input, output, weighted output, and weighted output in
-# the tokens' order), or the input and four times the expert's width (gate and up in one tensor,
-# activated gate, and gate times up).
+# Peak memory of transformers' experts, for each selected expert of a token: four tensors of the
+# hidden width (input, output, weighted output, and weighted output in the tokens' order); or, if
+# larger, the input and four times the expert's width (gate and up in one tensor, activated gate,
+# and gate times up).
 _EXPERT_COPIES = 4
 # Copies of the logits: the head's output and, in some families, the scaled or capped logits.
 LOGITS_COPIES = 2
@@ -92,8 +92,8 @@ def pieces_bytes(
     layout: KVLayout, config: Mapping[str, Any], *, max_num_seqs: int, max_model_len: int
 ) -> int:
     """Return an upper bound on the bytes of attention's partial results in a step on CUDA. Each
-    piece of a context has partial results. Layers with the same window and shape share this
-    memory."""
+    piece of a context has partial results. Layers with the same window and shape share the memory
+    of partial results."""
     heads = int(text_config(config).get("num_attention_heads") or layout.num_kv_heads)
     layers = layout.attention_layers
     kinds = {(layout.windows[layout.place(layer)[0]], layout.shape(layer)) for layer in layers}
@@ -132,9 +132,9 @@ def max_graph_tokens(
 ) -> int:
     """Return the number of tokens of the largest step with a graph.
 
-    The number is halved until the step's activations take a small share of the device's memory, but
-    is at least one token per sequence. Larger steps need no graph, because the device runs their
-    kernels longer than the host takes to launch them.
+    The number of tokens is halved until the step's activations take a small share of the device's
+    memory, but is at least one token per sequence. Larger steps need no graph, because the device
+    runs their kernels longer than the host takes to launch them.
     """
     tokens = min(engine.max_num_batched_tokens, MAX_GRAPH_TOKENS)
     bytes_each = activation_elements(config) * layout.element_bytes
@@ -201,7 +201,7 @@ def fit_memory(
     max_model_len: int,
     adapter_bytes: int = 0,
 ) -> MemoryPlan:
-    """Size the KV pool and estimate the other uses of the device's memory.
+    """Size the KV pool, and estimate other uses of the device's memory.
 
     The pool has ``num_kv_blocks`` blocks or ``kv_cache_memory`` bytes, if one of them is set.
     Otherwise, on a CUDA device, the engine may use the share ``gpu_memory_utilization`` of the
@@ -345,7 +345,7 @@ def device_memory(device: torch.device, loaded_bytes: int) -> DeviceMemory:
 def free_host_bytes() -> int:
     """Return how many bytes of memory this process may still allocate.
 
-    This is the host's free memory, or less if the process's control group or address space
+    The result is the host's free memory, or less if the process's control group or address space
     (``ulimit -v``) is limited. Files in the page cache count as free, because the kernel drops them
     when memory is needed.
     """

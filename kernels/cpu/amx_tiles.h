@@ -1,8 +1,8 @@
 /* Matrix tiles of up to 16 rows by 64 bytes: Intel's AMX, or an emulation in plain C.
 
    With -DEMULATE_TILES, the emulation is used everywhere, so that code built on tiles can be tested
-   on any processor. Otherwise, code for tiles is compiled if the target has AMX with bfloat16 and
-   int8, and used if tiles_work() returns true. If tiles_work() returns false,
+   on any processor. Without this flag, code for tiles is compiled if the target has AMX with
+   bfloat16 and int8, and used if tiles_work() returns true. If tiles_work() returns false,
    attention_bf16_pairs.inc computes attention over the same pool, so the target must have
    AVX512BF16 too. Tile numbers must be compile-time constants. */
 

@@ -1,5 +1,5 @@
 /* Epilogue of a GEMM: adds the bias to sums[rows][width], and also the previous output if a->adds.
-   Then rounds once, and stores the result in outputs [column, column + width). */
+   Rounds the result once, and stores it in outputs [column, column + width). */
 
 #ifndef BATCHINFER_EPILOGUE_H
 #define BATCHINFER_EPILOGUE_H

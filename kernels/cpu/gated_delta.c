@@ -7,7 +7,7 @@
    A token's arithmetic is always the same, so a sequence's bits depend neither on how its tokens
    are divided into steps nor on other sequences.
 
-   There are four passes over the step, each split among the threads, with float32 results: the
+   The four passes over the step, each split among the threads, with float32 results, are: the
    convolution; unit queries and keys, and gates; the recurrence; the gated norm. */
 
 #include "gated_delta.h"
@@ -119,9 +119,9 @@ INLINE void recall(
     add_row(vectors, row, recalling + i, recalled->of[0]);
 }
 
-/* Decays row i of the matrix and adds the token's update to the row. Then adds the row's products
-   to two sums: the value that the token's query reads, and, unless `next` is NULL, the value that
-   the next token's key recalls. */
+/* Decays row i of the matrix, adds the token's update to the row, and adds the row's products to
+   two sums: the value that the token's query reads, and, unless `next` is NULL, the value that the
+   next token's key recalls. */
 INLINE void write_row(
     const int vectors, float *at, vec kept, int64_t i, const token_inputs *token,
     const token_inputs *next, const vec *delta, vec *read, vec *recalled) {

@@ -76,8 +76,8 @@ def gated_delta_args(
     out: torch.Tensor,  # [T, Hv * Dv], last dimension contiguous
     buffers: Sequence[torch.Tensor],
 ) -> GatedDeltaArgs:
-    """Convert the arguments of ``gated_delta`` to those of the C function. The result does not
-    keep the tensors alive.
+    """Convert the arguments of ``gated_delta`` to the C function's arguments. The returned struct
+    does not keep the tensors alive.
 
     Args:
         buffers: a float32 buffer [T, width] for each of ``workspace_widths``.

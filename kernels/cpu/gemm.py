@@ -207,7 +207,7 @@ def gemm(
     """Compute ``out = x @ weight.T + bias``. Sums are float32; with low-bit weights, integer sums
     are exact.
 
-    A row's bits do not depend on the other rows.
+    A row's bits do not depend on other rows.
 
     Args:
         adds: true to add the product to ``out``, rounding once.
@@ -228,7 +228,7 @@ def gemm_args(
     out: torch.Tensor,
     adds: bool,
 ) -> GemmArgs:
-    """Convert the arguments of ``gemm`` to those of the C function."""
+    """Convert the arguments of ``gemm`` to the C function's arguments."""
     return GemmArgs(
         *(x.data_ptr(), packed.data_ptr(), None if bias is None else bias.data_ptr()),
         *(out.data_ptr(), len(x), x.stride(0), x.shape[1], out.shape[1]),

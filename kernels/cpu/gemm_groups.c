@@ -268,7 +268,7 @@ static void any_tile(
 #undef CASE
 }
 
-/* Returns the largest number of rows per tile. The number is smaller if pairs are summed, because
+/* Returns the largest number of rows per tile. Tiles have fewer rows if pairs are summed, because
    the sums of pairs need registers in addition to the group's sums. */
 static int64_t tile_rows(int form) {
     return PAIRS_DEPTH && form == INT4_CODES && LANES == 8 ? 4 : TILE_ROWS;

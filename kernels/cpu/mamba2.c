@@ -3,7 +3,7 @@
    As in gated_delta.c, the recurrence runs token by token, so that a sequence's bits depend neither
    on how its tokens are divided into steps nor on other sequences.
 
-   There are four passes over the step, each split among the threads, with float32 results: the
+   The four passes over the step, each split among the threads, with float32 results, are: the
    convolution; time steps and decays; the recurrence; the gated norm. */
 
 #include "recurrent_state.h"

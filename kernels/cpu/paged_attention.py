@@ -106,7 +106,8 @@ def paged_attention(
         order: the indices of all sequences; sequences that share a prefix are adjacent.
         shared_lens: number of leading tokens that each sequence of ``order`` shares with the
             previous sequence. Shared tokens are in the same blocks and come before the query tokens
-            of both sequences. They are read once for many rows, which does not change the result.
+            of both sequences. Shared tokens are read once for many rows, which does not change the
+            result.
         query_ends, prompt_lens: see ``reference.paged_attention``.
         kernel: a kernel's number, from ``kernel_of``; None: the fastest kernel.
     """
@@ -153,7 +154,7 @@ def attention_args(
     prompt_lens: torch.Tensor | None,
     kernel: int,
 ) -> AttentionArgs:
-    """Convert the arguments of ``paged_attention`` to those of the C function."""
+    """Convert the arguments of ``paged_attention`` to the C function's arguments."""
     return AttentionArgs(
         *(t.data_ptr() for t in (query, out, key_cache, value_cache)),
         *(t.data_ptr() for t in (block_tables, query_starts, context_lens)),

@@ -255,8 +255,8 @@ class LatentCudaAttention(CudaAttention):
 
 
 def _planned_window(options: Mapping[str, Any]) -> int:
-    """Return the window to plan a work list for. The result is 0 (the whole context) for a layer
-    with a prompt window."""
+    """Return the window to plan a work list for, which is 0 (the whole context) for a layer with a
+    prompt window."""
     return int(options["sliding_window"]) if options["prompt_lens"] is None else 0
 
 

@@ -27,8 +27,8 @@ class NativeAttention:
 
     Args:
         like: kernel of the model's linear layers. If it is a C kernel, attention uses the same
-            instruction set, so that one name identifies the instructions of both. Otherwise,
-            attention uses the fastest instruction set.
+            instruction set, so that one name identifies the instructions of both. For another
+            kernel, attention uses the fastest instruction set.
     """
 
     def __init__(self, cache: KVCache, like: LinearKernel | None = None) -> None:

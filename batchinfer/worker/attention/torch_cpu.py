@@ -140,8 +140,8 @@ def _share_beside_sinks(
     scores: torch.Tensor,  # [R, Hkv, heads per KV head, Q, C], masked
     sinks: torch.Tensor,  # [Hq]
 ) -> torch.Tensor:  # [R * Hkv, heads per KV head * Q, 1] float32
-    """Return the share of the softmax that the keys get. The rest goes to the sink, an additional
-    logit without a value.
+    """Return the share of the softmax that the keys get. The sink, an additional logit without a
+    value, gets the rest.
 
     With the log-sum-exp ``lse`` of the scores, the share is exp(lse) / (exp(lse) + exp(sink)) =
     sigmoid(lse - sink).

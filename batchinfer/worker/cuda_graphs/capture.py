@@ -79,8 +79,8 @@ def _end_allocation(pool: tuple[int, int]) -> None:
     """Tell torch's allocator that a failed capture is over. torch does this itself only after a
     successful capture.
 
-    Otherwise, the allocator would assume that the capture is in progress for the rest of the
-    process, and would never release unused memory.
+    After a failed capture, torch's allocator would otherwise assume that the capture is still in
+    progress, and would never again release unused memory.
     """
     device = torch.cuda.current_device()
     with suppress(RuntimeError):  # the allocation may not have begun

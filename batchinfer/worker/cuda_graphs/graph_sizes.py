@@ -26,10 +26,10 @@ runs its kernels longer than the host takes to launch them."""
 _DECODE_STEPS = ((64, 32), (256, 64))
 _SMALL_TOKENS = (16, 32, 64, 128)
 _SIZES_PER_OCTAVE = 4
-# There is no size between this number of tokens and the largest step. Steps in this range are rare,
-# because the scheduler fills steps to the largest size while prompts wait. A graph would also save
-# little time in these steps, because the device runs their kernels longer than the host takes to
-# launch them.
+# No graph has a number of tokens between 4,096 and the largest step. Such steps are rare, because
+# the scheduler fills steps to the largest size while prompts wait. A graph would also save little
+# time in these steps, because the device runs their kernels longer than the host takes to launch
+# them.
 _DENSE_TOKENS = 4096
 _SEQUENCES_RATIO = 4
 # In a small model, computing a row of logits takes about as long as running a token through the

@@ -65,8 +65,9 @@ POOLING: Mapping[str, Callable[[torch.Tensor, int], torch.Tensor]] = {
     "weightedmean": _weighted_mean,
 }
 """The pooling modes of sentence-transformers' Pooling module, keyed by name
-(sentence_transformers/sentence_transformer/modules/pooling.py, version 6.2). Each function maps
-float32 hidden states [B, L, H], and the index of the first state in its text, to vectors [B, H]."""
+(sentence_transformers/sentence_transformer/modules/pooling.py, version 6.2). Each pooling function
+maps float32 hidden states [B, L, H], and the index of the first state in its text, to vectors [B,
+H]."""
 
 
 def pool(

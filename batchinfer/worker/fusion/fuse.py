@@ -4,8 +4,8 @@ A module is a candidate if its submodules have the expected names. To record the
 the model runs once on four tokens, whose positions range from the model's first to its last. Each
 candidate is copied to float32, so that rounding does not hide differences. The fused module must
 give the same results as the copy for the recorded input, and for the input scaled down and scaled
-up (far enough to show clipping). Otherwise, the candidate is not replaced, so an unknown family
-runs as in transformers.
+up (far enough to show clipping). A candidate with different results is not replaced, so an unknown
+family runs as in transformers.
 """
 
 from __future__ import annotations
@@ -125,8 +125,8 @@ class _ModuleFusion:
 
     def layers_add_plainly(self) -> bool:
         """Return True if layers that add in place give the same results as the model's decoder
-        layers. One layer of each class is compared in float32. In 16 bits, the logits would not
-        reveal a layer that scales what it adds to the residual."""
+        layers. One decoder layer of each class is compared in float32. In 16 bits, the logits would
+        not reveal a layer that scales its additions to the residual."""
         layers = {type(layer): layer for layer in self._calls if fused_layer(layer)}
         for layer in layers.values():
             original = copy.deepcopy(layer).float()

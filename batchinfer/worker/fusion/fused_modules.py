@@ -4,8 +4,8 @@ Each fused module replaces a module of transformers and takes the same arguments
 not correct for every family, so ``fuse`` compares it with the original.
 
 In a layer with Llama's structure, both the attention (or recurrence) and the MLP end with
-``residual + x @ weight.T``. A matrix multiplication can include the addition at no cost. Each layer
-then launches two fewer kernels, each of which would read two tensors and write one.
+``residual + x @ weight.T``. A matrix multiplication can include the addition at no cost. This saves
+two kernel launches per layer, each of which would read two tensors and write one.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Linear layers with float8 e4m3fn weights in blocks of 128 x 128, on a CUDA device.
 
-A float8 weight takes half as much memory as a 16-bit weight. This speeds up steps with few rows,
-which spend most of their time reading weights. From compute capability 8.9 on, input rows are
-rounded to float8 too, in groups of 128 columns. Tensor cores multiply float8 numbers twice as fast
-as 16-bit numbers (``kernels/fp8_linear.py``).
+A float8 weight takes half as much memory as a 16-bit weight. Float8 therefore speeds up steps with
+few rows, which spend most of their time reading weights. From compute capability 8.9 on, input rows
+are rounded to float8 too, in groups of 128 columns. Tensor cores multiply float8 numbers twice as
+fast as 16-bit numbers (``kernels/fp8_linear.py``).
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 All rows of an expert are multiplied at once, as in transformers' ``integrations/moe.py``
 (``grouped_mm_experts_forward``). In transformers, BLAS rearranges the weights in every step and
-supports only floating-point weights. This module packs the weights only once, and the weights may
-be quantized. It also sums the outputs of a token's experts in a fixed order in float32. With a
+supports only floating-point weights. This module packs the experts' weights only once, and supports
+quantized weights. The outputs of a token's experts are summed in a fixed order in float32. With a
 batch-invariant kernel, a token's bits therefore do not depend on other tokens.
 """
 

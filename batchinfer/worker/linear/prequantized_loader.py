@@ -213,8 +213,8 @@ def as_codes(weight: LowBitCodes) -> Codes | None:
 def _from_table(weight: TableWeight) -> Int4Weight | None:
     """Convert a weight with a float32 lookup table to a weight with an int8 table.
 
-    The new table is exact if all entries are small multiples of the smallest nonzero entry.
-    Otherwise, the entries are scaled so that the largest becomes 127, and rounded.
+    The new table is exact if all entries are small multiples of the smallest nonzero entry. In any
+    other table, the entries are scaled so that the largest becomes 127, and rounded.
     """
     size = weight.codes.shape[1] // weight.scales.shape[1]
     sizes = weight.table.abs()

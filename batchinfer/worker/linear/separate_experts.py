@@ -3,7 +3,7 @@
 transformers joins the experts of a layer when it loads them, in the model's dtype. All layers
 together would then take several times as much memory as the quantized weights. ``LaterExperts``
 therefore loads a model without most of its experts. Only the first layers, which are compared with
-transformers' results, get their experts at once. The other experts are read one at a time, when
+transformers' results, get their experts at once. All other experts are read one at a time, when
 they are packed.
 """
 
@@ -25,8 +25,8 @@ from batchinfer.worker.model.shallow_copy import num_copied_layers
 _LAYER = re.compile(r"layers\.(\d+)\.")
 _EXPERT = re.compile(r"(layers\.\d+\.)(?:.*\.)?experts\.(\d+)\.(\w+)\.weight")
 _DRAFT_PREFIX = "mtp."
-"""Prefix of multi-token-prediction layers, whose numbers would otherwise be confused with those of
-the model's layers."""
+"""Prefix of the layers that predict later tokens. Without the prefix, their numbers would be
+confused with the numbers of the model's layers."""
 _PARTS: Mapping[str, tuple[tuple[str, ...], ...]] = {
     "gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")),
     "up_proj": (("up_proj",), ("w3",)),

@@ -1,8 +1,9 @@
 """Adds LoRA adapters to the linear layers of a loaded model, using forward hooks.
 
 Implements LoRA (Hu et al. 2021, https://arxiv.org/abs/2106.09685). A layer computes ``x @
-weight.T`` for every row of a step, with a weight of any format. Then the layer's hook adds ``(x @
-A.T) @ B.T`` to the rows of each adapter in the step. Fused layers support adapters too.
+weight.T`` for every row of a step, with a weight of any format. For each adapter in the step, a
+forward hook of the layer then adds ``(x @ A.T) @ B.T`` to the adapter's rows. Fused layers support
+adapters too.
 
 On a CPU, adapters are computed one after another. Each adapter takes two small matrix
 multiplications for all of its rows (the idea of SGMV, Chen et al. 2023,

@@ -46,8 +46,8 @@ def is_wrapper(config: PreTrainedConfig) -> bool:
 def causal_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
     """Return the class of the causal language model to run; None if the model generates no text.
 
-    For the language models of some wrappers, transformers has no causal class. In this case, a
-    class is made from the body and a head, and registered with transformers.
+    If transformers has no causal class for a wrapper's language model, a class is made from the
+    body and a head, and registered with transformers.
     """
     text = type(config.get_text_config()) if is_wrapper(config) else type(config)
     if is_wrapper(config) and text not in MODEL_FOR_CAUSAL_LM_MAPPING:

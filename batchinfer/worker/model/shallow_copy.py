@@ -61,8 +61,8 @@ def shallow_copy(model: PreTrainedModel, max_model_len: int, free_bytes: int) ->
     Args:
         max_model_len: longest sequence, in tokens; windows of at least this size are not shortened.
         free_bytes: free memory of the device. If the copy takes at most a quarter of this memory
-            and at most 2 GiB, it is in float32, so that rounding does not hide differences.
-            Otherwise, the copy shares the model's weights.
+            and at most 2 GiB, it is in float32, so that rounding does not hide differences. A
+            larger copy shares the model's weights.
 
     Raises:
         Exception: the model's code may raise errors of any type.

@@ -213,7 +213,7 @@ def _unused_head(model: PreTrainedModel) -> set[str]:
 
 def _misplaced(model: PreTrainedModel, unused: Collection[str]) -> list[str]:
     """Return the ``unused`` tensors that belong to the model's layers, embeddings or output head.
-    Such a model's output would be wrong.
+    If layers, embeddings or the head lack saved tensors, the model's output is wrong.
 
     Other unused tensors do not matter: value heads, classifiers and draft layers; masks and rotary
     frequencies that older versions of transformers saved; and extra layers that predict later

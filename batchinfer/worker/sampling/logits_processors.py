@@ -108,8 +108,8 @@ def _penalize(logits: Tensor, batch: SamplingBatch, rows: Int64) -> None:
 
     The repetition penalty (Keskar et al. 2019, arXiv:1909.05858) applies to tokens in the prompt or
     the output: positive logits are divided by the penalty, and other logits are multiplied by it.
-    Then, as in the OpenAI API, a token that occurs c times in the output loses ``frequency * c``,
-    and ``presence`` if c > 0.
+    After the repetition penalty, as in the OpenAI API, a token that occurs c times in the output
+    loses ``frequency * c``, and ``presence`` if c > 0.
     """
     samples = _penalized_samples(batch)
     applies = rows[samples] >= 0

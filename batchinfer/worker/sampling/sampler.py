@@ -60,11 +60,11 @@ class Sampler:
 
     The order of operations is the same as in vLLM. Users' functions and the token masks of grammars
     come first. Log-probabilities are computed from the resulting logits, unless ``LogprobsMode``
-    selects logits of a later stage. Then bias and bans, allowed ids and penalties are applied. At
-    temperature 0, the most likely token is chosen. Otherwise, temperature, min-p, top-k and top-p
-    are applied, and a uniform random number selects a token by cumulative probability in id order.
-    The random number comes from Philox and depends on the seed, the stream, the sample index and
-    the position.
+    selects logits of a later stage. Bias and bans, allowed ids and penalties come next. At
+    temperature 0, the most likely token is chosen. At a higher temperature, temperature, min-p,
+    top-k and top-p are applied, and a uniform random number selects a token by cumulative
+    probability in id order. The random number comes from Philox and depends on the seed, the
+    stream, the sample index and the position.
     """
 
     @torch.inference_mode()

@@ -22,7 +22,8 @@ from batchinfer.worker.threads.cores import ThreadCores
 from batchinfer.worker.threads.governor import ThreadGovernor
 
 _VARIABLES = ("MKL_NUM_THREADS", "OMP_NUM_THREADS")
-"""torch uses the number in the first of these variables that is set."""
+"""Environment variables for torch's number of threads; torch uses the first variable that is
+set."""
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,8 @@
 """Computes the patch embedding of vision towers as a linear layer.
 
-Most towers embed patches with a convolution whose stride equals its kernel size. Such patches do
-not overlap, so the convolution equals a linear layer over the numbers of a patch. The linear
-kernels are faster: on a CPU, torch's ``Conv3d`` in bfloat16 took 5 % of the time of a Qwen3-VL
-tower.
+Most towers embed patches with a convolution whose stride equals its kernel size, so patches do not
+overlap. Such a convolution equals a linear layer over the numbers of a patch. The linear kernels
+are faster: on a CPU, torch's ``Conv3d`` in bfloat16 took 5 % of the time of a Qwen3-VL tower.
 """
 
 from __future__ import annotations

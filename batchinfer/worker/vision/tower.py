@@ -1,5 +1,4 @@
-"""Loads the vision tower and the projector of a multimodal model. Both are transformers'
-modules."""
+"""Loads transformers' vision tower and projector of a multimodal model."""
 
 from __future__ import annotations
 

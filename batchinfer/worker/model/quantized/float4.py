@@ -27,7 +27,7 @@ from batchinfer.worker.model.quantized.stored_tensors import (
 
 _HALF = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 FLOAT4 = torch.tensor([*_HALF, *(-value for value in _HALF)])
-"""The number of each code, [16] float32."""
+"""The number that each 4-bit code stands for, [16] float32."""
 _PAIRS = torch.stack([FLOAT4.repeat(16), FLOAT4.repeat_interleave(16)], dim=1)
 """The two numbers of each byte, [256, 2]."""
 NVFP4_GROUP = 16
