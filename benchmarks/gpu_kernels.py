@@ -30,7 +30,7 @@ def kernels(results: Results, ends: float, *, brief: bool, dry_run: bool) -> Non
 
     Args:
         ends: value of `time.monotonic` at which this process must end.
-        brief: run as many tests as time allows, the most valuable first. Without it, tests that did
+        brief: run as many tests as time allows, the most valuable first. If false, tests that did
             not run make the cell fail.
     """
     command = [sys.executable, "-m", "pytest", *_OPTIONS]

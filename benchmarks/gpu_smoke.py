@@ -40,8 +40,9 @@ _FEW_LENS = ((1, 1), (5, 30), (1, 70))
 _SHARED = 512  # tokens; equal to a piece of a context on a GPU
 _FEW_SHARED = 64
 _REPLAY_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
-"""Allowed differences between a graph and the eager step, relative to the largest value. The GEMMs
-of both have different numbers of rows, and may therefore add up products in different orders."""
+"""Allowed differences between a graph and the eager step, relative to the largest value. A graph's
+GEMMs have more rows than the eager step's GEMMs, and may therefore add up products in a different
+order."""
 _MOST_LAYERS = 2
 _DEEP = 2.5
 """Factor by which ``_REPLAY_TOLERANCE`` is larger for models with more layers."""
@@ -218,8 +219,8 @@ def _run_both(built: Ready, step: Step) -> tuple[_Result, _Result]:
 
 
 def _make_step(built: Ready, steps: _Steps) -> Step:
-    """Fill the pool with NaN, except for keys and values of new sequences. Return these sequences'
-    step."""
+    """Fill the pool with NaN, except for keys and values of new sequences. Return the step of these
+    sequences."""
     cache, rng = built.cache, np.random.default_rng(0)
     size = cache.layout.block_size
     cache.pool[:] = torch.nan

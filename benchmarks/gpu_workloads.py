@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-FIRST_ID = 300  # ordinary tokens begin here
+FIRST_ID = 300  # lowest id of an ordinary token
 
 
 @dataclass(frozen=True)

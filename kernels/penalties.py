@@ -178,7 +178,8 @@ def _count(ids_ptr, counts_ptr, values_ptr, first, end, BLOCK: tl.constexpr):
 
 @triton.jit
 def _put(logits_ptr, values_ptr, present_ptr, ids_ptr, first, end, hidden, BLOCK: tl.constexpr):
-    """Mark tokens as edited. Set their values to the model's logits, or to -inf if `hidden`."""
+    """Mark tokens as edited. Set the values of edited tokens to the model's logits, or to -inf if
+    `hidden`."""
     lanes = tl.arange(0, BLOCK)
     for start in range(first, end, BLOCK):
         in_range = start + lanes < end

@@ -45,7 +45,8 @@ _FIRST_TOKENS: tl.constexpr = tl.constexpr(1024)
 # deviation. With a larger margin, the interval would have more candidates than can be stored.
 _MARGIN: tl.constexpr = tl.constexpr(1 / 200)
 _PASSES_BY_SAMPLE: tl.constexpr = tl.constexpr(5)
-# Only one program at a time fits on a multiprocessor, so it must have several loads in flight.
+# Number of loads in flight. There must be several, because a multiprocessor has space for only one
+# program at a time.
 _STAGES: tl.constexpr = tl.constexpr(3)
 
 

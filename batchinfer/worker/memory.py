@@ -63,8 +63,8 @@ def activation_elements(config: Mapping[str, Any]) -> int:
 
 
 def _largest(value: Any) -> int:
-    """Return a config's number. If the value is a list, with a number for each layer (Gemma 3n) or
-    for text and images (Ernie 4.5 VL), return the largest number."""
+    """Return a config value. If the value is a list, with a number for each layer (Gemma 3n) or for
+    text and images (Ernie 4.5 VL), return the largest number."""
     return int(max(value) if isinstance(value, list | tuple) else value)
 
 

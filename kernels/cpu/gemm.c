@@ -140,8 +140,8 @@ void gemm_team_bf16(const gemm_args *a, const gemm_rows *x) {
     else panels_gemm_bf16(a, x, (const uint16_t *)(from + 1));
 }
 
-/* Returns 1 if one thread should convert all rows before the other threads start. For few rows,
-   this is faster than a barrier. */
+/* Returns 1 if one thread should convert all rows before other threads start. For few rows,
+   converting in one thread is faster than a barrier. */
 static int rows_are_few(const gemm_args *a) { return a->num_rows * a->in_features <= 1 << 14; }
 
 /* gemm_##type returns 0, or 1 if out of memory. If there are few rows, gemm_##type converts them

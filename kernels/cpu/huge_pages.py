@@ -50,7 +50,7 @@ def _chunk(size: int) -> mmap.mmap:
     except OSError as error:
         raise MemoryError(f"not enough memory for {size} bytes of weights") from error
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # the kernel has no huge pages
+        with contextlib.suppress(OSError):  # Linux was built without huge pages
             chunk.madvise(mmap.MADV_HUGEPAGE)
     return chunk
 

@@ -47,7 +47,7 @@ class ChunkedAttention:
 
 
 class CapturedChunkedAttention(ChunkedAttention):
-    """``ChunkedAttention`` on a CUDA device. CUDA graphs can capture it."""
+    """``ChunkedAttention`` on a CUDA device, for steps that CUDA graphs can capture."""
 
     _unchunked: CudaAttention
     _chunked: CudaAttention

@@ -42,8 +42,8 @@ class CudaCapture:
         """
         graph = torch.cuda.CUDAGraph()
         pool = torch.cuda.graph_pool_handle() if self._pool is None else self._pool
-        # Restores the current stream. If CUDA refuses to end a capture, torch leaves the capture's
-        # stream as the current one.
+        # This context restores the current stream on exit. If CUDA refuses to end a capture, torch
+        # leaves the capture's stream as the current one.
         here = torch.cuda.stream(torch.cuda.current_stream())
         # Other threads, such as the threads that read files, may use CUDA during the capture.
         capturing = torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local")

@@ -40,7 +40,7 @@ from batchinfer.worker.self_test import verify
 
 _ANY_KERNELS = KernelRequirements()
 _POOLER = "pooler."
-"""Prefix of the weights of BERT's pooler. Hidden states do not depend on this layer."""
+"""Prefix of the weights of BERT's pooler. Hidden states do not depend on BERT's pooler."""
 _LENGTHS = (1, 2, 5, 17, 33, 64)
 _COUNT = 5
 """Lengths in tokens of the texts that are computed alone and in a batch of ``_COUNT`` texts of each

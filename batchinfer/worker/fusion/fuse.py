@@ -44,7 +44,7 @@ that rounding errors decide which key gets all the weight."""
 _TOLERANCE = 2e-5
 
 _Factory = Callable[[Any, AttentionVariant | None], nn.Module]
-"""Makes a fused module from transformers' module and, for an attention module, its variant."""
+"""Makes a fused module from transformers' module and, for attention, its ``AttentionVariant``."""
 
 
 def fuse(

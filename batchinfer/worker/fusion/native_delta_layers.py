@@ -27,7 +27,7 @@ from batchinfer.worker.self_test import Probe, find_swaps, swap_verified
 
 
 class NativeDeltaLayer(NativeLayers):
-    """Runs a layer in one call to C. The Python layer needs many calls.
+    """Runs a layer in one call to C, while a Python layer needs many calls.
 
     The results have the same bits as the Python layer's results. The Python layer still runs in
     steps with adapters.

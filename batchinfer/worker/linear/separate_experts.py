@@ -25,8 +25,8 @@ from batchinfer.worker.model.shallow_copy import num_copied_layers
 _LAYER = re.compile(r"layers\.(\d+)\.")
 _EXPERT = re.compile(r"(layers\.\d+\.)(?:.*\.)?experts\.(\d+)\.(\w+)\.weight")
 _DRAFT_PREFIX = "mtp."
-"""Prefix of the layers that predict later tokens. Without the prefix, their numbers would be
-confused with the numbers of the model's layers."""
+"""Prefix of the layers that predict later tokens. Without the prefix, the numbers of such layers
+would be confused with the numbers of the model's layers."""
 _PARTS: Mapping[str, tuple[tuple[str, ...], ...]] = {
     "gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")),
     "up_proj": (("up_proj",), ("w3",)),
@@ -37,8 +37,8 @@ order."""
 
 
 def in_layers(name: str) -> str:
-    """Return a tensor's or module's name from ``layers.`` on. The part before differs between
-    classes."""
+    """Return a tensor's or module's name from ``layers.`` on, because the part before it differs
+    between classes."""
     is_draft = name.startswith(_DRAFT_PREFIX)
     return name if is_draft else name[max(name.find("layers."), 0) :]
 

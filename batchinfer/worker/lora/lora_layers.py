@@ -217,7 +217,7 @@ class AdapterLoader:
         """
         (adapter,) = read_adapters({name: path}, self._config)
         self._check(adapter)
-        self._last += 1  # if loading fails below, no request uses this number
+        self._last += 1  # if loading fails below, this number stays unused
         add_adapters(self._model, self._layout, [adapter], self._kernel, first=self._last)
         self.numbers[name] = self._last
         self._added(self._last)

@@ -55,8 +55,8 @@ def readable(text: object, most: int = 300) -> str:
 
 
 def check_values(config: Mapping[str, Any]) -> None:
-    """Check the values of a config.json and of its ``text_config``. Raise BadValueError if one is
-    invalid."""
+    """Check the values of a config.json and of its ``text_config``. Raise BadValueError for an
+    invalid value."""
     _check_depth(config)
     for key, value in config.items():
         _check_kind(key, value)

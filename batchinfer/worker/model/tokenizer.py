@@ -270,10 +270,10 @@ def _trial_problem(path: Path, digest: bytes) -> str:
         return ""
     code, stderr = done.returncode, done.stderr.decode(errors="replace")
     if code in (-signal.SIGXCPU, -signal.SIGKILL):
-        return f"takes more than {_CPU_S} s of processor time, or all memory"
+        return f"takes more than {_CPU_S} s of processor time, or runs out of memory"
     if code < 0 and "memory allocation of" in stderr:
         return f"needs more than {_MEMORY_BYTES >> 30} GiB of memory"
     last = one_line(ValueError(stderr.strip().rpartition("\n")[2]), 200)
     if code < 0:
-        return f"ends the process ({signal.Signals(-code).name}): {last}"
+        return f"crashes the process ({signal.Signals(-code).name}): {last}"
     return f"fails: {last}" if code == _PANICKED else ""

@@ -165,8 +165,8 @@ def _weights(logits: Tensor, maximum: Tensor, batch: SamplingBatch, heads: Int64
 
 def _draw(weights: Tensor, distributions: Tensor, group: SampleGroup, bits: Int64) -> Tensor:
     """Return each sample's token: the first token in id order whose cumulative weight exceeds u
-    times the total weight. The arithmetic is exact, because weights are integers, so a token of
-    weight 0 is never drawn.
+    times the total weight. Weights are integers, so the arithmetic is exact, and a token of weight
+    0 is never drawn.
 
     Args:
         distributions: [k] row of ``weights`` for each sample.

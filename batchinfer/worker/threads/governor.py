@@ -108,8 +108,8 @@ class ThreadGovernor:
         self.count = most
         self._most = most
         self._read_delay = delay
-        # All threads, a half, a quarter, and so on, and three quarters, because other processes may
-        # use only a core or two.
+        # The numbers of threads to try: all, a half, a quarter, and so on; and also three quarters,
+        # because other processes may use only a core or two.
         self._counts = {most >> by for by in range(most.bit_length())} | {most - most // 4}
         # Seconds per token on all threads while no other process uses the cores.
         self._quiet: dict[int, float] = {}

@@ -171,7 +171,7 @@ def _without_language_model(wrapper_class: type[PreTrainedModel]) -> type[PreTra
                 config = copy.copy(config)
                 config.audio_config = None
             sam = getattr(config.vision_config, "sam_config", None)
-            if sam is not None:  # SAM chooses its attention class by this name
+            if sam is not None:  # SAM chooses its attention class by _attn_implementation
                 sam._attn_implementation = "sdpa"
             super().__init__(config)
             dropped = language_model(self), self.get_output_embeddings()

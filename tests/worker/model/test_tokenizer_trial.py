@@ -52,7 +52,7 @@ def test_a_decoder_that_fills_memory_is_refused(model: Path, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("code", "message"),
     [
-        ("os.abort()", r"ends the process \(SIGABRT\): a table is broken"),
+        ("os.abort()", r"crashes the process \(SIGABRT\): a table is broken"),
         ("os.kill(os.getpid(), 24)", "takes more than 60 s of processor time"),
         ("sys.exit(3)", "fails: a table is broken"),
     ],
