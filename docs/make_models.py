@@ -125,8 +125,8 @@ _HEAD = """\
 A model runs if transformers has a class for its family, and the KV pool can hold the keys and
 values, or the states, of its layers. Weights must be in safetensors. batchinfer never runs code
 from a model's folder. To find out whether a model runs before you rent a machine, use `batchinfer
-plan`. When batchinfer loads a model, it compares the logits of a few tokens with those of
-transformers' own attention, and refuses the model if they differ.
+plan`. When batchinfer loads a model, it compares the logits of a few tokens with the logits of
+transformers' own attention, and refuses the model if the logits differ.
 
 Models marked "runs, with images" take [images in prompts](images.md). Other vision and audio models
 run on text prompts, because only their language model is loaded; a row with an image gets the error
