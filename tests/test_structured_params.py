@@ -10,8 +10,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
-from llguidance import LLMatcher, LLTokenizer
 
 from batchinfer import LLM, GuidedDecodingParams, SamplingParams, StructuredOutputsParams
 
@@ -68,56 +66,19 @@ def test_aliases_of_structured_outputs_and_thinking_budget(llm: LLM) -> None:
     assert (output.error.code, output.prompt) == ("invalid_structured_output", "a")
 
 
-SCHEMA = {"type": "object", "properties": {"n": {"enum": [7]}}, "required": ["n"]}
-TAGS = [
-    {"begin": "<f=a>", "content": {"type": "json_schema", "json_schema": SCHEMA}, "end": "</f>"},
-    {"begin": "<f=b>", "content": {"type": "any_text"}, "end": "</f>"},
-]
-TRIGGERED = {"type": "triggered_tags", "tags": TAGS, "triggers": ["<f="]}
-
-
-@pytest.mark.parametrize(
-    ("tag", "valid", "invalid"),
-    [
-        (
-            {"structures": [{**TAGS[0], "schema": SCHEMA}], "triggers": ["<f="]},
-            ["free text", 'so <f=a>{"n":7}</f> and <f=a>{"n": 7}</f>.'],
-            ["<f=b>", '<f=a>{"n":8}', "<f=a>x"],
-        ),
-        (
-            {"format": TRIGGERED},
-            ["", "< f", 'x<f=b>any < text</f>y<f=a>{"n":7}</f>'],
-            ["<f=c>", "<f=a>{}"],
-        ),
-        (
-            {"format": {**TRIGGERED, "at_least_one": True, "stop_after_first": True}},
-            ["x<f=b>y</f>"],
-            ["", "free text", "<f=b>y</f>z"],
-        ),
-    ],
-)
-def test_structural_tags_compile_to_grammars(
-    tag: dict[str, Any], valid: list[str], invalid: list[str]
-) -> None:
-    params = StructuredOutputsParams(structural_tag=json.dumps({"type": "structural_tag", **tag}))
-    tokenizer = LLTokenizer("byte")
-    grammar = LLMatcher.grammar_from_lark(params.mapping()["grammar"])
-    for texts, fits in ((valid, True), (invalid, False)):
-        for text in texts:
-            matcher = LLMatcher(tokenizer, grammar)
-            assert not matcher.get_error()
-            taken = matcher.consume_tokens(list(text.encode())) and matcher.is_accepting()
-            assert taken == fits, text
+CLOSED = {
+    "type": "object",
+    "properties": {"n": {"enum": [7]}},
+    "required": ["n"],
+    "additionalProperties": False,
+}
 
 
 @pytest.mark.parametrize(
     ("tag", "message"),
     [
         ("[", "structural_tag is not JSON"),
-        ({"type": "x"}, "its type must be structural_tag"),
-        ({"type": "structural_tag", "format": {"type": "or"}}, 'format "or" is not yet supported'),
-        ({"type": "structural_tag", "format": {**TRIGGERED, "triggers": ["<g"]}}, "begin must be"),
-        ({"type": "structural_tag", "format": {**TRIGGERED, "tags": []}}, "must have tags"),
+        ({"type": "x"}, "it must be an object whose type is structural_tag"),
     ],
 )
 def test_invalid_structural_tags_are_refused(tag: Any, message: str) -> None:
@@ -125,19 +86,28 @@ def test_invalid_structural_tags_are_refused(tag: Any, message: str) -> None:
         SamplingParams(structured_outputs=StructuredOutputsParams(structural_tag=tag))
 
 
+def test_unsupported_formats_are_refused_by_the_call(llm: LLM) -> None:
+    tag = {"type": "structural_tag", "format": {"type": "token", "token": 3}}
+    as_response_format = SamplingParams(response_format=tag)
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(structural_tag=tag))
+    assert as_response_format.structured_outputs == params.structured_outputs
+    with pytest.raises(
+        ValueError, match=r"prompt 0: .*format has the format \"token\", which is not"
+    ):
+        run(llm, "a", params)
+
+
 def test_samples_follow_a_structural_tag(llm: LLM) -> None:
-    form = {**TRIGGERED, "at_least_one": True, "stop_after_first": True, "tags": TAGS[:1]}
+    content = {"type": "json_schema", "json_schema": CLOSED}
+    form = {
+        "type": "triggered_tags",
+        "tags": [{"begin": "<f=a>", "content": content, "end": "</f>"}],
+        "triggers": ["<f="],
+        "at_least_one": True,
+        "stop_after_first": True,
+    }
     tag = StructuredOutputsParams(structural_tag={"type": "structural_tag", "format": form})
-    trigger = llm.get_tokenizer().convert_tokens_to_ids(list("<f="))
-
-    def trigger_first(output_token_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
-        if len(output_token_ids) < len(trigger):
-            logits[trigger[len(output_token_ids)]] += 1000.0
-        return logits
-
-    params = SamplingParams(
-        structured_outputs=tag, logits_processors=[trigger_first], max_tokens=128, seed=1
-    )
+    params = SamplingParams(structured_outputs=tag, max_tokens=128, seed=1)
     assert re.fullmatch(r'<f=a>\{\s*"n"\s*:\s*7\s*\}</f>', run(llm, "a", params).outputs[0].text)
 
 

@@ -88,9 +88,10 @@ class SamplingParams(Record):
     """Write the log-probability of each prompt token except the first, and of this many
     alternatives (at most 20)."""
     structured_outputs: Mapping[str, Any] | None = None
-    """Format of the text: {json: schema}, {regex: text}, {choice: [texts]}, {grammar: Lark or GBNF}
-    or {json_object: true}. OpenAI's response_format means the same. A schema that a grammar cannot
-    enforce is refused; with unsupported: check, finished texts are checked against the schema."""
+    """Format of the text: {json: schema}, {regex: text}, {choice: [texts]}, {grammar: Lark or
+    GBNF}, {json_object: true} or {structural_tag: xgrammar's format}. OpenAI's response_format
+    means the same. A schema that a grammar cannot enforce is refused; with unsupported: check,
+    finished texts are checked against the schema."""
     beam_width: int | None = None
     """Use beam search with this many beams. The n best beams are written, best first; the
     temperature is ignored, and top_p, top_k and min_p are refused. Rules and scores are as in

@@ -12,7 +12,7 @@ MAX_CHARACTERS = 2**20
 """Maximum length of a schema, regex, grammar or list of choices, in characters. Compiling a million
 words would take gigabytes of memory."""
 
-KINDS = ("json", "regex", "choice", "grammar", "json_object")
+KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 _WHITESPACE = ("disable_any_whitespace", "whitespace_pattern")
 _OPTIONS = (*_WHITESPACE, "unsupported")
 _NAME = "structured_outputs"
@@ -38,13 +38,14 @@ def normalized(value: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
     Args:
         value: ``{json: schema}``, ``{regex: text}``, ``{choice: [texts]}``,
-            ``{grammar: Lark or GBNF}`` or ``{json_object: true}``; with a schema also
-            ``unsupported`` and vLLM's ``disable_any_whitespace`` or ``whitespace_pattern``. Or
-            OpenAI's ``{type: text}``, ``{type: json_object}`` or
-            ``{type: json_schema, json_schema: {schema: ...}}``, with ``unsupported``.
+            ``{grammar: Lark or GBNF}``, ``{json_object: true}`` or
+            ``{structural_tag: xgrammar's format}``; with a schema also ``unsupported`` and vLLM's
+            ``disable_any_whitespace`` or ``whitespace_pattern``. Or OpenAI's ``{type: text}``,
+            ``{type: json_object}`` or ``{type: json_schema, json_schema: {schema: ...}}``, with
+            ``unsupported``; or a structural tag, ``{type: structural_tag, ...}``.
 
     Returns:
-        One of the first five forms, with its options; None if the text is unconstrained.
+        One of the first six forms, with its options; None if the text is unconstrained.
 
     Raises:
         ValueError: the value is invalid; the message names the key.
@@ -75,8 +76,13 @@ def _of_response_format(value: Mapping[str, Any]) -> Mapping[str, Any]:
         return {}
     if kind == "json_object":
         return {"json_object": True}
+    if kind == "structural_tag":
+        return {"structural_tag": value}
     if kind != "json_schema":
-        raise _error(f"type is {format_value(kind)}; it must be text, json_object or json_schema")
+        raise _error(
+            f"type is {format_value(kind)}; it must be text, json_object, json_schema or "
+            "structural_tag"
+        )
     holder = value.get("json_schema")
     schema = holder.get("schema") if isinstance(holder, Mapping) else None
     if schema is None:
@@ -93,7 +99,19 @@ def _checked(kind: str, value: Any) -> Any:
         if value is not True:
             raise _error(f"json_object is {format_value(value)}; it must be true")
         return True
+    if kind == "structural_tag":
+        return _structural_tag(value)
     return _text(kind, value)
+
+
+def _structural_tag(value: Any) -> str:
+    loaded, text = _json(f"{_NAME} structural_tag", value)
+    if not isinstance(loaded, Mapping) or loaded.get("type") != "structural_tag":
+        raise _error(
+            f"structural_tag is {format_value(loaded)}; it must be an object whose type is "
+            "structural_tag"
+        )
+    return text
 
 
 def schema_text(key: str, value: Any) -> str:
@@ -102,18 +120,23 @@ def schema_text(key: str, value: Any) -> str:
     Raises:
         ValueError: the schema is invalid; the message names ``key``.
     """
-    try:
-        loaded = json.loads(value) if isinstance(value, str) else value
-        text = json.dumps(loaded, ensure_ascii=False, allow_nan=False)
-    except RecursionError:
-        raise ValueError(f"{key} is nested too deeply") from None
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{key} is not JSON: {error}") from None
+    loaded, text = _json(key, value)
     if not isinstance(loaded, Mapping | bool):
         raise ValueError(
             f"{key} is {format_value(loaded)}; it must be a JSON schema, which is an object"
         )
     return text
+
+
+def _json(key: str, value: Any) -> tuple[Any, str]:
+    """Return a value that is data or JSON text as both."""
+    try:
+        loaded = json.loads(value) if isinstance(value, str) else value
+        return loaded, json.dumps(loaded, ensure_ascii=False, allow_nan=False)
+    except RecursionError:
+        raise ValueError(f"{key} is nested too deeply") from None
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{key} is not JSON: {error}") from None
 
 
 def _choices(value: Any) -> list[str]:

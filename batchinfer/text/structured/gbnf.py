@@ -48,15 +48,18 @@ class _Token:
     line: int
 
 
-def lark_of(grammar: str) -> str:
+def lark_of(grammar: str, start: str = "start") -> str:
     """Translate a GBNF grammar to Lark, token by token: rules have nearly the same syntax in both.
+
+    Args:
+        start: name of the rule that matches a text; the names of the other rules begin with it.
 
     Raises:
         GbnfError: the grammar is not valid GBNF.
     """
     tokens = list(_tokens(grammar))
     defined = [one.text for one, after in pairwise(tokens) if (one.kind, after.kind) == _RULE]
-    names = {name: _lark_name(name, at) for at, name in enumerate(defined)}
+    names = {name: f"{start}_{_lark_name(name, at)}" for at, name in enumerate(defined)}
     out, groups, seen = list[str](), list[int](), set[str]()
     item: int | None = None  # index in ``out`` of the item that a repeat applies to
     at = 0
@@ -96,7 +99,7 @@ def lark_of(grammar: str) -> str:
         raise _missing("a closing parenthesis", [])
     if "root" not in seen:
         raise GbnfError("the grammar has no rule root ::= ..., which is the start of every text")
-    return f"start: {names['root']}" + " ".join(out)
+    return f"{start}: {names['root']}" + " ".join(out)
 
 
 def _atom(token: _Token, names: Mapping[str, str]) -> str:

@@ -18,6 +18,8 @@ from batchinfer.text.structured.json_schema import (
     widened_schema,
 )
 from batchinfer.text.structured.json_validator import JsonValidator, SchemaError
+from batchinfer.text.structured.structural_formats import StructuralTagError
+from batchinfer.text.structured.structural_tag import structural_lark
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
@@ -112,6 +114,13 @@ def _source(structured_outputs: Mapping[str, Any]) -> str:
         # long lists would fail, sometimes in the middle of a text.
         texts = " | ".join(map(json.dumps, value))
         return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {texts}")
+    if kind == "structural_tag":
+        try:
+            return LLMatcher.grammar_from_lark(structural_lark(value, _WHITESPACE))
+        except StructuralTagError as error:
+            raise GrammarError(str(error)) from None
+        except RecursionError:
+            raise GrammarError("the structural tag is nested too deeply") from None
     return LLMatcher.grammar_from_lark(_lark(value))
 
 

@@ -108,7 +108,7 @@ def parameter_grammar(
     """
     rules = list[str]()
     for at, tool in enumerate(tools):
-        parameters = _parameters(tool, at)
+        parameters = schema_parameters(_schema(tool), f"value{at}x")
         if parameters is None:
             return None
         rules.append(f"call{at}: {call(tool['function']['name'], parameters)}")
@@ -166,8 +166,12 @@ def _json(schema: Mapping[str, Any]) -> str:
     return f"%json {json.dumps({**schema, 'x-guidance': _SPACING})}"
 
 
-def _parameters(tool: Mapping[str, Any], at: int) -> list[Parameter] | None:
-    schema = _schema(tool)
+def schema_parameters(schema: Mapping[str, Any], prefix: str) -> list[Parameter] | None:
+    """Return the parameters of a schema; None if the schema does not only list parameters.
+
+    Args:
+        prefix: beginning of the names of the parameters' rules.
+    """
     properties, required = schema.get("properties", {}), schema.get("required", [])
     if not set(schema) <= _OF_PLAIN_OBJECTS or not set(required) <= set(properties):
         return None
@@ -177,7 +181,7 @@ def _parameters(tool: Mapping[str, Any], at: int) -> list[Parameter] | None:
             name,
             name in required,
             {**(own if isinstance(own, Mapping) else {}), **shared},
-            f"value{at}x{place}",
+            f"{prefix}{place}",
         )
         for place, (name, own) in enumerate(properties.items())
     ]
