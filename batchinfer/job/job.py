@@ -71,11 +71,8 @@ class OutputJob(Job):
 
 
 def open_input(spec: JobSpec) -> Source:
-    """Open a job's dataset. If the files name no columns, it has the columns that the job keeps.
-
-    Raises:
-        JobError: the dataset cannot be read.
-    """
+    """Open a job's dataset. If the files name no columns, the dataset has the columns that the job
+    keeps. Raise JobError if the dataset cannot be read."""
     entry = spec.input
     with phase("reading inputs"):
         source = open_source(
@@ -183,11 +180,8 @@ class LoadedJob:
 
 
 def load(job: Job, build: BuildEngine) -> LoadedJob | None:
-    """Load the model and check the job against it; return None for a job without rows.
-
-    Raises:
-        JobError: the model cannot be loaded, or does not support the job.
-    """
+    """Load the model and check the job against it; return None for a job without rows. Raise
+    JobError if the model cannot be loaded, or does not support the job."""
     if not job.source.num_rows:
         return None
     began = time.perf_counter()

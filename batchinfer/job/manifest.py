@@ -121,12 +121,7 @@ class Manifest:
             )
 
     def check_same_images(self, other: Manifest) -> None:
-        """Check that the image files that rows name have not changed, if both plans have their
-        hash.
-
-        Raises:
-            DataError: a file has changed.
-        """
+        """Raise DataError if both plans have a hash of the image files, and the hashes differ."""
         if None not in (self.image_files, other.image_files) and (
             self.image_files != other.image_files
         ):
@@ -186,11 +181,7 @@ class Manifest:
 
 
 def read_manifest(path: PurePath, files: Files | None = None) -> Manifest:
-    """Read a stored manifest.
-
-    Raises:
-        DataError: the manifest is damaged or missing.
-    """
+    """Read a stored manifest. Raise DataError if the manifest is damaged or missing."""
     try:
         fields = parse_json(read_file(files or LocalFiles(), path))
         fields.setdefault("layout", 1)

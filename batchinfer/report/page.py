@@ -46,11 +46,7 @@ _MOST_RUNS, _MOST_CODES, _MOST_LANES = 20, 12, 40
 
 
 def page(data: ReportData, price: Price | None = None) -> str:
-    """Return the report on ``data`` as HTML.
-
-    Args:
-        price: the machine's price; None to show no cost.
-    """
+    """Return the report on ``data`` as HTML, with the cost if the machine's ``price`` is given."""
     environment = _environment()
     light, dark = (Markup("".join(_variables(theme))) for theme in (0, 1))
     rules = Markup("\n".join(chart_rules()))

@@ -96,11 +96,7 @@ def _offsets(runs: Sequence[Run], ends: Mapping[str, float]) -> dict[str, float]
 
 
 class FinishedRows:
-    """The row ids of finished parts. Segments may still hold copies of some of these rows.
-
-    Args:
-        ranges: the row ids of each part, in order.
-    """
+    """The row ids of finished parts. Segments may still hold copies of some of these rows."""
 
     def __init__(self, ranges: Sequence[range]) -> None:
         self._starts = np.array([rows.start for rows in ranges], np.int64)

@@ -47,11 +47,7 @@ def write_report(
 
 
 def report_at_end(out: OutputDir, log: Callable[[str], None]) -> bool:
-    """Write the report on a job that has just ended, and return True if it was written.
-
-    Args:
-        log: receives one line that says why there is no report.
-    """
+    """Write the report on a job that has just ended; return False if this fails, and log why."""
     try:
         write_report(out, time.time())
     except Exception as error:  # the job has all its answers and must not fail now

@@ -99,11 +99,7 @@ class Claim:
             yield replace(reopened(self.out, plan, reopen), takes_over=takes_over)
 
     def queue(self, plan: ResumePlan, generated: pa.Schema) -> PartQueue:
-        """Return the parts to write, together with their rows that are already finished.
-
-        Args:
-            generated: the output's generated columns.
-        """
+        """Return the parts to write, together with their rows that are already finished."""
         return all_parts(self.out, plan, generated)
 
     def clear(self, plan: ResumePlan) -> None:
@@ -146,8 +142,8 @@ def _replace(present: OutputDir, generation: OutputDir) -> None:
         put_in_place(present, generation)
         return
     print_line(
-        f"{printable(str(present.root))} stays as it is, because the update has no _SUCCESS; the "
-        f"new rows are in {printable(str(generation.root))}",
+        f"{printable(str(present.root))} keeps its old rows, because the update ended without "
+        f"_SUCCESS; the new rows are in {printable(str(generation.root))}",
         to_stderr=True,
     )
 

@@ -41,11 +41,7 @@ def next_generation(
 
 
 def refuse_workers_of_updates(out: OutputDir) -> None:
-    """Check that no worker of a killed launcher still writes to a generation.
-
-    Raises:
-        LockedError: a worker runs.
-    """
+    """Raise LockedError if a worker of a killed launcher still writes to a generation."""
     for path in out.files.entries(out.next):
         generation = output_at(str(path))  # the workers' locks are inside
         with generation.locked():

@@ -27,10 +27,8 @@ def noted_kernels(out: OutputDir) -> dict[str, str]:
 
 
 def note_kernels(out: OutputDir, kernels: Mapping[str, str]) -> dict[str, str]:
-    """Return the noted kernels, or note ``kernels`` if there is no note.
-
-    The caller holds the directory's lock.
-    """
+    """Return the noted kernels. Note ``kernels`` if there is no note. The caller holds the
+    directory's lock."""
     noted = noted_kernels(out) or dict(kernels)
     if noted == kernels and kernels:
         out.write_json(out.kernels, noted)

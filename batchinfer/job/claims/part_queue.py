@@ -108,11 +108,7 @@ class PartQueue:
 
 
 def all_parts(out: OutputDir, plan: ResumePlan, generated: pa.Schema) -> PartQueue:
-    """Return the parts of a run that writes alone. The caller holds the directory's lock.
-
-    Args:
-        generated: the output's generated columns.
-    """
+    """Return the parts of a run that writes alone. The caller holds the directory's lock."""
     parts = _parts_to_make(Segments(out, plan.manifest, plan.todo, generated), plan, plan.todo)
     if not plan.starts_over:
         logs = out.files.entries(out.in_flight)

@@ -74,7 +74,8 @@ def _of_array(environment: Mapping[str, str]) -> Shard:
         raise UsageError(
             "--shard auto: Kubernetes gives the index of this shard, but not how "
             "many shards there are",
-            hint='give both, like --shard "$(JOB_COMPLETION_INDEX)/8" for completions: 8',
+            hint="give the index and the number of shards, like "
+            '--shard "$(JOB_COMPLETION_INDEX)/8" for completions: 8',
         )
     raise UsageError(
         "--shard auto: this is not a task of a Slurm array (SLURM_ARRAY_TASK_ID is not set)",
@@ -95,8 +96,8 @@ def _of_slurm(environment: Mapping[str, str]) -> Shard:
     step = (last - first) // (count - 1) if count > 1 else 1
     if first + step * (count - 1) != last or (at - first) % step:
         raise UsageError(
-            "--shard auto: the numbers of this Slurm array have gaps, so they do not identify this "
-            "shard",
+            "--shard auto: the task ids of this Slurm array are not evenly spaced, so they do not "
+            "identify this shard",
             hint='give the shard and the number of shards, like --shard "$SLURM_ARRAY_TASK_ID/8"',
         )
     return Shard((at - first) // step, count)

@@ -174,11 +174,7 @@ _STORED = TypeAdapter(_Stored)
 
 
 class Claims:
-    """The parts that one writer has claimed; they change only under the directory's lock.
-
-    Args:
-        out: the output directory with the lock that the writers share.
-    """
+    """The parts that one writer has claimed; they change only under the directory's lock."""
 
     def __init__(self, out: OutputDir, writer: Writer) -> None:
         self.writer = writer
@@ -187,11 +183,8 @@ class Claims:
         self._mine = _Stored(token_hex(8), 0, [])
 
     def begin(self, first_run: int, parts: Sequence[range] = ()) -> None:
-        """Claim ``parts`` instead of any earlier claims.
-
-        Args:
-            first_run: number of this process's first run.
-        """
+        """Claim ``parts`` instead of earlier claims; ``first_run`` numbers this process's first
+        run."""
         with storage_errors(self._out.claims):
             self._out.files.make_directory(self._out.claims)
         ranges = [(rows.start, rows.stop) for rows in parts]
@@ -199,11 +192,8 @@ class Claims:
         self._store()
 
     def add(self, parts: Sequence[range], rows_per_s: float = 0.0) -> None:
-        """Claim more parts, and note the speed of this worker.
-
-        Raises:
-            LockedError: this process has lost its claims.
-        """
+        """Claim more parts, and note this worker's speed. Raise LockedError if the claims were
+        lost."""
         self.check()
         parts_claimed = [*self._mine.parts, *((rows.start, rows.stop) for rows in parts)]
         self._mine = replace(self._mine, parts=parts_claimed, rows_per_s=rows_per_s)
@@ -254,11 +244,7 @@ class Claims:
 
 
 def dead_logs(out: OutputDir, living: Sequence[Writer]) -> list[PurePath]:
-    """Return the logs of rows in flight that dead runs left, under the directory's lock.
-
-    Args:
-        living: all living writers.
-    """
+    """Return the logs of rows in flight that dead runs left, under the directory's lock."""
     first_run = {}
     for writer in living:
         stored = Claims(out, writer).stored()

@@ -156,11 +156,8 @@ class Launcher:
         self.progress.reuse(added.reused)
 
     def _ended(self, number: int, slot: _Slot, code: int) -> None:
-        """Replace a worker that has ended, or continue without it.
-
-        Raises:
-            JobError: every worker would fail in the same way.
-        """
+        """Replace a worker that has ended, or continue without it. Raise JobError if every worker
+        would fail in the same way."""
         last_line = slot.failure[1] if slot.failure else slot.handle.last_line()
         slot.handle.kill()
         del self._slots[number]

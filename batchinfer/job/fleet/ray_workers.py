@@ -56,11 +56,7 @@ def joined(cluster: str) -> Iterator[int]:
 
 
 class RayWorker:
-    """A worker's process on a node that Ray chooses.
-
-    Args:
-        resources: resources that Ray reserves for the worker, as options of its actor.
-    """
+    """A worker's process on a node that Ray chooses; ``resources`` are options of its actor."""
 
     def __init__(self, setup: WorkerSetup, resources: Mapping[str, Any]) -> None:
         options = {**resources, "max_restarts": 0, "max_task_retries": 0}

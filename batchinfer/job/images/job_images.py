@@ -50,11 +50,8 @@ class NumberedPrompts:
 
 
 class JobImages:
-    """Makes the prompts of a job whose rows may have images, and loads their pixels.
-
-    Args:
-        downloads: True to download images from web addresses.
-    """
+    """Makes the prompts of a job whose rows may have images, and loads their pixels. With
+    ``downloads``, images are downloaded from web addresses."""
 
     def __init__(
         self, settings: ImageSettings, processes: TextProcesses, *, downloads: bool
@@ -78,11 +75,7 @@ class JobImages:
     def loaded(
         self, batches: Iterator[list[PromptRow]], is_over: Callable[[], bool]
     ) -> Iterator[list[PromptRow]]:
-        """Yield the rows of ``batches`` with the pixels of their images.
-
-        Args:
-            is_over: returns True once no more rows are needed.
-        """
+        """Yield the rows of ``batches`` with their pixels until ``is_over`` returns True."""
         return ImageLoader(self._processes, self.settings, is_over).loaded(batches)
 
 
@@ -107,11 +100,8 @@ def _may_have_parts(field: pa.Field) -> bool:
 
 
 def image_settings(spec: JobSpec, source: Source, context: EngineContext) -> ImageSettings | None:
-    """Return the settings for the images of a job's rows; None if no row has images.
-
-    Raises:
-        ModelError: the job has images, but the model takes only text.
-    """
+    """Return the settings for the images of a job's rows; None if no row has images. Raise
+    ModelError if the job has images, but the model takes only text."""
     config, support = spec.prompt, context.images
     if config.image_columns and support is None:
         raise ModelError(

@@ -54,11 +54,7 @@ def is_conversation(kind: pa.DataType) -> bool:
 
 
 def check_indices(column: pa.Array) -> None:
-    """Check that all dictionary indices are in range; damaged files may have invalid indices.
-
-    Raises:
-        OSError: an index is out of range.
-    """
+    """Raise OSError if a dictionary index is out of range, as may happen in damaged files."""
     if pa.types.is_dictionary(column.type):
         first, last = pc.min_max(column.indices).as_py().values()
         if first is not None and not 0 <= first <= last < len(column.dictionary):

@@ -108,10 +108,8 @@ class Source:
         return in_range(self.selection, rows)
 
     def bounds(self, rows_per_part: int) -> tuple[int, ...] | None:
-        """Return the first row id of each part, followed by the last selected row id plus 1.
-
-        Return None if the job has no filter.
-        """
+        """Return the first row id of each part, followed by the last selected row id plus 1; None
+        if the job has no filter."""
         if self.selection is None:
             return None
         if not len(self.selection):
@@ -129,11 +127,7 @@ class Source:
         return replace(self, schema=schema)
 
     def require(self, columns: Iterable[str], key: str) -> None:
-        """Check that the dataset has ``columns``, which ``key`` of the job file names.
-
-        Raises:
-            DataError: a column is missing; the message names it and the existing columns.
-        """
+        """Raise DataError, naming the job-file key ``key``, if one of ``columns`` is missing."""
         for name in columns:
             if name not in self.schema.names:
                 raise DataError(
@@ -156,11 +150,7 @@ class Source:
                 raise self.differences[name].error(only_kept=only_kept)
 
     def check_unchanged(self) -> None:
-        """Check that no file has changed since it was opened.
-
-        Raises:
-            DataError: a file was changed or removed.
-        """
+        """Raise DataError if a file was changed or removed after it was opened."""
         for file in self.files:
             try:
                 check_unchanged(file)

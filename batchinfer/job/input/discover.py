@@ -68,11 +68,8 @@ def _find(entry: str, suffixes: tuple[str, ...], *fallbacks: tuple[str, ...]) ->
 
 
 def named_format(files: Sequence[str]) -> str:
-    """Derive the format from file names. A file with an unknown suffix is treated as Parquet.
-
-    Raises:
-        UsageError: the names belong to several formats.
-    """
+    """Derive the format from file names; unknown suffixes mean Parquet. Raise UsageError if the
+    names belong to several formats."""
     first_of: dict[str, str] = {}
     for file in files:
         name = next((name for name, ends in _NAMED.items() if file.endswith(ends)), "parquet")

@@ -67,11 +67,7 @@ _HINTS: tuple[tuple[str, str | None], ...] = (
 
 
 class Condition:
-    """An SQL condition on the columns of ``schema``.
-
-    Raises:
-        UsageError: the text is not a condition on these columns.
-    """
+    """An SQL condition on the columns of ``schema``; raises UsageError if ``text`` is not one."""
 
     def __init__(self, text: str, schema: pa.Schema) -> None:
         self._text = text
@@ -120,11 +116,7 @@ class Condition:
 
 
 def parsed(text: str) -> pl.Expr:
-    """Parse a condition without knowing the columns.
-
-    Raises:
-        UsageError: the text is not a valid condition.
-    """
+    """Parse a condition without knowing the columns. Raise UsageError if it is invalid."""
     _check_functions(text)
     import polars as pl
 

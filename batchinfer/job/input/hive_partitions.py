@@ -67,11 +67,8 @@ def add_folder_columns(schema: pa.Schema, folders: Mapping[str, Values]) -> pa.S
 
 
 def constants(path: str, own: Values, schema: pa.Schema) -> dict[str, object]:
-    """Convert the values from a file's folder names to the dataset's column types.
-
-    Raises:
-        DataError: a value does not fit the column's type, which comes from other files.
-    """
+    """Convert the values from a file's folder names to the dataset's column types. Raise DataError
+    if a value does not fit the column's type, which comes from other files."""
     found: dict[str, object] = {}
     for name, value in own.items():
         kind = schema.field(name).type

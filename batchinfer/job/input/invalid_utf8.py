@@ -26,11 +26,8 @@ _NO_PYTHON_TIME = (OverflowError, pa.ArrowInvalid)
 
 
 def check_field_names(column: pa.Field) -> None:
-    """Check that the values of a column can be converted to Python values.
-
-    Raises:
-        DataError: two fields of a struct have the same name.
-    """
+    """Raise DataError if two fields of a struct in a column have the same name, because a Python
+    dict cannot hold such a struct."""
     name = repeated_field(column.type)
     if name is not None:
         raise DataError(

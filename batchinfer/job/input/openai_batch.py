@@ -111,11 +111,8 @@ class OpenAIFormat(JsonlFormat):
         return SCHEMA, {}
 
     def parsed(self, records: Sequence[Line], path: str) -> list[Row]:
-        """Parse lines to requests; an invalid line becomes a ``RowError``.
-
-        Raises:
-            DataError: a request has no valid ``custom_id``.
-        """
+        """Parse lines to requests; an invalid line becomes a ``RowError``. Raise DataError if a
+        request has no valid ``custom_id``."""
         rows = super().parsed(records, path)
         for (number, _), row in zip(records, rows, strict=True):
             if isinstance(row, RowError):

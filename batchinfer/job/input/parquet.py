@@ -85,11 +85,8 @@ def check_arrow_schema(metadata: pq.FileMetaData, schema: pa.Schema) -> None:
 
 
 def shape_of(kind: pa.DataType) -> Shape:
-    """Describe the nesting of a type and the names in it.
-
-    Raises:
-        UnicodeDecodeError: a name is not UTF-8.
-    """
+    """Describe the nesting of a type and the names in it. Raise UnicodeDecodeError if a name is not
+    UTF-8."""
     if isinstance(kind, pa.BaseExtensionType):
         return shape_of(kind.storage_type)
     if pa.types.is_timestamp(kind):
@@ -162,11 +159,8 @@ class ParquetFormat(Format):
             ) from error
 
     def stored_bytes(self, file: InputFile, columns: Collection[str]) -> int:
-        """Sum the compressed bytes of the columns in the input.
-
-        Raises:
-            DataError: the footer is damaged.
-        """
+        """Sum the compressed bytes of the columns in the input. Raise DataError if the footer is
+        damaged."""
         if not columns:
             return 0
         with store_of(file.path).open(file.path) as opened:
@@ -226,11 +220,8 @@ def row_group_batches(
 
 
 def decode_all(file: pa.NativeFile) -> None:
-    """Decode a Parquet file column by column to check it, and discard the values.
-
-    Raises:
-        pyarrow.ArrowException, OSError: the file is damaged.
-    """
+    """Decode a Parquet file column by column, and discard the values. Raise pyarrow.ArrowException
+    or OSError if the file is damaged."""
     reader = open_parquet(file)
     for group in range(reader.num_row_groups):
         for name in reader.schema_arrow.names:

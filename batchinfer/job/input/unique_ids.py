@@ -85,11 +85,8 @@ def find_bad_ids(source: Source, column: str) -> BadIds:
 
 
 def check_unique_ids(source: Source, column: str) -> None:
-    """Check that ``column`` holds a different value in every selected row.
-
-    Raises:
-        DataError: a row has no value, or two rows have the same value.
-    """
+    """Raise DataError if a selected row has no value in ``column``, or if two rows have the same
+    value."""
     bad = find_bad_ids(source, column)
     if len(bad):
         raise DataError(

@@ -58,11 +58,8 @@ def with_checked_text(source: Source, columns: Iterable[str]) -> Source:
 
 
 def _bad_rows(column: pa.Array, field: pa.Field) -> list[int]:
-    """Return the indices of the values that hold text which is not UTF-8.
-
-    Raises:
-        DataError: some text is not UTF-8, and a struct has two fields of one name.
-    """
+    """Return the indices of values that hold invalid UTF-8. Raise DataError if the column has such
+    values and a struct with two fields of one name."""
     if is_valid_text(column):
         return []
     check_field_names(field)

@@ -128,11 +128,8 @@ class RequestKind:
 
 
 def generation_requests(*, has_tools: bool = False) -> RequestKind:
-    """Return the ``RequestKind`` of requests for chat and text completions.
-
-    Args:
-        has_tools: True if the job parses tool calls.
-    """
+    """Return the ``RequestKind`` of requests for chat and text completions; ``has_tools`` is True
+    if the job parses tool calls."""
     fields = {
         "column messages": "body.messages",
         "column prompt": "body.prompt",
@@ -213,11 +210,8 @@ def _prompt(body: Mapping[str, Any]) -> tuple[str, Any]:
 
 
 def one_prompt(body: Mapping[str, Any], name: str) -> tuple[str, Any]:
-    """Return the prompt in a field of a body, with its source: ``prompt`` or ``token_ids``.
-
-    Raises:
-        RowError: ``invalid_request``.
-    """
+    """Return the prompt in a field of a body, with its source: ``prompt`` or ``token_ids``. Raise
+    RowError (``invalid_request``) if the field holds no prompt."""
     value = body.get(name)
     if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str | list):
         value = value[0]
@@ -234,11 +228,8 @@ def one_prompt(body: Mapping[str, Any], name: str) -> tuple[str, Any]:
 def check_fields(
     body: Mapping[str, Any], known: Sequence[str], neutral: Mapping[str, tuple[Any, ...]]
 ) -> None:
-    """Refuse unknown fields, and values of ``neutral`` fields that ``neutral`` does not list.
-
-    Raises:
-        RowError: ``unsupported_parameter``.
-    """
+    """Raise RowError (``unsupported_parameter``) for unknown fields, and for values of ``neutral``
+    fields that ``neutral`` does not list."""
     for name, value in body.items():
         if name in neutral:
             if not any(type(value) is type(v) and value == v for v in neutral[name]):

@@ -213,11 +213,8 @@ class OutputDir:
         return record
 
     def read_record(self, part: Part) -> PartRecord | None:
-        """Return the record of ``part`` without checking its files; None if it has no record.
-
-        Raises:
-            DataError: the record is damaged.
-        """
+        """Return the record of ``part`` without checking its files; None if it has no record. Raise
+        DataError if the record is damaged."""
         path = self.record(part)
         try:
             return parse_record(read_file(self.files, path), part)
@@ -227,11 +224,8 @@ class OutputDir:
             raise DataError(f"{path} is damaged") from None
 
     def check_size(self, path: PurePath, size: int) -> FileStat:
-        """Check that a file has the size in bytes that was written; return the file's stat.
-
-        Raises:
-            DataError: the file has a different size, or is missing.
-        """
+        """Return a file's stat; raise DataError if the file is missing or is not ``size`` bytes
+        long."""
         stat = self._existing(path)
         if stat.size != size:
             raise DataError(f"{path} has {stat.size} bytes, but {size} bytes were written")
@@ -244,11 +238,7 @@ class OutputDir:
         return stat
 
     def check_hash(self, path: PurePath, sha256: str) -> None:
-        """Check that a file has the hash of the data that was written.
-
-        Raises:
-            DataError: the file has a different hash, or is missing.
-        """
+        """Raise DataError if a file is missing, or if its SHA-256 is not ``sha256``."""
         try:
             actual = sha256_of(self.files, path)
         except OSError as error:

@@ -25,11 +25,8 @@ def store_manifest(out: OutputDir, manifest: Manifest) -> None:
 
 
 def stored_manifest(out: OutputDir) -> Manifest:
-    """Return the stored plan, or its copy if the plan is damaged or missing.
-
-    Raises:
-        DataError: the plan and its copy are damaged or missing.
-    """
+    """Return the stored plan, or its copy if the plan is damaged or missing. Raise DataError if the
+    copy is damaged or missing too."""
     for path in (out.manifest, out.manifest_copy):
         with suppress(DataError):
             return read_manifest(path, out.files)

@@ -113,11 +113,7 @@ def check_partitions(columns: Sequence[str], kept: Mapping[str, str], source: So
 
 
 def refuse_foreign(out: OutputDir, columns: Sequence[str]) -> None:
-    """Check that the folder ``partitioned`` was made by batchinfer, or is empty or missing.
-
-    Raises:
-        LockedError: the folder holds files that batchinfer did not write.
-    """
+    """Raise LockedError if the folder ``partitioned`` holds files that batchinfer did not write."""
     is_ours = out.files.stat(out.partitioned_record) is not None
     is_ours = is_ours or out.partitioned_record in missing_files(out)
     if columns and not is_ours and out.files.entries(out.partitioned):

@@ -114,11 +114,8 @@ def agree_on_plan(out: OutputDir, manifest: Manifest, if_exists: str) -> ResumeP
 
 
 def only_unfinished(out: OutputDir, plan: ResumePlan, trust: Trust = "marks") -> ResumePlan:
-    """Return ``plan`` with only the unfinished parts in ``todo``.
-
-    Raises:
-        LockedError: another version began the output, and this version cannot resume its rows.
-    """
+    """Return ``plan`` with only the unfinished parts in ``todo``. Raise LockedError if another
+    version began the output, and this version cannot resume its rows."""
     unfinished = _unfinished(out, plan.todo, trust)
     damaged = {part.name: problem for part, problem in unfinished.items() if problem}
     if len(damaged) < len(unfinished) and stored_manifest(out).layout != LAYOUT:
@@ -157,11 +154,7 @@ def clear_output(out: OutputDir, plan: ResumePlan) -> None:
 
 
 def refuse_half_an_update(out: OutputDir) -> None:
-    """Check that no swap of generations was interrupted in ``out``.
-
-    Raises:
-        LockedError: a swap was interrupted.
-    """
+    """Raise LockedError if a swap of generations was interrupted in ``out``."""
     if _exists(out, out.swap):
         raise LockedError(
             f"{printable(str(out.root))} is being updated and holds both old and new files",
@@ -171,11 +164,8 @@ def refuse_half_an_update(out: OutputDir) -> None:
 
 
 def plan_of(out: OutputDir) -> Manifest:
-    """Return the plan of the job that writes, or wrote, to ``out``.
-
-    Raises:
-        DataError: there is no plan, or the plan and its copy are damaged.
-    """
+    """Return the plan of the job that writes, or wrote, to ``out``. Raise DataError if there is no
+    plan, or if the plan and its copy are damaged."""
     if not is_begun(out):
         raise DataError(
             f"{printable(str(out.root))} holds no batchinfer output"
@@ -196,11 +186,8 @@ def unexpected_files(out: OutputDir, manifest: Manifest) -> list[PurePath]:
 
 
 def refuse_unexpected_files(out: OutputDir, manifest: Manifest) -> None:
-    """Check that ``data/`` holds no foreign Parquet file, which readers would take for output.
-
-    Raises:
-        LockedError: the folder holds a foreign file.
-    """
+    """Raise LockedError if ``data/`` holds a foreign Parquet file, which readers would take for
+    output."""
     for path in unexpected_files(out, manifest):
         if path.suffix == ".parquet":
             raise LockedError(

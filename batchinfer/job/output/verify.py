@@ -102,11 +102,8 @@ class Verification:
 
 
 def verify(out: OutputDir) -> Verification:
-    """Compare everything that is finished in ``out`` with its record.
-
-    Raises:
-        DataError: the output has no plan to compare it with.
-    """
+    """Compare everything that is finished in ``out`` with its record. Raise DataError if the output
+    has no plan."""
     plan = plan_of(out)
     try:
         refuse_half_an_update(out)

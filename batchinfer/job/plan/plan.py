@@ -7,10 +7,10 @@ same blocks, rows in flight, sharing, waste and preemptions as the run if the as
 are right: every sample runs to ``max_tokens``, or to ``--expect-output-tokens``.
 
 To bound its time, the plan checks ids only in datasets of up to ``unique_ids.HASHES_AT_ONCE`` rows,
-reads about ``census.MAX_ROWS`` rows and ``MAX_PROMPT_TOKENS`` prompt tokens at most, and simulates
-at most ``simulation.MAX_STEPS`` steps and ``MAX_OUTPUT_TOKENS`` output tokens. The counts are then
-scaled to the whole dataset; ``sampled`` in the result says how many rows were read and how much was
-simulated.
+reads about ``row_counts.MAX_ROWS`` rows and ``MAX_PROMPT_TOKENS`` prompt tokens at most, and
+simulates at most ``simulation.MAX_STEPS`` steps and ``MAX_OUTPUT_TOKENS`` output tokens. The counts
+are then scaled to the whole dataset; ``sampled`` in the result says how many rows were read and how
+much was simulated.
 """
 
 from __future__ import annotations

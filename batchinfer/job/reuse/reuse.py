@@ -268,7 +268,9 @@ class RowReuse:
         row_ids = table["row_id"].to_numpy()
         at = np.minimum(np.searchsorted(row_ids, sources), max(0, len(row_ids) - 1))
         if not len(row_ids) or not np.array_equal(row_ids[at], sources):
-            raise DataError(f"{self._files[file].path} does not have all rows in its list of keys")
+            raise DataError(
+                f"{self._files[file].path} lacks some of the rows that its list of keys names"
+            )
         answers = table.take(pa.array(at)).combine_chunks()
         schema = segment_schema(self._generated)
         nothing = pa.nulls(len(found), schema.field(REQUEST_COLUMN).type)

@@ -71,21 +71,14 @@ def prompt_columns(config: PromptConfig, source: Source) -> frozenset[str]:
 
 
 def check_completions_column(name: str, source: Source) -> None:
-    """Check the column that ``score.completions_column`` names.
-
-    Raises:
-        DataError: the column is missing, or its type cannot hold completions.
-    """
+    """Raise DataError if the column ``score.completions_column`` is missing, or cannot hold
+    completions."""
     expected = "string, list<string>, or list<list<int>> (token ids)"
     _check_column(source, name, "score.completions_column", _may_be_completions, expected)
 
 
 def check_text_column(name: str, key: str, source: Source) -> None:
-    """Check a text column that ``key`` of the job file names.
-
-    Raises:
-        DataError: the column does not exist, or is not text.
-    """
+    """Raise DataError if the column that ``key`` of the job file names is missing or not text."""
     _check_column(source, name, key, _may_be_text, "string")
 
 

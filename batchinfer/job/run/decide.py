@@ -266,11 +266,8 @@ def _nothing_to_do(job: OutputJob, options: RunOptions) -> NothingToDo | None:
 
 
 def _is_finished(job: OutputJob, options: RunOptions) -> bool:
-    """Return True if the job is finished, without taking a lock or writing anything.
-
-    Raises:
-        JobError: the output belongs to another job or input.
-    """
+    """Return True if the job is finished, without taking a lock or writing anything. Raise JobError
+    if the output belongs to another job or input."""
     out, columns = job.out, job.spec.output.partition_by
     if options.overwrites or not all(map(out.files.stat, (out.success, out.summary))):
         return False

@@ -134,11 +134,8 @@ def _nothing_selected(job: OutputJob) -> list[str]:
 
 
 def _record(job: OutputJob, claim: Claim, part: Part) -> PartRecord:
-    """Return the record of a part, and check that the part's file still matches the record.
-
-    Raises:
-        DataError: the part was damaged, or its record is missing.
-    """
+    """Return the record of a part. Raise DataError if the record is missing, or if the part's file
+    does not match it."""
     again = f"to make the part again, run {claim.command_for(part)}"
     try:
         record = job.out.finished(part)

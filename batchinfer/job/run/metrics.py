@@ -28,7 +28,10 @@ _PORT = re.compile(r"(?:(?P<host>[^/:]+|\[[0-9a-fA-F:]+\]):)?(?P<port>-?[0-9]+)"
 _COUNTERS = {
     "rows_finished": ("rows", "Rows that this run has finished."),
     "output_tokens": ("tokens", "Output tokens that this run has drawn."),
-    "prefill_tokens": ("prefill_tokens", "Tokens computed for prompts, including recomputed ones."),
+    "prefill_tokens": (
+        "prefill_tokens",
+        "Tokens computed for prompts, including recomputed tokens.",
+    ),
     "preemptions": ("preemptions", "Sequences that lost their KV blocks."),
 }
 """For each metric, the field of ``Counts`` that it shows, and its description."""

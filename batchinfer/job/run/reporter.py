@@ -148,11 +148,8 @@ class RunReporter:
     _json_result: str | None = None
 
     def print_json(self) -> None:
-        """Print the summary of a job that has ended, if the run has ``as_json``.
-
-        Raises:
-            OSError: stdout cannot be written; the job's output is complete.
-        """
+        """Print the summary of a job that has ended, if the run has ``as_json``. Raise OSError if
+        stdout cannot be written; the job's output is complete."""
         if self._json_result is not None:
             print_stdout(self._json_result)
 

@@ -37,11 +37,7 @@ _TO_THE_END = 2**31 - 1
 
 
 def batch_job(options: BatchOptions) -> JobSpec:
-    """Return the job that answers a batch file.
-
-    Raises:
-        UsageError: an option has an invalid value.
-    """
+    """Return the job that answers a batch file. Raise UsageError if an option is invalid."""
     if not is_url(options.output_file) and os.path.isdir(options.output_file):
         raise UsageError(f"-o: {printable(options.output_file)} is a folder; name a file")
     paths = (options.input_file, options.output_file)
@@ -112,11 +108,7 @@ def _reasoning(parser: str) -> Any:
 
 
 def run_batch(options: BatchOptions) -> ExitCode:
-    """Answer a batch file, or resume a run that was interrupted.
-
-    Raises:
-        JobError: see ``run_job``.
-    """
+    """Answer a batch file, or resume an interrupted run. Errors are those of ``run_job``."""
     job, output = batch_job(options), _output_file(options)
     is_open = is_open_file(output)
     display = Display(quiet=options.quiet, result_on_stdout=not is_open)

@@ -54,11 +54,7 @@ class Prefetcher(Generic[T]):
             return None
 
     def items(self, is_over: Callable[[], bool]) -> Iterator[T]:
-        """Yield all items; end early if ``is_over`` returns True.
-
-        Raises:
-            BaseException: the iterable's error.
-        """
+        """Yield all items; end early if ``is_over`` returns True. Raise the iterable's error."""
         while not self.exhausted and not is_over():
             if (item := self.take(_POLL_S)) is not None:
                 yield item
@@ -142,11 +138,7 @@ class BackgroundConsumer(Generic[T]):
         self._thread.start()
 
     def put(self, item: T) -> None:
-        """Add an item.
-
-        Raises:
-            BaseException: the error of ``consume`` for an earlier item.
-        """
+        """Add an item. Raise the error of ``consume`` for an earlier item, if any."""
         self._offer(item)
         if self._error is not None:
             raise self._error

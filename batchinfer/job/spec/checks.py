@@ -28,11 +28,8 @@ _WRITTEN = ("data", "part-00000.parquet")
 
 
 def check_conflicts(spec: JobSpec, document: JobDocument) -> None:
-    """Check the keys of ``spec``, which was read from ``document``.
-
-    Raises:
-        UsageError: a key is wrong; the message names the file, the line and the key.
-    """
+    """Check the keys of ``spec``, which was read from ``document``. Raise UsageError with the file,
+    line and key if a key is wrong."""
     for place in spec.input.paths:
         _check_output_place(spec.output.path, place, document)
     if spec.model.revision is not None and os.path.isabs(spec.model.name):

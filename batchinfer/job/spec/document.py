@@ -50,11 +50,8 @@ class JobDocument:
         return self.get(path, _MISSING) is not _MISSING
 
     def set(self, path: KeyPath, value: Any, origin: str) -> None:
-        """Set the value at ``path``, creating parent mappings.
-
-        Raises:
-            UsageError: a parent is not a mapping.
-        """
+        """Set the value at ``path``, creating parent mappings. Raise UsageError if a parent is not
+        a mapping."""
         holder: Any = self.data
         for depth, part in enumerate(path[:-1], start=1):
             if holder.get(part) is None:

@@ -57,11 +57,8 @@ def render_variables(text: str, variables: Mapping[str, str]) -> str:
 
 
 def parse_variables(assignments: Sequence[str]) -> dict[str, str]:
-    """Parse ``--var name=text`` options; if a name is repeated, the last value wins.
-
-    Raises:
-        UsageError: an option does not have this form, or is not valid Unicode.
-    """
+    """Parse ``--var name=text`` options; if a name is repeated, the last value wins. Raise
+    UsageError if an option does not have this form, or is not valid Unicode."""
     variables: dict[str, str] = {}
     for assignment in assignments:
         name, equals, text = assignment.partition("=")
@@ -139,11 +136,8 @@ def load_job(
 
 
 def checked_job(document: JobDocument, base_dir: Path) -> JobSpec:
-    """Check a document whose variables are filled in; paths are relative to ``base_dir``.
-
-    Raises:
-        UsageError, NotYetError: see ``load_job``.
-    """
+    """Check a document whose variables are filled in; paths are relative to ``base_dir``. Errors
+    are those of ``load_job``."""
     _apply_preset(document, base_dir)
     spec = _with_absolute_paths(_check(document), base_dir, document)
     check_conflicts(spec, document)

@@ -17,11 +17,8 @@ _TOOL = '{"type": "function", "function": {"name": ...}}'
 
 
 def chat_template_file(chat_template: str) -> str | None:
-    """Read the file that ``prompt.chat_template`` names; return None for auto and none.
-
-    Raises:
-        UsageError: the file cannot be read.
-    """
+    """Read the file that ``prompt.chat_template`` names; return None for auto and none. Raise
+    UsageError if the file cannot be read."""
     if chat_template in ("auto", "none"):
         return None
     try:
@@ -31,11 +28,8 @@ def chat_template_file(chat_template: str) -> str | None:
 
 
 def tools_file(path: str) -> tuple[Any, ...]:
-    """Read the tools from the JSON file that ``prompt.tools`` names.
-
-    Raises:
-        ValueError: the file cannot be read, or is not a list of objects.
-    """
+    """Read the tools from the JSON file that ``prompt.tools`` names. Raise ValueError if the file
+    cannot be read, or is not a list of objects."""
     where = printable(path, 200)
     text = text_of(path).removeprefix("\ufeff")
     try:

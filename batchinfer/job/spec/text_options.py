@@ -10,11 +10,7 @@ from batchinfer.console.format import format_value, near_name, printable
 
 
 def encoding_name(name: str) -> str:
-    """Return Python's standard name for a text encoding.
-
-    Raises:
-        ValueError: Python has no such text encoding.
-    """
+    """Return Python's standard name for a text encoding. Raise ValueError if Python has none."""
     try:
         io.TextIOWrapper(io.BytesIO(), encoding=name)
     except (LookupError, ValueError):
@@ -27,11 +23,7 @@ def encoding_name(name: str) -> str:
 
 
 def delimiter_character(text: str) -> str:
-    """Check a delimiter, and return it unchanged.
-
-    Raises:
-        ValueError: the text is not a character that can separate cells.
-    """
+    """Return ``text`` if it can separate cells; raise ValueError if it cannot."""
     if len(text) != 1 or not text.isascii() or text in '"\r\n\0':
         raise ValueError(
             f"{format_value(text)} cannot separate cells; use one ASCII character, like ;"

@@ -76,11 +76,8 @@ def dotted(path: KeyPath) -> str:
 
 
 def plain_scalar(text: str) -> Scalar:
-    """Convert an unquoted scalar to its value.
-
-    Raises:
-        ValueError: a number is out of range, or the text is not valid Unicode.
-    """
+    """Convert an unquoted scalar to its value. Raise ValueError if a number is out of range, or if
+    the text is not valid Unicode."""
     if _NULL.fullmatch(text):
         return None
     if match := _BOOL.fullmatch(text):

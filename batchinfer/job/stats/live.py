@@ -122,11 +122,7 @@ class LiveFile:
 
 
 def live_runs(out: OutputDir, now: float) -> list[LiveRun]:
-    """Return the latest progress of the runs that write to an output.
-
-    Args:
-        now: seconds since 1970.
-    """
+    """Return the progress of the runs that write to an output; ``now`` is in seconds since 1970."""
     runs = []
     for path in out.files.entries(out.live):
         if path.suffix != ".json":

@@ -134,11 +134,7 @@ def _covered_s(runs: Sequence[Run], lasted_s: Callable[[Run], float]) -> float:
 
 
 class Recorder:
-    """Writes a run's record. The record on disk always includes all finished rows that are on disk.
-
-    Args:
-        run_id: ``OutputDir.next_run_id``.
-    """
+    """Writes a run's record, which on disk always includes all finished rows that are on disk."""
 
     def __init__(self, out: OutputDir, spec: JobSpec, run_id: str) -> None:
         self._out = out

@@ -188,11 +188,8 @@ class Status:
 
 
 def read_status(out: OutputDir, now: float) -> Status:
-    """Return the status, at ``now`` in seconds since 1970, of the job that writes to ``out``.
-
-    Raises:
-        DataError: ``out`` holds no job's output, or its plan is damaged.
-    """
+    """Return the status, at ``now`` in seconds since 1970, of the job that writes to ``out``. Raise
+    DataError if ``out`` holds no job's output, or if its plan is damaged."""
     plan = plan_of(out)
     # Read segments before records, so that rows moved from a segment to a part are not missed.
     segments = list(_segment_rows(out))

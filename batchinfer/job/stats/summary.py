@@ -153,11 +153,8 @@ def _kernels(runs: Iterable[Run]) -> dict[str, list[str]]:
 
 
 def kernels_differ(what: str, names: Sequence[str]) -> str:
-    """Return the warning that different kernels computed rows of one job.
-
-    Args:
-        what: dtype of the weights, or ``attention``.
-    """
+    """Return the warning that different kernels computed rows of one job; ``what`` is the dtype of
+    the weights, or ``attention``."""
     did = "computed attention" if what == "attention" else f"multiplied {what}"
     return (
         f"{' and '.join(names)} {did} in different runs of this job, so the last "

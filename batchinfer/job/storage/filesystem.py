@@ -272,11 +272,8 @@ def _retry(path: PurePath, read: Callable[[], T], tries: int = READ_TRIES) -> T:
 
 @contextmanager
 def storage_errors(path: PurePath, verb: str = "write") -> Iterator[None]:
-    """Turn the operating system's errors into a StorageError that names ``path``.
-
-    Args:
-        verb: the failed operation: ``read``, ``write`` or ``delete``.
-    """
+    """Turn the operating system's errors into a StorageError that names ``path``; ``verb`` is
+    ``read``, ``write`` or ``delete``."""
     try:
         yield
     except OSError as error:
@@ -327,11 +324,7 @@ def read_file(files: Files, path: PurePath) -> bytes:
 
 
 def parse_json(data: bytes) -> Any:
-    """Parse stored JSON, which may be damaged.
-
-    Raises:
-        ValueError: the data is not valid JSON, or is nested too deeply.
-    """
+    """Parse stored JSON. Raise ValueError if it is not valid JSON, or is nested too deeply."""
     try:
         return json.loads(data)
     except RecursionError:

@@ -94,20 +94,12 @@ class LocalStore:
 
 
 def store_of(path: str) -> Store:
-    """Return the store that holds a path or URL.
-
-    Raises:
-        UsageError: the package that reads from the store is not installed.
-    """
+    """Return the store that holds a path or URL; raise UsageError if its package is missing."""
     return remote_store_of(path) if is_url(path) else LocalStore()
 
 
 def remote_store_of(url: str) -> RemoteStore:
-    """Return the store that holds a URL.
-
-    Raises:
-        UsageError: the package that reads from the store is not installed.
-    """
+    """Return the store that holds a URL; raise UsageError if its package is not installed."""
     if scheme_of(url) == "hf":
         from batchinfer.job.storage.hub_reader import HubStore
 

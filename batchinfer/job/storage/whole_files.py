@@ -10,11 +10,7 @@ from batchinfer.job.storage.urls import StorePath, scheme_of
 
 
 def require_store(url: str) -> None:
-    """Check that files below a URL can be read.
-
-    Raises:
-        UsageError: the package that reads from the store is not installed.
-    """
+    """Raise UsageError if the package that reads from a URL's store is not installed."""
     if scheme_of(url) != "hf":
         connect(StorePath(url).bucket, impatient=True)
 

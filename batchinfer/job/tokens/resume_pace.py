@@ -112,11 +112,8 @@ class ResumePace:
         return self._clock() - self._began
 
     def pace(self, *, is_ending: bool) -> RunPace:
-        """Return the age and step times of this run, for the next run.
-
-        Args:
-            is_ending: True if the run ends normally, without being killed.
-        """
+        """Return the age and step times of this run, for the next run; ``is_ending`` is True if
+        this run ends without being killed."""
         return RunPace(0.0 if is_ending else self.age_s, self._steps)
 
     def follow(self, killed: RunPace) -> None:
@@ -148,11 +145,7 @@ class ResumePace:
         return sorted(rows, key=order)
 
     def num_ready(self, rows: Iterable[PromptRow], num_running: int) -> int:
-        """Return how many rows, counted from the first, may run now; the caller must run them.
-
-        Args:
-            num_running: number of sequences in the engine.
-        """
+        """Return how many rows, counted from the first, may run now; the caller must run them."""
         count, age_s = 0, self.age_s
         is_young = age_s < _OUTLIVES * self._life_s
         end_s = _SHARE_OF_LIFE * self._life_s if is_young else math.inf

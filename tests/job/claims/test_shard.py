@@ -59,8 +59,8 @@ def test_parse_shard(text: str, environment: dict[str, str], shard: Shard) -> No
         ("auto", {}, r"not a task of a Slurm array .*not set"),
         ("auto", {"JOB_COMPLETION_INDEX": "3"}, r'"\$\(JOB_COMPLETION_INDEX\)/8"'),
         ("auto", {"SLURM_ARRAY_TASK_ID": "3"}, "does not say how many tasks"),
-        ("auto", array(3, 1, 7, 3), "have gaps"),
-        ("auto", array(5, 0, 9, 3), "have gaps"),
+        ("auto", array(3, 1, 7, 3), "not evenly spaced"),
+        ("auto", array(5, 0, 9, 3), "not evenly spaced"),
     ],
 )
 def test_parse_shard_errors(text: str, environment: dict[str, str], says: str) -> None:

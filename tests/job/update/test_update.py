@@ -322,7 +322,10 @@ def test_update_with_too_many_errors_keeps_successful_output(
     assert place.run(ExitCode.TOO_MANY_ROW_ERRORS, update=True) == []
     assert place.rows() == before
     told = capsys.readouterr().err
-    assert "out stays as it is, because the update has no _SUCCESS; the new rows are in" in told
+    assert (
+        "out keeps its old rows, because the update ended without _SUCCESS; the new rows are in"
+        in told
+    )
     assert place.run(ExitCode.TOO_MANY_ROW_ERRORS) == []
     place.write(*ROWS[:5], "mended", *ROWS[6:])
     assert place.run(update=True) == [5]

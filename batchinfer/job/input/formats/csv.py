@@ -195,10 +195,7 @@ def read_records(
     chunks: Iterable[bytes], path: str, delimiter: str
 ) -> Iterator[tuple[int, Record]]:
     """Yield all records, including the header, each with the number of its first line, from 1.
-
-    Raises:
-        DataError: a quote is never closed.
-    """
+    Raise DataError if a quote is never closed."""
     lines = _CountedQuotes(_lines(chunks, path))
     reader = csv.reader(lines, delimiter=delimiter, strict=True)
     while True:
@@ -241,11 +238,8 @@ class _CountedQuotes(Iterator[str]):
 
 
 def _wrong_record(error: csv.Error, where: str, lines: _CountedQuotes) -> RowError:
-    """Make the error for one invalid record; the next line begins a new record.
-
-    Raises:
-        DataError: a quote is never closed, so that no later record can be found.
-    """
+    """Make the error for one invalid record; the next line begins a new record. Raise DataError if
+    a quote is never closed, so that no later record can be found."""
     text = str(error)
     is_too_large = "field limit" in text
     if "unexpected end" in text or (is_too_large and not lines.end_record()):

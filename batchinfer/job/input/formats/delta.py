@@ -18,11 +18,8 @@ _ERRORS = (DeltaError, OSError, ValueError, pa.ArrowException)
 
 
 def read_delta(path: str, version: int | None) -> Snapshot:
-    """List the files of a Delta table, oldest first.
-
-    Raises:
-        DataError: the table cannot be read, or has deletion vectors or column mapping.
-    """
+    """List the files of a Delta table, oldest first. Raise DataError if the table cannot be read,
+    or has deletion vectors or column mapping."""
     try:
         table = DeltaTable(path, version=version)
         schema = pa.schema(table.schema().to_arrow())

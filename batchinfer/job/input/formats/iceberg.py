@@ -85,11 +85,8 @@ def _check_task(path: str, task: FileScanTask) -> None:
 
 
 def _check_names(file: str, schema: Schema) -> None:
-    """Check by field ids that each column of a file is the table's column of the same name.
-
-    Raises:
-        DataError: a column was renamed, or dropped and added again, after the file was written.
-    """
+    """Raise DataError if field ids show that a column was renamed, or dropped and added again,
+    after a file was written."""
     try:
         with store_of(file).open(file) as opened:
             fields = pq.read_schema(opened)

@@ -134,11 +134,7 @@ class TextFormat(Format, Generic[Record]):
 
 @contextmanager
 def opened(path: str) -> Iterator[Iterator[bytes]]:
-    """Open a file and iterate over its decompressed content in chunks.
-
-    Raises:
-        OSError: the file cannot be read.
-    """
+    """Open a file and iterate over its decompressed content in chunks."""
     with store_of(path).open(path) as file:
         start = file.read(max(map(len, _COMPRESSED)))
         file.seek(0)

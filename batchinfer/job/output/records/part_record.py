@@ -42,11 +42,8 @@ _STORED = TypeAdapter(PartRecord)
 
 
 def parse_record(data: bytes, part: Part) -> PartRecord:
-    """Return the stored record of ``part``.
-
-    Raises:
-        ValueError: the record is damaged, or belongs to another part.
-    """
+    """Return the stored record of ``part``. Raise ValueError if the record is damaged, or belongs
+    to another part."""
     record = _STORED.validate_json(data)
     failed, marked = sum(record.error_codes.values()), record.control_text_row_ids
     if not (

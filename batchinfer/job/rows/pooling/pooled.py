@@ -33,11 +33,7 @@ Results = Callable[[npt.NDArray[np.float32]], Mapping[str, Any]]
 
 @dataclass
 class Pooled(LoadedTask):
-    """Makes one request per row, and converts its pooled hidden state to results.
-
-    Args:
-        failed_results: the results of a row that failed.
-    """
+    """Makes one request per row, and converts its pooled hidden state to results."""
 
     tokenizer: Tokenizer
     results: Results
