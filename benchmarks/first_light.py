@@ -26,8 +26,8 @@ from typing import Any
 
 from first_light_report import StageReport, page
 from gpu_outbox import CACHE, Outbox, unpack_cache
+from gpu_processes import ROOT, TRITON_CACHE, Task, run_task
 from gpu_results import Results
-from gpu_tasks import ROOT, TRITON_CACHE, Task, run_task
 
 DEADLINE_S = 580.0
 PACK_S = 15.0

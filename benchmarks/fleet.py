@@ -18,7 +18,7 @@ from collections import deque
 import numpy as np
 
 from batchinfer.job.claims.worker_queue import claim_size, is_too_slow
-from batchinfer.job.row_ids import Part
+from batchinfer.job.row_ranges import Part
 
 SLOTS = 64
 WINDOW_ROWS = 65_536

@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from gpu_outbox import Outbox
+from gpu_processes import ROOT, Task, has_cuda, run_task
 from gpu_results import Results
-from gpu_tasks import ROOT, Task, has_cuda, run_task
 
 STAGES = {
     "smoke": 100,

@@ -156,9 +156,9 @@ ROOMS = [
     Room("worker.model_runner", "the engine's runner", ("engine", "worker")),
     described("builders", ("config", "process", "errors", "console", "engine", "text", "worker")),
     described("job.storage", ("errors", "console")),
-    Room("job.row_ids", "sets of rows, and the parts they fall into"),
+    Room("job.row_ranges", "sets of rows, and the parts they fall into"),
     Room("job.run_ids", "ids of runs, and who wrote in them"),
-    described("job.input", ("errors", "console", "job.storage", "job.row_ids")),
+    described("job.input", ("errors", "console", "job.storage", "job.row_ranges")),
     described(
         "job.spec",
         ("config", "errors", "near_names", "console", "text", "job.storage", "job.input"),

@@ -27,7 +27,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import first_light  # noqa: E402
 import gpu  # noqa: E402
 import gpu_kernels  # noqa: E402
-import gpu_tasks  # noqa: E402
+import gpu_processes  # noqa: E402
 from first_light import PACK_S, FirstLight, Stage, limit_of, stages  # noqa: E402
 from gpu_outbox import (  # noqa: E402
     CACHE,
@@ -109,7 +109,7 @@ def run(
     """Run the stages with tasks that end as given."""
     script = tmp_path / "task.py"
     script.write_text(TASKS.format(benchmarks=str(ROOT / "benchmarks"), ends=ends))
-    monkeypatch.setattr(gpu_tasks, "TASK_FILE", script)
+    monkeypatch.setattr(gpu_processes, "TASK_FILE", script)
     limits = [first_limit_s, *[60] * 6]
     todo = [
         replace(stage, limit_s=limit)

@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import gpu  # noqa: E402
 import gpu_kernels  # noqa: E402
-import gpu_tasks  # noqa: E402
+import gpu_processes  # noqa: E402
 from gpu_bench import warm_up  # noqa: E402
 from gpu_results import Results  # noqa: E402
 from gpu_workloads import Job, gpu_workload, prompts  # noqa: E402
@@ -86,15 +86,15 @@ def test_killed_run_keeps_cells_of_this_and_earlier_runs(tmp_path: Path) -> None
 
 def test_task_is_killed_at_its_time_limit(tmp_path: Path) -> None:
     (task,) = gpu.tasks("parity", [], [])
-    outcome = gpu_tasks.run_task(task, tmp_path, 0.2, dry_run=True)
+    outcome = gpu_processes.run_task(task, tmp_path, 0.2, dry_run=True)
     assert not outcome["ok"]
     assert outcome["error"] == "killed after 0 s"
 
 
 @pytest.mark.long
 def test_failed_task_reports_its_error_and_logs_the_traceback(tmp_path: Path) -> None:
-    task = gpu_tasks.Task("attention", "attention-x", ("--model", "no such model"), 60)
-    outcome = gpu_tasks.run_task(task, tmp_path, 600, dry_run=True)
+    task = gpu_processes.Task("attention", "attention-x", ("--model", "no such model"), 60)
+    outcome = gpu_processes.run_task(task, tmp_path, 600, dry_run=True)
     assert outcome["error"] == "exit code 1: KeyError: 'no such model'"
     assert "Traceback" in (tmp_path / outcome["log"]).read_text()
 

@@ -30,7 +30,7 @@ from batchinfer import (
     TokensPrompt,
 )
 from batchinfer.config import sampling
-from batchinfer.config.types import parse_size
+from batchinfer.config.settings_base import parse_size
 from batchinfer.llm.arguments import dtype_name, engine_config
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)

@@ -24,9 +24,9 @@ from batchinfer.errors import ModelError, NotYetError
 from batchinfer.text.tokenizer import Tokenizer
 from batchinfer.worker.attention.attention import ATTENTION, AttentionKernel
 from batchinfer.worker.cuda_graphs.step_graphs import StepGraphs
+from batchinfer.worker.encoder.encode_and_pool import ModelEncoder
 from batchinfer.worker.encoder.encoder_config import is_run_as_encoder
 from batchinfer.worker.encoder.loader import check_encoder_invariance, load_encoder
-from batchinfer.worker.encoder.runner import ModelEncoder
 from batchinfer.worker.fusion.activations import replace_activations
 from batchinfer.worker.fusion.native_layers import decoder_layers_of
 from batchinfer.worker.kv_cache import KVCache

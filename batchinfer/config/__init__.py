@@ -25,6 +25,7 @@ from batchinfer.config.sampling import (
     SAMPLING_ALIASES,
     SamplingParams,
 )
+from batchinfer.config.settings_base import Record, parse_size
 from batchinfer.config.task_settings import (
     EMBEDDING,
     SCORING,
@@ -32,7 +33,6 @@ from batchinfer.config.task_settings import (
     EmbedConfig,
     ScoreConfig,
 )
-from batchinfer.config.types import Record, parse_size
 
 __all__ = [
     "EMBEDDING",

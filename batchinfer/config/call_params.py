@@ -18,8 +18,8 @@ import numpy as np
 
 from batchinfer.config import sampling
 from batchinfer.config.named_tokens import token_id_table
+from batchinfer.config.settings_base import format_value, near_name
 from batchinfer.config.structured_params import GuidedDecodingParams, StructuredOutputsParams
-from batchinfer.config.types import format_value, near_name
 
 _GREEDY_BELOW = 1e-5
 """Temperature below which sampling is greedy, as in vLLM."""

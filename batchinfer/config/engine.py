@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from batchinfer.config.types import Record, coerce_fields, parse_size
+from batchinfer.config.settings_base import Record, coerce_fields, parse_size
 
 QUANTIZATIONS = ("int8", "int4", "fp8", "int8_weight_only", "int4_weight_only")
 """Values of ``model.quantization``: batchinfer's own formats, and torchao's."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from batchinfer.config.types import Record, coerce_fields, format_value
+from batchinfer.config.settings_base import Record, coerce_fields, format_value
 
 Runner = Literal["generate", "pooling", "whole_texts"]
 """What a model computes. generate: text. pooling: hidden states. whole_texts: hidden states, with

@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 from batchinfer.config.regex import has_match
 from batchinfer.config.sampling import MAX_SAMPLES, SamplingParams
+from batchinfer.config.settings_base import Record, coerce_fields
 from batchinfer.config.structured import schema_text
-from batchinfer.config.types import Record, coerce_fields
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from batchinfer.config.settings_base import Record, coerce_fields
 from batchinfer.config.structured import normalized
-from batchinfer.config.types import Record, coerce_fields
 
 MAX_LOGPROBS = 20
 """Maximum number of alternatives per token, as in the OpenAI and vLLM APIs."""

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from batchinfer.config.types import format_value, near_name
+from batchinfer.config.settings_base import format_value, near_name
 
 MAX_CHARACTERS = 2**20
 """Maximum length of a schema, regex, grammar or list of choices, in characters. Compiling a million

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from batchinfer.config.sampling import SamplingParams
-from batchinfer.config.types import Record, coerce_fields
+from batchinfer.config.settings_base import Record, coerce_fields
 
 SCORING = SamplingParams(
     max_tokens=1, temperature=0.0, ignore_eos=True, seed=0, logprobs=0, prompt_logprobs=0

@@ -15,12 +15,12 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from threading import Event, Lock, Thread
 
-from batchinfer.console.display import Display, Level
 from batchinfer.console.format import printable
 from batchinfer.console.meter import Meter
 from batchinfer.console.phases import phase_line
-from batchinfer.console.progress import Lines, MeteredProgress, Progress
+from batchinfer.console.progress_bar import Lines, MeteredProgress, Progress
 from batchinfer.console.terminal import LINE_EVERY_S
+from batchinfer.console.text_view import Display, Level
 
 PROGRESS_EVERY_S = 10.0
 MOST_OF_LINE = 1 << 16

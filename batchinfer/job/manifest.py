@@ -20,7 +20,7 @@ from batchinfer.job.input.changed_files import (
     same_files,
 )
 from batchinfer.job.input.format import InputFile
-from batchinfer.job.row_ids import Part
+from batchinfer.job.row_ranges import Part
 from batchinfer.job.storage.filesystem import Files, LocalFiles, parse_json, read_file
 
 _UPDATE = (

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from batchinfer.config import EngineConfig, field_names
+from batchinfer.config.settings_base import coerce_fields
 from batchinfer.config.structured_params import closed_schema
-from batchinfer.config.types import coerce_fields
 from batchinfer.console.format import did_you_mean
 from batchinfer.llm.compatibility import settle
 from batchinfer.text.reasoning.formats import PARSERS, checked_reasoning

@@ -13,8 +13,8 @@ from batchinfer.llm.compatibility import settle
 from batchinfer.llm.images import TextWithImages, TokensWithImages, image_file, is_picture
 from batchinfer.llm.prompt_embeds import PromptEmbeds
 from batchinfer.text.chat import FinalMessage
-from batchinfer.text.encode import half_of_pair
 from batchinfer.text.prompts import Prompt
+from batchinfer.text.tokenize_rows import half_of_pair
 from batchinfer.text.tools.row_tools import RowTools, checked_choice, checked_tools
 
 

@@ -22,7 +22,7 @@ from batchinfer.job.manifest import Manifest
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.output.records.part_record import PartRecord
 from batchinfer.job.output.resume import plan_of
-from batchinfer.job.row_ids import Part
+from batchinfer.job.row_ranges import Part
 from batchinfer.job.rows.task import Task
 from batchinfer.job.rows.tasks import TASKS
 from batchinfer.job.stats.first_errors import id_column, named_row, shown_ids

@@ -11,9 +11,9 @@ import numpy.typing as npt
 
 from batchinfer.config import PromptConfig
 from batchinfer.errors import RowError
-from batchinfer.text.encode import RenderedText, TextEncoder, each_apart_if_needed
 from batchinfer.text.images.image_placeholders import ImageSettings, RowImage
 from batchinfer.text.render import RowRenderer
+from batchinfer.text.tokenize_rows import RenderedText, TextEncoder, each_apart_if_needed
 from batchinfer.text.tokenizer import TokenIds, Tokenizer
 
 ANY_LENGTH = 2**31

@@ -10,7 +10,6 @@ from batchinfer.config import PromptConfig
 from batchinfer.errors import ModelError, RowError, UsageError
 from batchinfer.text.chat import ChatTemplate, FinalMessage, Message
 from batchinfer.text.control_tokens import Marks
-from batchinfer.text.encode import RenderedText
 from batchinfer.text.images.files import ImageFile, without_images
 from batchinfer.text.images.find_images import image_parts
 from batchinfer.text.images.image_placeholders import ImageSettings, RowImages
@@ -29,6 +28,7 @@ from batchinfer.text.row_values import (
     row_token_ids,
     texts_in,
 )
+from batchinfer.text.tokenize_rows import RenderedText
 from batchinfer.text.tokenizer import TokenIds, Tokenizer
 from batchinfer.text.tools.row_tools import RowToolsReader
 from batchinfer.text.tools.tool_format import Tools

@@ -15,7 +15,6 @@ from typing import Any
 
 from batchinfer.config import ClassifyConfig, PromptConfig
 from batchinfer.errors import RowError
-from batchinfer.text.encode import each_apart_if_needed, unencodable
 from batchinfer.text.prompt_sources import require_column
 from batchinfer.text.prompts import (
     Prompt,
@@ -26,6 +25,7 @@ from batchinfer.text.prompts import (
     or_error,
 )
 from batchinfer.text.row_values import decoded
+from batchinfer.text.tokenize_rows import each_apart_if_needed, unencodable
 from batchinfer.text.tokenizer import TokenIds, Tokenizer
 
 Pair = tuple[str, str]

@@ -20,11 +20,11 @@ import numpy as np
 from batchinfer.config import PromptConfig
 from batchinfer.errors import RowError
 from batchinfer.text.control_tokens import Marks
-from batchinfer.text.encode import RenderedText, TextEncoder
 from batchinfer.text.prompt_sources import require_column
 from batchinfer.text.prompts import Prompt, PromptTooLongError, RowValues, or_error
 from batchinfer.text.render import RowRenderer
 from batchinfer.text.row_values import decoded, row_token_ids
+from batchinfer.text.tokenize_rows import RenderedText, TextEncoder
 from batchinfer.text.tokenizer import TokenIds, Tokenizer
 
 _EMPTY = "empty_completion"

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from batchinfer.console.meter import Counts, Meter
-from batchinfer.console.progress import (
+from batchinfer.console.progress_bar import (
     Lines,
     MeteredProgress,
     bar_line,

@@ -18,7 +18,7 @@ from tests.fake_cuda.launches import Launch, Signature, import_kernels, launch_o
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 from compile_cases import CASES, Case
-from compile_kernels import _CONVERTS_FP8, COMPILED, _Target, read
+from compile_without_gpu import _CONVERTS_FP8, COMPILED, _Target, read
 
 TARGETS = (80, 90)
 Compiled = dict[int, dict[Signature, int]]

@@ -17,7 +17,7 @@ from batchinfer.engine.request import Request
 from batchinfer.job.manifest import Manifest
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.output.resume import clear_output, clear_staging, plan_resume, prepare_directory
-from batchinfer.job.row_ids import Part
+from batchinfer.job.row_ranges import Part
 from batchinfer.job.spec.spec import JobSpec
 from batchinfer.text.structured.compiled_grammar import GrammarCompiler
 from batchinfer.text.tokenizer import Tokenizer

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchinfer.job.manifest import Manifest
-from batchinfer.job.row_ids import (
+from batchinfer.job.row_ranges import (
     in_range,
     missing_ranges,
     ranges_in,

@@ -28,7 +28,7 @@ TRITON_3_6 = ROOT / ".venv" / "triton-3.6"  # `make setup` tries to install it t
 sys.path.insert(0, str(BENCHMARKS))
 
 from compile_cases import CASES, Case  # noqa: E402
-from compile_kernels import COMPILED, Row, _without_docstrings, read, regressions, write  # noqa: E402
+from compile_without_gpu import COMPILED, Row, _without_docstrings, read, regressions, write  # noqa: E402
 from sass import main_loop, parse  # noqa: E402
 
 # Kernels that spill 8 bytes per thread on an A100, the second with Triton 3.6 only.

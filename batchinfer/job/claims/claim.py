@@ -27,7 +27,7 @@ from batchinfer.job.output.resume import (
     refuse_half_an_update,
     refuse_unexpected_files,
 )
-from batchinfer.job.row_ids import Part
+from batchinfer.job.row_ranges import Part
 
 Reopen = Callable[[OutputDir, Manifest], None]
 """Function that reopens finished parts with rows to rerun, under the directory's lock."""

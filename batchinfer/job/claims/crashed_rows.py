@@ -39,7 +39,7 @@ import numpy as np
 from pydantic import Field, NonNegativeInt, TypeAdapter
 
 from batchinfer.job.output.directory import OutputDir
-from batchinfer.job.row_ids import NO_ROWS, RowIds, sorted_row_ids
+from batchinfer.job.row_ranges import NO_ROWS, RowIds, sorted_row_ids
 from batchinfer.job.storage.filesystem import STRICT, read_file, storage_errors
 
 MOST_FRUITLESS = 8

@@ -14,7 +14,7 @@ from batchinfer.job.output.commit import Draft, publish
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.output.finished_row_segments import Segments
 from batchinfer.job.output.resume import ResumePlan
-from batchinfer.job.row_ids import (
+from batchinfer.job.row_ranges import (
     NO_ROWS,
     Part,
     RowIds,

@@ -23,7 +23,7 @@ from batchinfer.job.output.finished_row_segments import (
 )
 from batchinfer.job.output.records.part_record import PartRecord
 from batchinfer.job.output.stats_tables import REQUEST
-from batchinfer.job.row_ids import Part
+from batchinfer.job.row_ranges import Part
 from batchinfer.job.rows.row_key import KEY_COLUMN, KEY_TYPE
 from batchinfer.job.storage.filesystem import storage_errors
 

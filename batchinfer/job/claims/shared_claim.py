@@ -50,7 +50,7 @@ from batchinfer.job.output.resume import (
     prepare_directory,
     unrecorded,
 )
-from batchinfer.job.row_ids import Part
+from batchinfer.job.row_ranges import Part
 from batchinfer.job.run_ids import run_number
 from batchinfer.job.storage.filesystem import STRICT, read_file, storage_errors
 from batchinfer.job.storage.local_lock import LOCK, HeldError

@@ -19,7 +19,7 @@ from batchinfer.job.claims.writers import Claims, Writer, dead_logs, living_writ
 from batchinfer.job.output.commit import Draft
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.output.resume import ResumePlan, unrecorded
-from batchinfer.job.row_ids import Part, RowIds
+from batchinfer.job.row_ranges import Part, RowIds
 
 _CLAIMS_LEFT = 6
 """A claim takes at most 1 / (_CLAIMS_LEFT * number of workers) of the free parts, but at least one.

@@ -13,7 +13,7 @@ from typing import Any
 
 from batchinfer import errors
 from batchinfer.console.meter import Counts
-from batchinfer.console.progress import Progress
+from batchinfer.console.progress_bar import Progress
 from batchinfer.errors import DeviceError, ExitCode, JobError, StorageError
 from batchinfer.job.fleet.local_workers import WorkerHandle
 

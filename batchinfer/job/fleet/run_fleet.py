@@ -12,7 +12,7 @@ from threading import Event
 from typing import Any
 
 from batchinfer.console.phases import phase
-from batchinfer.console.progress import Progress
+from batchinfer.console.progress_bar import Progress
 from batchinfer.errors import DeviceError, UsageError, install_command
 from batchinfer.job.claims.shared_claim import Role
 from batchinfer.job.fleet.launcher import Launcher

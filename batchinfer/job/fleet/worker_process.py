@@ -19,9 +19,9 @@ from queue import SimpleQueue
 from threading import Lock, Thread
 from typing import Any
 
-from batchinfer.console.display import Display
 from batchinfer.console.meter import Meter
-from batchinfer.console.progress import MeteredProgress, Progress
+from batchinfer.console.progress_bar import MeteredProgress, Progress
+from batchinfer.console.text_view import Display
 from batchinfer.errors import ExitCode, JobError, ModelError
 from batchinfer.job.claims.shared_claim import Role
 from batchinfer.job.job import BuildEngine

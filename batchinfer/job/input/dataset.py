@@ -43,7 +43,7 @@ from batchinfer.job.input.openai_batch import OpenAIFormat
 from batchinfer.job.input.parquet import ParquetFormat
 from batchinfer.job.input.unify_schemas import Difference, SchemaMode
 from batchinfer.job.input.unique_ids import BadIds
-from batchinfer.job.row_ids import Part, RowIds, in_range, ranges_of
+from batchinfer.job.row_ranges import Part, RowIds, in_range, ranges_of
 
 _FORMATS: Mapping[str, Callable[[], Format]] = {
     "parquet": ParquetFormat,

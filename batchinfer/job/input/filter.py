@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from batchinfer.console.format import did_you_mean, first_line, format_value, printable
 from batchinfer.errors import DataError, JobError, UsageError
-from batchinfer.job.row_ids import NO_ROWS, RowIds
+from batchinfer.job.row_ranges import NO_ROWS, RowIds
 
 if TYPE_CHECKING:
     import polars as pl

@@ -14,7 +14,7 @@ from batchinfer.console.format import format_value
 from batchinfer.errors import DataError, RowError
 from batchinfer.job.input.format import Rows
 from batchinfer.job.input.invalid_utf8 import python_values, with_valid_text
-from batchinfer.job.row_ids import RowIds, in_range
+from batchinfer.job.row_ranges import RowIds, in_range
 
 if TYPE_CHECKING:
     from batchinfer.job.input.dataset import Source

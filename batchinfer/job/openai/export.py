@@ -30,7 +30,7 @@ from batchinfer.job.openai.pooling import pooling_body
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.output.records.export_record import is_open_file
 from batchinfer.job.output.schema import RESPONSE_COLUMNS
-from batchinfer.job.row_ids import Part
+from batchinfer.job.row_ranges import Part
 from batchinfer.job.spec.spec import ModelSpec
 from batchinfer.job.storage.filesystem import publish, storage_errors
 from batchinfer.text.detokenize import MAX_CHAR_TOKENS, token_text

@@ -22,7 +22,7 @@ from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.output.explode import first_of_rows
 from batchinfer.job.output.parquet_bytes import parquet_bytes
 from batchinfer.job.output.records.part_record import PartRecord
-from batchinfer.job.row_ids import Part
+from batchinfer.job.row_ranges import Part
 from batchinfer.job.rows.row_key import NO_KEYS
 from batchinfer.job.storage.filesystem import publish as publish_file
 from batchinfer.job.storage.filesystem import read_file, storage_errors

@@ -23,7 +23,7 @@ from batchinfer.console.format import first_line
 from batchinfer.errors import DataError
 from batchinfer.job.output.parquet_bytes import parquet_bytes
 from batchinfer.job.output.records.part_record import PartRecord, parse_record
-from batchinfer.job.row_ids import Part
+from batchinfer.job.row_ranges import Part
 from batchinfer.job.run_ids import run_id, run_number
 from batchinfer.job.storage.filesystem import (
     Files,

@@ -38,7 +38,7 @@ from batchinfer.job.manifest import Manifest
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.output.parquet_bytes import parquet_bytes
 from batchinfer.job.output.stats_tables import DISTINCT_TOKENS, REQUEST, with_worker
-from batchinfer.job.row_ids import NO_ROWS, Part, RowIds
+from batchinfer.job.row_ranges import NO_ROWS, Part, RowIds
 from batchinfer.job.rows.finished_row import FinishedRow
 from batchinfer.job.rows.row_key import KEY_COLUMN, KEY_TYPE
 from batchinfer.job.storage.filesystem import Files, read_file, storage_errors

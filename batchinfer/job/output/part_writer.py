@@ -21,7 +21,7 @@ from batchinfer.job.output.finished_row_segments import (
 )
 from batchinfer.job.output.schema import OutputTable
 from batchinfer.job.output.stats_tables import WORKER, requests_table, with_worker
-from batchinfer.job.row_ids import Part, RowIds, in_range
+from batchinfer.job.row_ranges import Part, RowIds, in_range
 from batchinfer.job.rows.finished_row import FinishedRow
 from batchinfer.job.rows.row_key import KEY_COLUMN, KEYS_SCHEMA
 

@@ -24,7 +24,7 @@ from batchinfer.job.output.parquet_bytes import parquet_bytes
 from batchinfer.job.output.records.export_record import file_problems, read_record
 from batchinfer.job.output.records.file_record import missing_files
 from batchinfer.job.output.schema import OutputTable
-from batchinfer.job.row_ids import Part
+from batchinfer.job.row_ranges import Part
 from batchinfer.job.storage.filesystem import storage_errors
 
 MOST_PARTITIONS = 1024

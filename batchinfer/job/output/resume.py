@@ -22,7 +22,7 @@ from batchinfer.job.output.manifest_file import (
     store_manifest,
     stored_manifest,
 )
-from batchinfer.job.row_ids import Part
+from batchinfer.job.row_ranges import Part
 from batchinfer.job.storage.filesystem import storage_errors
 from batchinfer.job.storage.local_lock import HOLDER, LOCK
 

@@ -26,7 +26,7 @@ from batchinfer.job.output.records.export_record import problems as openai_probl
 from batchinfer.job.output.records.file_record import changed_files, has_record
 from batchinfer.job.output.records.part_record import PartRecord
 from batchinfer.job.output.resume import plan_of, refuse_half_an_update, unexpected_files
-from batchinfer.job.row_ids import Part
+from batchinfer.job.row_ranges import Part
 from batchinfer.job.storage.filesystem import parse_json, read_file
 
 MOST_SHOWN = 10

@@ -15,7 +15,7 @@ from batchinfer.errors import RowError
 from batchinfer.job.input.dataset import Source
 from batchinfer.job.output.schema import OutputTable
 from batchinfer.job.plan.simulation import ExpectedLengths
-from batchinfer.job.row_ids import Part
+from batchinfer.job.row_ranges import Part
 from batchinfer.job.spec.spec import JobSpec
 from batchinfer.requests.requests import PromptRow
 from batchinfer.text.prompts import PromptTooLongError

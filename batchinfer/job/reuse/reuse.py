@@ -39,7 +39,7 @@ from batchinfer.job.output.manifest_file import is_begun
 from batchinfer.job.output.open import output_at
 from batchinfer.job.output.records.part_record import PartRecord
 from batchinfer.job.output.resume import plan_of
-from batchinfer.job.row_ids import Part
+from batchinfer.job.row_ranges import Part
 from batchinfer.job.rows.row_key import KEY_BYTES, KEY_COLUMN, KEY_TYPE, KEYS_SCHEMA
 from batchinfer.job.storage.filesystem import read_file
 from batchinfer.requests.requests import PromptRow

@@ -31,7 +31,7 @@ import numpy as np
 from batchinfer.engine.kv.prefix_index import common_tokens
 from batchinfer.errors import DataError, RowError
 from batchinfer.job.input.format import BATCH_ROWS
-from batchinfer.job.row_ids import Part
+from batchinfer.job.row_ranges import Part
 from batchinfer.requests.branch_points import BranchPoints, plan_branch_points
 from batchinfer.requests.requests import PromptRow
 

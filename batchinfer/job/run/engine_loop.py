@@ -9,7 +9,7 @@ from itertools import islice
 from threading import Event
 
 from batchinfer.console.meter import Counts
-from batchinfer.console.progress import Progress
+from batchinfer.console.progress_bar import Progress
 from batchinfer.engine.encoder_engine import EncoderEngine
 from batchinfer.engine.engine import Engine
 from batchinfer.engine.oom_recovery import Recovered

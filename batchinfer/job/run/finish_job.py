@@ -20,7 +20,7 @@ from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.output.records.file_record import missing_files, record_files
 from batchinfer.job.output.records.part_record import PartRecord
 from batchinfer.job.output.resume import refuse_unexpected_files
-from batchinfer.job.row_ids import Part
+from batchinfer.job.row_ranges import Part
 from batchinfer.job.run.decide import RunPlan
 from batchinfer.job.run.reporter import RunReporter
 from batchinfer.job.run_ids import writer_of

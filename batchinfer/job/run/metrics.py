@@ -13,8 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from batchinfer.console.display import Display
 from batchinfer.console.format import first_line, printable
+from batchinfer.console.text_view import Display
 from batchinfer.errors import StorageError, UsageError, install_command
 from batchinfer.job.run.threads import Repeater
 from batchinfer.job.stats.live import WatchedRun

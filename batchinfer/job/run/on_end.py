@@ -16,7 +16,7 @@ from functools import partial
 from threading import Thread
 from urllib.parse import unquote_to_bytes, urlsplit
 
-from batchinfer.console.display import Display
+from batchinfer.console.text_view import Display
 from batchinfer.errors import ExitCode, JobError
 from batchinfer.job.spec.sections import OnEndSpec
 from batchinfer.job.spec.spec import JobSpec

@@ -32,7 +32,7 @@ import pyarrow as pa
 
 from batchinfer.console.meter import Counts
 from batchinfer.console.phases import phase
-from batchinfer.console.progress import Progress
+from batchinfer.console.progress_bar import Progress
 from batchinfer.errors import JobError, RowError
 from batchinfer.job.claims.part_queue import PartQueue, PartsToMake
 from batchinfer.job.job import Job, LoadedJob, OutputJob, row_keys

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
-from batchinfer.console.display import Display
 from batchinfer.console.format import counted, counted_rows, duration, pool_blocks, printable
 from batchinfer.console.phases import phase
 from batchinfer.console.stdout import print_stdout
 from batchinfer.console.table import SummaryLine, render_table
+from batchinfer.console.text_view import Display
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.stats.first_errors import error_lines
 from batchinfer.job.stats.live import WatchedRun

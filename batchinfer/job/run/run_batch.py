@@ -12,8 +12,8 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from batchinfer.config.options import BATCH_ENGINE_KEYS, MODEL_KEYS, BatchOptions, given
-from batchinfer.console.display import Display
 from batchinfer.console.format import did_you_mean, format_value, printable
+from batchinfer.console.text_view import Display
 from batchinfer.errors import ExitCode, UsageError
 from batchinfer.job.input.openai_batch import (
     CLASSIFY_URLS,

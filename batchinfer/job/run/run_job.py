@@ -23,10 +23,10 @@ from threading import Event
 import numpy as np
 import pyarrow as pa
 
-from batchinfer.console.display import Display
 from batchinfer.console.meter import Meter
 from batchinfer.console.phases import Phases, phase
-from batchinfer.console.progress import Progress
+from batchinfer.console.progress_bar import Progress
+from batchinfer.console.text_view import Display
 from batchinfer.errors import ExitCode
 from batchinfer.job.claims.kernels import note_kernels
 from batchinfer.job.claims.shared_claim import Role
@@ -34,7 +34,7 @@ from batchinfer.job.input.unique_ids import BadIds, find_bad_ids
 from batchinfer.job.job import BuildEngine, LoadedJob, OutputJob, load
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.reuse.reuse import RowReuse
-from batchinfer.job.row_ids import Part
+from batchinfer.job.row_ranges import Part
 from batchinfer.job.run.decide import NothingToDo, RunOptions, RunPlan, decide, refuse_combinations
 from batchinfer.job.run.finish_job import end_run
 from batchinfer.job.run.metrics import serve_metrics

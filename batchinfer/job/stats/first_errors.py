@@ -16,7 +16,7 @@ from batchinfer.job.input.invalid_utf8 import python_values
 from batchinfer.job.manifest import Manifest
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.output.records.part_record import PartRecord
-from batchinfer.job.row_ids import Part
+from batchinfer.job.row_ranges import Part
 
 MOST = 5
 _MOST_CHARACTERS = 40

@@ -25,7 +25,7 @@ from batchinfer.job.manifest import Manifest
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.output.records.part_record import PartRecord
 from batchinfer.job.output.resume import plan_of
-from batchinfer.job.row_ids import NO_ROWS, Part, in_range
+from batchinfer.job.row_ranges import NO_ROWS, Part, in_range
 from batchinfer.job.stats.first_errors import error_lines, first_errors
 from batchinfer.job.stats.latest_runs import Worker, any_lock_lives, latest_workers
 from batchinfer.job.stats.live import LiveRun, live_runs

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import chain, count, takewhile
 
 from batchinfer.console.meter import Counts
-from batchinfer.console.progress import Progress
+from batchinfer.console.progress_bar import Progress
 from batchinfer.engine.encoder_engine import EncoderEngine
 from batchinfer.engine.engine import Engine
 from batchinfer.engine.output_tracker import OutputIncrement, OutputTracker

@@ -22,7 +22,7 @@ from batchinfer.engine.output_tracker import OutputIncrement
 from batchinfer.job.manifest import Manifest
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.output.parquet_bytes import parquet_bytes
-from batchinfer.job.row_ids import sorted_row_ids, within
+from batchinfer.job.row_ranges import sorted_row_ids, within
 from batchinfer.job.run_ids import writer_of
 from batchinfer.job.storage.filesystem import read_file, storage_errors
 from batchinfer.job.tokens.in_flight import TokenUpdate

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from batchinfer.config.types import coerce_fields
+from batchinfer.config.settings_base import coerce_fields
 from batchinfer.errors import RowError
 
 if TYPE_CHECKING:

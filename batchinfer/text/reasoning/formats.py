@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from batchinfer.config.types import format_value
+from batchinfer.config.settings_base import format_value
 from batchinfer.errors import UsageError
 from batchinfer.text.reasoning.harmony import HarmonyFormat
 from batchinfer.text.reasoning.reasoning_format import Phase, ReasoningFormat, SampleText, Split

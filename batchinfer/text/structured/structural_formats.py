@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from batchinfer.config.types import format_value, near_name
+from batchinfer.config.settings_base import format_value, near_name
 from batchinfer.text.structured.json_schema import exact_schema, inexact_numbers
 
 _FLAGS = ("at_least_one", "stop_after_first")

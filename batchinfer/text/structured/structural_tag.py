@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from batchinfer.config.regex import with_ascii_classes
-from batchinfer.config.types import format_value
+from batchinfer.config.settings_base import format_value
 from batchinfer.text.structured.gbnf import GbnfError, lark_of
 from batchinfer.text.structured.structural_formats import Format, StructuralTagError
 from batchinfer.text.tools.call_grammar import Parameter, quoted, schema_parameters

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from batchinfer.config import PromptConfig
-from batchinfer.config.types import format_value
+from batchinfer.config.settings_base import format_value
 from batchinfer.errors import RowError
 from batchinfer.text.tools.tool_format import ToolFormat, Tools
 

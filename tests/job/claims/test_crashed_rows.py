@@ -23,7 +23,7 @@ from batchinfer.job.claims.shard import Shard
 from batchinfer.job.claims.writers import Claims, Writer, dead_logs
 from batchinfer.job.manifest import Manifest
 from batchinfer.job.output.directory import OutputDir
-from batchinfer.job.row_ids import within
+from batchinfer.job.row_ranges import within
 from batchinfer.job.run.in_flight_log import InFlightLog
 from batchinfer.job.run_ids import run_id
 from tests.job.fakes import begin, for_writer

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from batchinfer.console.display import Display
 from batchinfer.console.meter import Meter
-from batchinfer.console.progress import Progress
+from batchinfer.console.progress_bar import Progress
+from batchinfer.console.text_view import Display
 from batchinfer.errors import ExitCode, LockedError, StorageError
 from batchinfer.job.claims.shard import Shard
 from batchinfer.job.claims.shared_claim import Role, SharedClaim
@@ -24,7 +24,7 @@ from batchinfer.job.claims.worker_queue import claim_size
 from batchinfer.job.output.commit import Draft
 from batchinfer.job.output.open import output_at
 from batchinfer.job.output.verify import verify
-from batchinfer.job.row_ids import Part
+from batchinfer.job.row_ranges import Part
 from batchinfer.job.run.run_job import run_job
 from batchinfer.job.spec.spec import JobSpec
 from batchinfer.job.storage.failpoints import VARIABLE

@@ -19,7 +19,7 @@ from batchinfer.job.output.commit import publish, stage
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.output.open import output_at
 from batchinfer.job.output.stats_tables import REQUESTS_SCHEMA
-from batchinfer.job.row_ids import Part
+from batchinfer.job.row_ranges import Part
 from tests.job import fakes
 from tests.job.datasets import flip_bit
 

@@ -16,7 +16,7 @@ from batchinfer.job.output import explode
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.output.explode import METADATA, exploded, first_of_rows, is_exploded, whole_rows
 from batchinfer.job.output.verify import verify
-from batchinfer.job.row_ids import Part
+from batchinfer.job.row_ranges import Part
 from batchinfer.job.run.run_job import run_job
 from tests.job.datasets import write_parquet
 from tests.job.fakes import FakeBuild, job

@@ -17,7 +17,7 @@ from batchinfer.job.manifest import Manifest
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.output.finished_row_segments import Segments, segment_table
 from batchinfer.job.output.schema import ERROR
-from batchinfer.job.row_ids import Part
+from batchinfer.job.row_ranges import Part
 from batchinfer.job.rows.finished_row import FinishedRow
 from tests.job.datasets import flip_bit
 from tests.job.fakes import begin, for_writer

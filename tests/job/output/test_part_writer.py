@@ -20,7 +20,7 @@ from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.output.finished_row_segments import Segments
 from batchinfer.job.output.part_writer import PartWriter
 from batchinfer.job.output.schema import output_table
-from batchinfer.job.row_ids import NO_ROWS, Part
+from batchinfer.job.row_ranges import NO_ROWS, Part
 from batchinfer.job.rows.finished_row import FinishedRow
 from batchinfer.job.storage.filesystem import LocalFiles
 from tests.job.datasets import write_parquet

@@ -20,7 +20,7 @@ from batchinfer.errors import DeviceError, ExitCode
 from batchinfer.job.plan.plan import plan_job
 from batchinfer.job.plan.plan_summary import plan_facts
 from batchinfer.job.plan.row_counts import sampled_parts
-from batchinfer.job.row_ids import Part
+from batchinfer.job.row_ranges import Part
 from batchinfer.job.run.run_job import run_job
 from batchinfer.job.spec.spec import JobSpec
 from tests.job.datasets import strings, write_parquet

@@ -7,7 +7,7 @@ import pytest
 from batchinfer.config import PromptConfig, SamplingParams
 from batchinfer.errors import RowError
 from batchinfer.job.input.dataset import open_source
-from batchinfer.job.row_ids import Part
+from batchinfer.job.row_ranges import Part
 from batchinfer.job.rows.read_prompts import ColumnReader, RowAdapters, read_prompts
 from batchinfer.job.rows.sampling_params import RowParams
 from batchinfer.requests.requests import PromptRow

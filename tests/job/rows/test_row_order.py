@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from batchinfer.errors import DataError, RowError
-from batchinfer.job.row_ids import Part
+from batchinfer.job.row_ranges import Part
 from batchinfer.job.rows import row_order
 from batchinfer.job.rows.row_order import plan_windows
 from batchinfer.requests.requests import PromptRow

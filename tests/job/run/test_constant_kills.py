@@ -15,7 +15,7 @@ import pytest
 
 from batchinfer.config import SamplingParams
 from batchinfer.console.meter import Meter
-from batchinfer.console.progress import make_progress
+from batchinfer.console.progress_bar import make_progress
 from batchinfer.engine.request import Completion
 from batchinfer.engine.step import Step, StepResult
 from batchinfer.job.manifest import Manifest

@@ -5,7 +5,7 @@ from __future__ import annotations
 from threading import Event
 
 from batchinfer.console.meter import Meter
-from batchinfer.console.progress import make_progress
+from batchinfer.console.progress_bar import make_progress
 from batchinfer.job.rows.finished_row import RowFinisher
 from batchinfer.job.rows.generate import Generation
 from batchinfer.job.run.engine_loop import EngineLoop, TurnResult

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from batchinfer.console.meter import Meter
-from batchinfer.console.progress import make_progress
+from batchinfer.console.progress_bar import make_progress
 from batchinfer.engine.engine import Engine
 from batchinfer.engine.request import Completion, Request
 from batchinfer.job.manifest import Manifest

@@ -18,9 +18,9 @@ from batchinfer.config.model import ENCODER_FAMILIES
 from batchinfer.engine.encoder_step import EncoderStep
 from batchinfer.errors import ModelError
 from batchinfer.worker.encoder import loader
+from batchinfer.worker.encoder.encode_and_pool import POOLING, ModelEncoder
 from batchinfer.worker.encoder.encoder_config import describe_encoder, is_run_as_encoder
 from batchinfer.worker.encoder.loader import load_encoder
-from batchinfer.worker.encoder.runner import POOLING, ModelEncoder
 from tests.devices import CPU_AND_CUDA
 from tests.encoders import CAUSAL_FAMILIES, FAMILIES, make_encoder, reference_states
 from tests.models import make_checkpoint

@@ -13,9 +13,9 @@ from transformers.models.bert.modeling_bert import BertConfig, BertLayer
 from batchinfer.config import ModelConfig
 from batchinfer.kernels.cpu import encoder_layers
 from batchinfer.worker.encoder import native_layers
+from batchinfer.worker.encoder.encode_and_pool import ModelEncoder
 from batchinfer.worker.encoder.loader import LoadedEncoder, load_encoder
 from batchinfer.worker.encoder.native_layers import NativeEncoderLayers, join_encoder_layers
-from batchinfer.worker.encoder.runner import ModelEncoder
 from batchinfer.worker.linear.kernel_choice import KernelRequirements
 from batchinfer.worker.linear_kernels import linear_kernels
 from tests.encoders import FAMILIES, make_encoder, reference_states

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from pydantic import NonNegativeInt, TypeAdapter
 
-from batchinfer.job.row_ids import Part
+from batchinfer.job.row_ranges import Part
 from batchinfer.job.storage.filesystem import STRICT
 
 

@@ -22,9 +22,9 @@ from batchinfer.job.rows.finished_row import (
 from batchinfer.job.rows.task import LoadedTask
 from batchinfer.pooling.framed_prompts import FramedPromptBuilder
 from batchinfer.requests.requests import PromptRow, pooling_request
-from batchinfer.text.encode import RenderedText
 from batchinfer.text.processes.worker import Builder
 from batchinfer.text.prompts import Prompt, PromptBuilder, Rendered, RowValues
+from batchinfer.text.tokenize_rows import RenderedText
 from batchinfer.text.tokenizer import Tokenizer
 
 Results = Callable[[npt.NDArray[np.float32]], Mapping[str, Any]]

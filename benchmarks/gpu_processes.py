@@ -15,7 +15,7 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
-TASK_FILE = HERE / "gpu_task.py"
+TASK_FILE = HERE / "gpu_one_task.py"
 TRITON_CACHE = Path(
     os.environ.get("TRITON_CACHE_DIR") or Path(tempfile.gettempdir(), "batchinfer-triton-cache")
 )
@@ -25,7 +25,7 @@ _KILLED = -signal.SIGKILL
 
 @dataclass(frozen=True)
 class Task:
-    """A process of ``gpu_task.py``, whose log has the same name."""
+    """A process of ``gpu_one_task.py``, whose log has the same name."""
 
     stage: str
     name: str

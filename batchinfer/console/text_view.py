@@ -6,7 +6,7 @@ from typing import Literal
 
 from batchinfer.console.meter import Meter
 from batchinfer.console.phases import PhaseView, make_phase_view
-from batchinfer.console.progress import Progress, make_progress
+from batchinfer.console.progress_bar import Progress, make_progress
 from batchinfer.console.terminal import print_line
 
 Level = Literal["info", "warning", "error"]
