@@ -110,11 +110,7 @@ def _measure(
     show: Callable[[str], None],
     **engine_keys: bool,
 ) -> dict[str, Any]:
-    """Load the model, run the prompts once, and return the measurements.
-
-    Args:
-        engine_keys: keys of the engine to set in addition to ``options``.
-    """
+    """Load the model with ``options`` and ``engine_keys``; run and measure the prompts once."""
     from batchinfer.llm import LLM  # imports torch, which takes seconds
     from batchinfer.llm.pooling.choose_runner import choose_runner, refused_calls
 

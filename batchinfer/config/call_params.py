@@ -1,7 +1,7 @@
 """Sampling and beam search parameters of the Python API, with vLLM's names.
 
-``SamplingParams`` extends the job file's class of the same name. Unlike that class, it allows
-changes to its values; each change validates all values again.
+``SamplingParams`` extends the job file's class of the same name. Unlike the job file's class,
+``SamplingParams`` allows changes to its values; each change validates all values again.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ class _CallParams(sampling.SamplingParams):
     extra_args: Mapping[str, Any] | None = None
     """Not used; programs may store values here."""
     logprob_token_ids: tuple[int, ...] | None = None
-    """Return the log-probabilities of these token ids with each output token. They replace the
-    log-probabilities of the most likely tokens."""
+    """Return the log-probabilities of these token ids with each output token. These
+    log-probabilities replace the log-probabilities of the most likely tokens."""
     prompt_logprob_token_ids: Any = None
     """Return the log-probabilities of these token ids in ``prompt_token_id_logprobs``. Give a list
     (possibly empty) for each prompt token except the first, or an array [tokens, ids] padded with

@@ -44,17 +44,18 @@ class EngineConfig(Record):
     order: Literal["prefix", "input"] = "prefix"
     """Order in which rows run. The output is always in input order."""
     order_window: int = 65536
-    """Approximate number of rows to plan together. These rows form a window, which consists of
-    whole parts of the output and has at most 64 million prompt tokens. With order: prefix, the rows
-    of a window are sorted."""
+    """Approximate number of rows in a window. The rows of a window are planned together. A window
+    consists of whole parts of the output and has at most 64 million prompt tokens. With order:
+    prefix, the rows of a window are sorted."""
     deterministic: bool = False
     """Make the bits of a row's results independent of the other rows in a batch. On a CUDA device,
-    this uses slower kernels and refuses some models. On a CPU, most dense models give such results
-    even without this setting if cpu_kernels is own and latent_cache is false."""
+    deterministic: true uses slower kernels and refuses some models. On a CPU, the results of most
+    dense models are independent even without this setting if cpu_kernels is own and latent_cache is
+    false."""
     latent_cache: bool = False
     """For latent attention (DeepSeek V2 and V3, GLM 4.7-Flash, ...), cache one latent per token
-    instead of the keys and values of every head. For DeepSeek V3, this takes 1/71 of the memory per
-    token. However, the bits of a row's results may depend on the other rows in a batch."""
+    instead of the keys and values of every head. For DeepSeek V3, latents take 1/71 of the memory
+    per token. However, the bits of a row's results may depend on the other rows in a batch."""
     num_threads: int | None = None
     """Number of threads that compute on a CPU. null: OMP_NUM_THREADS if it is set, otherwise one
     per core that this process may use. Fewer threads compute while other processes use the

@@ -52,11 +52,7 @@ def listed(names: Iterable[str]) -> str:
 
 
 def did_you_mean(name: str, known: Sequence[str], what: str = "known") -> str:
-    """Return ``; did you mean NAME?`` with a similar known name, or else a list of all known names.
-
-    Args:
-        what: words before the list.
-    """
+    """Return ``; did you mean NAME?`` with a similar name, or else ``what`` and all known names."""
     return near_name(name, known) or f"; {what}: {listed(known) or 'none'}"
 
 

@@ -30,11 +30,7 @@ _WAIT_S = 2.0
 
 
 class JsonLog:
-    """Writes one JSON object per line.
-
-    Args:
-        clock: returns seconds since 1970.
-    """
+    """Writes one JSON object per line; ``clock`` returns seconds since 1970."""
 
     def __init__(
         self, write: Callable[[bytes], object], clock: Callable[[], float] = time.time
@@ -77,11 +73,7 @@ class JsonLog:
 
 
 class CapturedStream:
-    """Turns each line that this process and its children write to a stream into an object.
-
-    Args:
-        descriptor: file descriptor of stdout or stderr.
-    """
+    """Turns each line that this process or a child writes to a stream into a JSON object."""
 
     def __init__(self, descriptor: int, name: str, log: JsonLog) -> None:
         self._name = name

@@ -40,12 +40,13 @@ class BeamSearch:
     """The beam search of one row, with W = ``beam_width``.
 
     A candidate is a beam plus one token. A stop token or a stop string ends the text. If a
-    candidate among the W best of a step ends the text, it becomes a finished hypothesis. The W best
-    candidates that do not end it become the next beams. The score of a hypothesis is cumulative
-    log-probability / length ** ``length_penalty``, where the length is its number of output tokens,
-    including the token that ended it. The search keeps the W best hypotheses. The search ends when
-    W hypotheses exist and the best of the next beams, scored at its current length, does not beat
-    the worst hypothesis. The search also ends at the maximum length, where all candidates end.
+    candidate among the W best of a step ends the text, the candidate becomes a finished hypothesis.
+    The W best candidates that do not end it become the next beams. The score of a hypothesis is
+    cumulative log-probability / length ** ``length_penalty``, where the length is its number of
+    output tokens, including the token that ended it. The search keeps the W best hypotheses. The
+    search ends when W hypotheses exist and the best of the next beams, scored at its current
+    length, does not beat the worst hypothesis. The search also ends at the maximum length, where
+    all candidates end.
     """
 
     __slots__ = ("_request", "_stop_ids", "finished")

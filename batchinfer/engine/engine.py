@@ -111,7 +111,7 @@ class Engine:
         """Queue a request. If the request can never run, the next step returns its error.
 
         A request continues from its ``partial_output`` if that output contains every sample and
-        value that the request needs. Otherwise the request restarts.
+        value that the request needs; else the request restarts.
         """
         self._num_unfinished += 1
         partial = None if self.observer is None else self.observer.partial_output(request)

@@ -47,7 +47,7 @@ class Image:
     None: the model has one rotary position per token."""
     attends_both_ways: bool = False
     """True if adjacent tokens of the image attend to each other in both directions (Gemma 3). One
-    step must compute such tokens together."""
+    step must compute all tokens of such an image."""
 
     @property
     def token_id(self) -> int:

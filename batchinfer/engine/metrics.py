@@ -46,12 +46,7 @@ class PoolTotals:
         """For each mean: (weighted sum of the defined values, sum of their weights)."""
 
     def add(self, steps: Mapping[str, Float], block_size: Float) -> None:
-        """Add steps.
-
-        Args:
-            steps: the ``STEP_COLUMNS``, keyed by name, with one value per step.
-            block_size: tokens per block for each step.
-        """
+        """Add ``STEP_COLUMNS`` of steps, keyed by name, and the steps' block sizes in tokens."""
         total, used, logical = (
             steps[name] for name in ("kv_blocks_total", "kv_blocks_used", "kv_logical_blocks")
         )
@@ -80,7 +75,7 @@ class PoolTotals:
         }
 
     def _add_mean(self, name: str, values: Float, weights: Float, defined_by: Float) -> None:
-        """Add values to a weighted mean, except those of steps where ``defined_by`` is 0."""
+        """Add values to a weighted mean; steps where ``defined_by`` is 0 do not count."""
         weights = np.where(defined_by > 0, weights, 0.0)
         weighted, all_weights = self._means[name]
         self._means[name] = (

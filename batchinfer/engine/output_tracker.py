@@ -35,11 +35,7 @@ class OutputObserver(Protocol):
     def stepped(
         self, states: Collection[RequestState], ended: Sequence[Completion], output_tokens: int
     ) -> None:
-        """Observe a step that has been processed.
-
-        Args:
-            states: the running and waiting requests.
-        """
+        """Observe a processed step; ``states`` are the running and waiting requests."""
         ...
 
 

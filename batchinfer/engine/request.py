@@ -154,12 +154,7 @@ class Request:
 
 
 def beyond_vocabulary(request: Request, vocab_size: int | None) -> tuple[str, str] | None:
-    """Return an error code and message if the model has no embedding for a token, else None.
-
-    Args:
-        request: the request to check; not empty.
-        vocab_size: number of the model's token ids; None: the request is not checked.
-    """
+    """Return an error code and message if the model has no embedding for a token, else None."""
     highest = max(int(request.prompt_token_ids.max()), request.given_token or 0)
     if vocab_size is None or highest < vocab_size:
         return None

@@ -37,8 +37,9 @@ class Runner(Protocol):
     """Computes steps: the worker, or a substitute in tests.
 
     Steps run in the order of submission, each as if the previous step had ended. The engine relies
-    on this order: after it submits a step, it reassigns freed blocks, and the next step may read
-    blocks that the submitted step writes. On a CUDA device, a single stream ensures this order.
+    on this order: after the engine submits a step, it reassigns freed blocks, and the next step may
+    read blocks that the submitted step writes. On a CUDA device, a single stream ensures this
+    order.
     """
 
     def submit(self, step: Step) -> Pending:

@@ -65,8 +65,8 @@ class EmbeddingModules:
     max_seq_length: int | None = None
     """Maximum number of tokens of a text (``sentence_bert_config.json``)."""
     attends_both_ways: bool = False
-    """True if attention is bidirectional. Such a model computes a text in one step, without a KV
-    cache."""
+    """True if attention is bidirectional. A bidirectional model computes a text in one step,
+    without a KV cache."""
     pools_prompt: bool = True
     """True if the tokens of a named prompt are pooled too (``include_prompt``)."""
     takes_messages: bool = False

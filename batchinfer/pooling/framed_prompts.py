@@ -46,7 +46,7 @@ def cut_in_frame(
     """Truncate a prompt to ``most`` tokens.
 
     Args:
-        frame: numbers of special tokens before and after a text. These tokens stay if they fit.
+        frame: numbers of special tokens before and after a text. Special tokens stay if they fit.
         left: True to cut the start instead of the end.
     """
     ids = prompt.token_ids

@@ -43,12 +43,12 @@ class Prompt:
     """Images, in the order of their tokens, which have negative ids."""
     embeds: npt.NDArray[np.uint8] | None = field(default=None, kw_only=True)
     """[tokens, bytes of a vector] embeddings in the model's dtype, if the prompt is given as
-    embeddings. Its ids are then negative."""
+    embeddings. The token ids of such a prompt are negative."""
 
     @property
     def vocabulary_ids(self) -> TokenIds:
         """Token ids. The vocabulary's id of the image token replaces the negative ids of images,
-        and 0 those of embeddings, as in vLLM."""
+        and 0 replaces the negative ids of embeddings, as in vLLM."""
         if not self.images:
             return np.maximum(self.token_ids, 0)
         return np.where(self.token_ids < 0, np.int32(self.images[0].token_id), self.token_ids)

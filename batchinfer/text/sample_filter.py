@@ -44,7 +44,7 @@ class Tally:
     """How many of a row's samples got each verdict; all 0 if the job judges no samples."""
 
     samples_tried: int = 0
-    """Sum of the other counts."""
+    """Sum of the other fields."""
     samples_accepted: int = 0
     samples_rejected: int = 0
     samples_duplicate: int = 0

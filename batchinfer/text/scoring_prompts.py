@@ -77,7 +77,7 @@ class ScoringBuilder:
     def build(self, rows: Sequence[RowValues]) -> list[Prompt | RowError]:
         """Return a ``ScoredPrompt`` or an error for each row, in order.
 
-        Error codes: those of ``PromptBuilder.build`` and ``empty_completion``.
+        Error codes: ``empty_completion``, and the codes of ``PromptBuilder.build``.
         """
         return self.tokenize(self.render(rows))
 

@@ -14,11 +14,7 @@ _REPLACE = "--replace"
 
 
 def main(arguments: list[str]) -> None:
-    """Run a module or a script, with its arguments, as ``python`` does.
-
-    Args:
-        arguments: the arguments after ``python -m batchinfer.vllm``.
-    """
+    """Run a module or script as ``python`` does; ``arguments`` follow ``-m batchinfer.vllm``."""
     replace = arguments[:1] == [_REPLACE]
     program = arguments[replace:]
     is_module = program[:1] == ["-m"]

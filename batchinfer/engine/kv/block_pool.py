@@ -10,9 +10,9 @@ in the last window of a prefix was freed, a lookup finds only a shorter prefix (
 Blocks that are then computed again replace the incomplete blocks in the index. Blocks of a model
 with windows are not swapped to the host yet.
 
-A model without attention has no layer group, so its blocks have no slots. These blocks are only
-entries of the prefix index that lead to snapshots of recurrent state. A block without slots leaves
-the index once no sequence uses the block and its subtree has no snapshot.
+A model without attention has no layer group, so its blocks have no slots. Blocks without slots are
+only entries of the prefix index that lead to snapshots of recurrent state. A block without slots
+leaves the index once no sequence uses the block and its subtree has no snapshot.
 
 Blocks with reference counts and copy-on-write follow PagedAttention (Kwon et al. 2023,
 https://arxiv.org/abs/2309.06180).

@@ -50,8 +50,8 @@ class HostPool:
     def take_slot(self) -> int | None:
         """Return a free slot, or None.
 
-        Also returns None while an unwanted block has a slot, so that the caller reuses that slot
-        before the pool takes more memory.
+        This method also returns None while an unwanted block has a slot, so that the caller reuses
+        that slot before the pool takes more memory.
         """
         if self._returned:
             return self._returned.pop()

@@ -94,8 +94,8 @@ def has_latent(text: Mapping[str, Any]) -> bool:
 def kv_owners(text: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
     """Return the layer that stores each layer's KV; empty if every layer stores its own KV.
 
-    The last ``num_kv_shared_layers`` layers store no KV. Each of them uses the KV of the last layer
-    of its type that stores KV.
+    The last ``num_kv_shared_layers`` layers store no KV. Each layer without KV uses the KV of the
+    last layer of its type that stores KV.
 
     Raises:
         ValueError: a layer that should share KV has no earlier layer of its type.

@@ -44,7 +44,7 @@ class KVLayout:
 
     num_layers: int
     num_kv_heads: int
-    """KV heads of a layer. This number and the two widths apply if ``shapes`` is empty."""
+    """KV heads of a layer. The number of heads and the two widths apply if ``shapes`` is empty."""
     key_width: int
     value_width: int
     block_size: int

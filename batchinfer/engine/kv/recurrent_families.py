@@ -131,7 +131,8 @@ def _mamba1(
 
     See Gu and Dao 2023, https://arxiv.org/abs/2312.00752. The layer has one head. A column of its
     matrix is the state of a channel. If the config has ``channels_key``, its value is the
-    number of channels. Otherwise, the number of channels is ``expand`` times the hidden size.
+    number of channels. Without ``channels_key``, the number of channels is ``expand`` times the
+    hidden size.
     """
 
     def shape(text: Config) -> RecurrentShape:

@@ -43,11 +43,11 @@ class StatePart:
 class StateLayout:
     """Layout of the recurrent state of one sequence in its slots.
 
-    The state of a head is a matrix [key width, value width]. Its columns do not depend on each
-    other, so the matrix is cut into pieces [key width, columns]. The state of a convolution is the
-    last inputs of each channel, cut into pieces [conv_width - 1, channels]. The slots hold the
-    pieces of all layers' matrices, and then, starting in a new slot, the pieces of all
-    convolutions.
+    The state of a head is a matrix [key width, value width]. The columns of the matrix do not
+    depend on each other, so the matrix is cut into pieces [key width, columns]. The state of a
+    convolution is the last inputs of each channel, cut into pieces [conv_width - 1, channels]. The
+    slots hold the pieces of all layers' matrices, and then, starting in a new slot, the pieces of
+    all convolutions.
     """
 
     layers: tuple[int, ...]

@@ -234,8 +234,8 @@ class StateSlots:
         return self._move_least_wanted(self._idle())
 
     def give_up_snapshot(self) -> bool:
-        """Move one snapshot off the device; return false if there is none. This frees the state, or
-        lets a sequence that uses the state go on without a copy."""
+        """Move one snapshot off the device; return false if there is none. Giving up a snapshot
+        frees the state, or lets a sequence that uses the state go on without a copy."""
         return self._move_least_wanted(one for one in self.snapshots if not one.state.on_host)
 
     def num_less_wanted(self, followers: int) -> int:

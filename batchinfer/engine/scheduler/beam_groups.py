@@ -155,7 +155,8 @@ class BeamGroups:
         """Return ``num_new`` [S], lowered where necessary for all beams of a group to reach their
         last tokens in the same step.
 
-        If a beam cannot reach its last token yet, the other beams stop one token earlier.
+        If a beam cannot reach its last token yet, the other beams of its group stop one token
+        earlier.
         """
         table = self._table
         beams = np.flatnonzero(table.is_beam[rows])

@@ -20,7 +20,7 @@ class Schedule:
     num_new: Int
     """[S] tokens to compute per row."""
     finishes: Bool
-    """[S] True where the step computes a row's last known token. These rows are sampled."""
+    """[S] True where the step computes a row's last known token; the step samples such rows."""
     sampled: Rows
     samples_per_row: Int32
     """[R] samples drawn from each row's logits."""

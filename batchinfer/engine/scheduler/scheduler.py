@@ -28,8 +28,8 @@ from batchinfer.engine.stats import StepStats
 
 _MOST_SITTING_OUT = 0.25
 """Largest share of running sequences that may skip a step because they need the value of their last
-token. Such sequences run only every other step. With a larger share, the engine first reads the
-step in flight, although the device then waits for the host."""
+token. Sequences that skip steps run only every other step. With a larger share, the engine first
+reads the step in flight, although the device then waits for the host."""
 
 
 class Scheduler:
@@ -126,8 +126,8 @@ class Scheduler:
     def fork(self, parent: Sequence, child: Sequence, forecast: PoolForecast) -> None:
         """Start ``child`` if it fits; it shares all computed tokens of ``parent``.
 
-        Otherwise, ``child`` waits. When admitted, ``child`` finds the prefix in the index or
-        recomputes the prefix.
+        If ``child`` does not fit, ``child`` waits. When admitted, ``child`` finds the prefix in the
+        index or recomputes the prefix.
 
         Args:
             child: a new sample of the same row.

@@ -125,11 +125,7 @@ class DryRunner(_RooflineClock):
 
 
 def host_seconds(work: StepWork, device: Device, computing: float) -> float:
-    """Return the seconds that a step takes, including the host's work.
-
-    Args:
-        computing: seconds that the device needs to compute the step.
-    """
+    """Return the seconds of a step that takes the device ``computing`` s, with the host's work."""
     host = _HOST_STEP_S + work.chunks * _HOST_CHUNK_S
     if device.is_gpu:
         return max(host, computing)

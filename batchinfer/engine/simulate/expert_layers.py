@@ -11,12 +11,7 @@ _EVERY = ("decoder_sparse_step", "moe_layer_interval", "interleave_moe_layer_ste
 
 
 def num_expert_layers(config: Config, num_layers: int) -> int:
-    """Return the number of layers with experts.
-
-    Args:
-        config: the text config of a model with experts; keys and meanings are those of
-            transformers' classes.
-    """
+    """Return the number of layers with experts, from the text config of a model with experts."""
     kinds, layers = config.get("mlp_layer_types"), config.get("moe_layers")
     if blocks := _blocks(config):
         return blocks.count("moe")

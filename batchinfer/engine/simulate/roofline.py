@@ -104,14 +104,11 @@ class TowerCost:
     attention_width: int = 0
     """Sum over the layers with full attention of their heads times the width of a head."""
     most_context: float = math.inf
-    """Most patches to which a patch attends: those of a tile, if the tower divides images."""
+    """Maximum number of patches to which a patch attends: the patches of a tile, if the tower
+    divides images into tiles."""
 
     def seconds(self, patches: Mapping[float, int], efficiency: Efficiency = PERFECT) -> float:
-        """Return the seconds to encode images.
-
-        Args:
-            patches: number of images, keyed by their number of patches.
-        """
+        """Return the seconds to encode images; ``patches`` counts images per number of patches."""
         total = sum(size * count for size, count in patches.items())
         pairs = sum(size * min(size, self.most_context) * count for size, count in patches.items())
         gemms = 2 * self.parameters * total / efficiency.gemm_flops

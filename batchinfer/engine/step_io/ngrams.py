@@ -14,13 +14,7 @@ _IMAGE = -1
 
 
 def repeating_tokens(prompt: Int32, output: list[int], size: int) -> set[int]:
-    """Return the tokens that, if drawn next, would repeat an n-gram of a sequence.
-
-    Args:
-        prompt: [P] token ids of the prompt.
-        output: token ids of the output so far.
-        size: number of tokens of an n-gram, at least 1.
-    """
+    """Return the tokens that would repeat an n-gram of ``size`` >= 1 tokens if drawn next."""
     tokens = np.concatenate([np.maximum(prompt, _IMAGE), np.asarray(output, np.int32)])
     return set(_ends_of(tokens, size)) - {_IMAGE}
 

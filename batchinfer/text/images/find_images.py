@@ -11,11 +11,7 @@ from batchinfer.text.images.files import ImageFile, ImageFiles
 
 
 class RowFiles:
-    """Finds the images of rows.
-
-    Args:
-        files: finds the images to which the values of rows refer.
-    """
+    """Finds the images to which the values of rows refer."""
 
     def __init__(self, files: ImageFiles, columns: Sequence[str]) -> None:
         self.columns = columns

@@ -13,11 +13,7 @@ from PIL import Image
 
 
 class PixtralProcessor:
-    """Implements the part of a transformers processor that ``ImageProcessor`` uses.
-
-    Args:
-        settings: content of ``processor_config.json``.
-    """
+    """Has the methods that ``ImageProcessor`` calls, with settings of ``processor_config.json``."""
 
     unused_input_names: tuple[str, ...] = ()
 

@@ -75,11 +75,7 @@ class ImageProcessor:
         return self.replacement(size).count(self._token)
 
     def patches_per_token(self, patch_size: int) -> float:
-        """Return about how many patches the vision tower reads for each token of an image.
-
-        Args:
-            patch_size: height and width of a patch, in pixels.
-        """
+        """Return about how many patches of ``patch_size`` pixels a side make an image token."""
         size = _TRIALS[-1]
         arrays = self.inputs(_blank(size), self.num_tokens(size))
         pixels = [array for name, array in arrays.items() if name.startswith("pixel_values")]
