@@ -22,8 +22,8 @@ class EncoderStep:
     lengths: Int32  # [S] tokens of each sequence
     first_segments: Int32  # [S] tokens of each sequence's first text; the second text follows
     pooling: tuple[str, ...]
-    """Pooling modes. Each gives one vector per sequence; the vectors are concatenated in this
-    order."""
+    """Pooling modes. Each mode gives one vector per sequence. The vectors are concatenated in the
+    order of the modes."""
     unpooled: Int32 | None = None  # [S] number of leading tokens that pooling skips; None: all 0
 
     @property

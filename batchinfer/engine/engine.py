@@ -30,7 +30,7 @@ from batchinfer.engine.step_io.shared_prefix import PrefixTree
 class StepOutcome:
     completions: list[Completion]
     stats: StepStats | None = None
-    """None if no step was processed."""
+    """Statistics of the processed step; None if no step was processed."""
     recovered: Recovered | None = None
     """Recovery from a step that ran out of memory."""
 

@@ -38,7 +38,7 @@ class Image:
     """Equal images have the same number, and different images have different numbers."""
     load_inputs: Callable[[], Mapping[str, npt.NDArray[Any]]]
     """Returns the arguments of the vision tower for this image, such as ``pixel_values``. The
-    arrays are large; keep no reference to them after the image is embedded. Raises
+    arrays are large; keep no reference to the arrays after the image is embedded. Raises
     ``LostImageError``."""
     num_tokens: int
     """Number of embeddings that the vision tower returns."""

@@ -163,7 +163,7 @@ class MetricsCollector:
 
     def __init__(self, block_size: int) -> None:
         self.seconds = 0.0
-        """Seconds that the engine ran. The caller updates them."""
+        """Seconds that the engine ran; the caller updates this number."""
         self._block_size = block_size
         self._steps: list[tuple[float, ...]] = []
         self._totals = _Totals(0, asdict(RequestStats()), 0)

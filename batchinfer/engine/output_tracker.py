@@ -46,8 +46,8 @@ class OutputIncrement:
     """Index of the request among the requests of its row."""
     key: bytes
     chain: int
-    """Number of the chain: a series of increments that starts at a request's first token and
-    replaces the request's previous chain."""
+    """Number of the chain. A chain is a series of increments that starts at a request's first
+    token. A new chain replaces the request's previous chain."""
     stats: RequestStats
     samples: list[tuple[int, PartialSample | SampleOutput]]
     """For each sample, (number of tokens reported before, the sample with only its new tokens)."""
@@ -60,8 +60,8 @@ class _Reported:
     sizes: dict[int, int]
     """Number of reported tokens, keyed by sample index; 1 more if the sample's end was reported."""
     chain: int = -1
-    """Number of the current chain; -1 until this run reports output. Until then, ``sizes`` has the
-    lengths of the request's partial output."""
+    """Number of the current chain; -1 until this run reports output. While the number is -1,
+    ``sizes`` has the lengths of the request's partial output."""
 
 
 @dataclass(frozen=True, slots=True)

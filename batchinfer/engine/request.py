@@ -53,7 +53,7 @@ class Request:
     """Images of the prompt, in order. Image tokens have negative ids."""
     prompt_embeds: UInt8 | None = None
     """[``num_prompt_tokens``, bytes of a vector] embeddings of the prompt in the model's dtype. The
-    prompt's ids are then negative; equal vectors have equal ids, and different vectors have
+    ids of such a prompt are negative; equal vectors have equal ids, and different vectors have
     different ids. None: the model embeds ``prompt_token_ids``."""
     first_sample: int = 0
     """Index of the first sample. If above 0, an earlier request of the row computed the prompt, and
@@ -176,7 +176,7 @@ class TokenLogprobs:
     token_id: int
     logprob: float
     rank: int
-    """1 for the most likely token."""
+    """Rank of the token by probability; the most likely token has rank 1."""
     top: tuple[tuple[int, float], ...]
     """(token id, log-probability) of the most likely tokens, best first."""
     named: tuple[tuple[int, float], ...] = ()
@@ -296,7 +296,7 @@ class Completion:
     """With ``request.pools``: [H] hidden state of the last prompt token after the final norm, or
     hidden states pooled by ``request.pooling``."""
     judged: object = None
-    """Verdicts on the row's samples up to this request. The caller sets them."""
+    """Verdicts on the row's samples up to this request, set by the caller."""
 
     def prompt_token_logprobs(self) -> list[TokenLogprobs] | None:
         """Return log-probabilities of the prompt's tokens, starting at ``scored_from``; None

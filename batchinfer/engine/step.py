@@ -83,8 +83,8 @@ class LogprobsMode(IntFlag):
     LOGITS = 1
     """The logits themselves."""
     PROCESSED = 2
-    """Values after biases, bans, penalties, temperature and filters; -inf for excluded tokens. Does
-    not apply to prompts."""
+    """Values after biases, bans, penalties, temperature and filters; -inf for excluded tokens.
+    Values of prompt tokens are never processed."""
     EDITED = 4
     """Log-probabilities from the unmodified logits, to which biases, bans and penalties are then
     applied as if to logits, without normalizing again. Beam search sums these values."""

@@ -127,7 +127,7 @@ DEFAULTS: Mapping[str, object] = {
     "video_pruning_method": "evs",
 }
 """vLLM's defaults of arguments without effect, from ``EngineArgs`` and ``LLM`` of vLLM 0.32.0. All
-other such arguments have the default None, or a false value such as 0 or {}."""
+other arguments without effect have the default None, or a false value such as 0 or {}."""
 
 _NOT_YET = """
 allowed_local_media_path allowed_media_domains calculate_kv_scales cpu_offload_gb cpu_offload_params

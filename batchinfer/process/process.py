@@ -16,7 +16,8 @@ from types import FrameType
 from batchinfer.errors import ExitCode
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-"""Signals that stop a run. Closing a terminal sends SIGHUP to the programs that run in it."""
+"""Signals that stop a run. Closing a terminal sends SIGHUP to the programs that run in the
+terminal."""
 _STDERR = 2
 
 SPIN_COUNT = "10000"

@@ -13,7 +13,8 @@ from batchinfer.text.tools.row_tools import RowTools
 from batchinfer.text.tools.tool_format import ToolFormat
 
 _KEPT = 1024
-"""Maximum number of cached grammars, and of cached parameters. Rows often repeat both."""
+"""Maximum number of cached grammars, and of cached parameters. Rows often repeat grammars and
+parameters."""
 
 
 class ToolChoices:

@@ -32,7 +32,7 @@ _END_MARK = "\U0010fffd "
 the template strips whitespace from messages."""
 _REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 _PROBES = ("first7tExt", "second7tExt")
-"""Texts for test conversations; no template contains them."""
+"""Texts for test conversations; no template contains these texts."""
 _WRITTEN_AS_LIST = re.compile(rf"""['"]text['"]:\s*['"]{_PROBES[0]}""")
 _TURNS = {"system": 0, "developer": 0, "user": 0, "assistant": 1, "tool": 2}
 """Number of messages that precede a message of each role in a test conversation."""

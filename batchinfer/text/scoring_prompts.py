@@ -188,7 +188,7 @@ class _Draft:
     completion_ids: tuple[TokenIds, ...] = ()
     """Token ids of the completions, if the row has token ids."""
     prefix_token_id: int | None = None
-    """Token to put before a text prompt that does not begin with it; None: no token."""
+    """Token to put before a text prompt that does not begin with this token; None: no token."""
     whole: str | None = None
     """Text of the prompt, including the whitespace at its end."""
 

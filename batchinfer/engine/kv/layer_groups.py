@@ -16,9 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 _MOST_GROUPS = 8
-"""Largest number of groups. Each group needs a block table per step."""
+"""Largest number of groups, because each group needs a block table per step."""
 _MOST_UNUSED = 0.15
-"""Largest share of the pool that may be padding. If no split of the layers achieves this, all
+"""Largest share of the pool that may be padding. If every split of the layers wastes more, all
 layers form one full-attention group."""
 _ALL_SLIDE = frozenset({"mistral", "mixtral", "phi3", "starcoder2"})
 """Families without ``layer_types`` in which every layer has the config's window."""

@@ -177,7 +177,7 @@ class WindowSlot:
     def __init__(self, block: Block, slot: int) -> None:
         self.block = block
         self.slot = slot
-        """-1 after the slot was freed."""
+        """Number of the device slot; -1 after the slot was freed."""
         self.readers = 1
         """Number of sequences whose windows include the slot, or that will write to it."""
         self.num_kept = 0

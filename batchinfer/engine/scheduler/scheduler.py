@@ -54,7 +54,8 @@ class Scheduler:
         )
         self.preemption_policy = preemption_policy or PreemptionPolicy()
         self.max_num_batched_tokens = max_num_batched_tokens
-        """Maximum number of tokens in a step. Recovery from out-of-memory errors lowers it."""
+        """Maximum number of tokens in a step. Recovery from out-of-memory errors lowers the
+        limit."""
         self._num_steps = 0
         self._admission = Admission(pool, table, self._kv_manager, self.reuse_hints)
 

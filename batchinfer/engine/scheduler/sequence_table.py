@@ -23,7 +23,8 @@ Rows = npt.NDArray[np.intp]
 
 
 NO_BRANCH = int(np.iinfo(np.int32).max)
-"""Branch point beyond the end of every sequence."""
+"""Value of ``next_branch`` if no branch point is left: a position beyond the end of every
+sequence."""
 
 
 class SequenceTable:

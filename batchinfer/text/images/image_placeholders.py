@@ -93,7 +93,7 @@ class RowImage:
     token_id: int
     """Id of the image token in the model's vocabulary."""
     number: int = -1
-    """Number in this process (``engine.images.Image.number``); -1: not numbered yet."""
+    """Number of the image in this process (``engine.images.Image.number``); -1: none yet."""
 
 
 @dataclass(frozen=True, slots=True)

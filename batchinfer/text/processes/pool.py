@@ -22,7 +22,7 @@ from batchinfer.text.row_values import MAX_ROW_BYTES, require_size
 from batchinfer.text.tokenizer import Tokenizer
 
 MAX_WORKERS = 16
-"""Maximum number of workers. The parent cannot send rows fast enough to keep more of them busy."""
+"""Maximum number of workers. The parent cannot send rows fast enough to keep more workers busy."""
 _BATCHES_PER_WORKER = 2
 """Number of batches per worker in a call, so that no worker waits long for another worker's last
 batch."""

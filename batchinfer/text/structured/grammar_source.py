@@ -29,7 +29,8 @@ Source = Callable[[], str]
 
 _WHITESPACE = r" |\r?\n[ \t]{0,40}"
 """Default pattern of whitespace between the parts of JSON: as json.dumps writes it, with or without
-an indent. JSON itself allows unlimited whitespace, and small models would write it without end.
+an indent. JSON itself allows unlimited whitespace, and small models would write whitespace without
+end.
 """
 _UNSUPPORTED = ("Unimplemented keys", "oneOf constraints", "min/maxProperties", "patternProperty")
 """Beginnings of llguidance's messages about valid schemas that grammars cannot enforce."""

@@ -250,7 +250,8 @@ def _label(most: int) -> str:
 _MAILBOX = rf"{_ATOM}(?:\.?{_ATOM}){{0,31}}"
 """The part of an e-mail address before the @, up to 63 characters, although 64 would be valid."""
 _MAIL_HOST = rf"{_label(40)}(?:\.{_label(40)}){{0,5}}"
-"""The host of an e-mail address, up to 245 characters; 253, which are valid, take too much work."""
+"""The host of an e-mail address, up to 245 characters, because the valid limit of 253 takes too
+much work."""
 
 PATTERNS: Mapping[str, tuple[str, ...]] = {
     "date": (f"^{_DATE}$",),

@@ -12,8 +12,7 @@ from batchinfer.text.structured.schema_work import GROWING, num_steps
 MAX_BACKTRACKS = 1_000_000
 """Maximum number of backtracking steps when matching one pattern of a schema."""
 MAX_STEPS = 10_000_000
-"""Maximum number of subschema visits for one text; so many visits take from 0.5 s to a few
-seconds."""
+"""Maximum number of subschema visits for one text; such a text takes 0.5 s to a few seconds."""
 _MAX_MESSAGE = 200
 
 

@@ -64,7 +64,7 @@ _SIGNS: tuple[tuple[tuple[str, ...], str | None], ...] = (
     (('"parameters": dictionary',), "llama3_json"),
 )
 """Texts in a chat template that identify a format; the first match counts. None stands for an
-unsupported format that looks like a supported one.
+unsupported format that looks like a supported format.
 """
 
 
