@@ -26,6 +26,7 @@ from pydantic_core import from_json, to_json
 
 from batchinfer.job.input.openai_batch import CHAT, prompt_index
 from batchinfer.job.manifest import Manifest
+from batchinfer.job.openai.batch_names import for_run_batch
 from batchinfer.job.openai.pooling import pooling_body
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.output.records.export_record import is_open_file
@@ -67,7 +68,7 @@ def export(
     Args:
         kept: maps each kept input column to its output column.
         combined_output: a path, or an open file such as a pipe, that receives all lines of both
-            files; None for no such file.
+            files for a user of ``run-batch``; None for no such file.
 
     Raises:
         DataError: a part cannot be read.
@@ -75,7 +76,8 @@ def export(
     """
     with storage_errors(out.openai):
         out.files.make_directory(out.openai)
-    responses = _responses(manifest, model)
+    rename = str if combined_output is None else for_run_batch
+    responses = _responses(manifest, model, rename)
     with ExitStack() as stack:
 
         def add_file(path: PurePath, name: str) -> _LineFile:
@@ -164,7 +166,7 @@ def _cached_tokens(out: OutputDir, part: Part) -> dict[int, int]:
     return {}
 
 
-def _responses(manifest: Manifest, model: ModelSpec) -> Responses:
+def _responses(manifest: Manifest, model: ModelSpec, rename: Callable[[str], str]) -> Responses:
     tokenizer = cache(lambda: _load_tokenizer(model))  # loaded when the first token is decoded
     return Responses(
         manifest.fingerprint,
@@ -172,6 +174,7 @@ def _responses(manifest: Manifest, model: ModelSpec) -> Responses:
         model.served_names[0],
         lambda token, before: token_text(tokenizer(), token, before),
         normalizes=(manifest.job.get("embed") or {}).get("normalize", True),
+        rename=rename,
     )
 
 
@@ -191,6 +194,8 @@ class Responses:
     token_text: TokenText
     normalizes: bool = True
     """True if embeddings are scaled to unit norm."""
+    rename: Callable[[str], str] = str
+    """Replaces names in the messages of errors."""
 
     def line(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Return the output or error line of a request.
@@ -201,6 +206,8 @@ class Responses:
         """
         key = hashlib.sha256(f"{self.fingerprint} {rows[0]['row_id']}".encode()).hexdigest()
         error = _first_error([row["error"] for row in rows])
+        if error is not None:
+            error = {**error, "message": self.rename(error["message"])}
         response = None
         if error is None:
             response = {"status_code": 200, "body": self._body(rows, key[:24])}

@@ -35,7 +35,6 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
     "suffix": ("",),
-    "use_beam_search": (False,),
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
     "add_special_tokens": (True,),
@@ -52,7 +51,7 @@ _GUIDED: Mapping[str, str] = {
 """Maps vLLM's ``guided_...`` fields to the keys of ``structured_outputs``."""
 _PARSED = (
     *("messages", "prompt", "best_of", "logprobs", "top_logprobs", "tools", "tool_choice", "echo"),
-    *("chat_template_kwargs", "reasoning_effort", *_GUIDED),
+    *("use_beam_search", "chat_template_kwargs", "reasoning_effort", *_GUIDED),
 )
 _SAMPLING = {*field_names(SamplingParams), "max_completion_tokens", "response_format"}
 _SAMPLING -= {"prompt_logprobs", "logprobs"}  # answers have no field for prompt_logprobs
@@ -152,6 +151,8 @@ def _parse(url: str, body: Mapping[str, Any], *, has_tools: bool) -> ParsedReque
         sampling["logprobs"] = logprobs
         if echo:
             sampling["prompt_logprobs"] = logprobs
+    if _flag(body, "use_beam_search"):
+        sampling.setdefault("beam_width", body.get("n", 1))
     guided = {key: body[name] for name, key in _GUIDED.items() if name in body}
     if guided and "structured_outputs" in sampling:
         raise _bad("structured_outputs and guided_... are both given; keep one")
@@ -280,12 +281,17 @@ def _with_values(call: Any) -> Any:
 
 
 def _echo(body: Mapping[str, Any], *, is_chat: bool) -> bool:
-    echo = body.get("echo", False)
-    if not isinstance(echo, bool):
-        raise _bad(f"echo is {format_value(echo)}; it must be true or false")
+    echo = _flag(body, "echo")
     if echo and is_chat:
         raise RowError("unsupported_parameter", f"body.echo cannot be used with {CHAT}")
     return echo
+
+
+def _flag(body: Mapping[str, Any], name: str) -> bool:
+    value = body.get(name, False)
+    if not isinstance(value, bool):
+        raise _bad(f"{name} is {format_value(value)}; it must be true or false")
+    return value
 
 
 def _template_variables(body: Mapping[str, Any], *, is_chat: bool) -> Mapping[str, Any]:
@@ -311,9 +317,7 @@ def _template_variables(body: Mapping[str, Any], *, is_chat: bool) -> Mapping[st
 
 def _chat_logprobs(body: Mapping[str, Any]) -> Any:
     """Return the number of alternatives per token; None unless ``logprobs`` is true."""
-    wanted, top = body.get("logprobs", False), body.get("top_logprobs")
-    if not isinstance(wanted, bool):
-        raise _bad(f"logprobs is {format_value(wanted)}; it must be true or false")
+    wanted, top = _flag(body, "logprobs"), body.get("top_logprobs")
     if top is not None and not wanted:
         raise _bad("top_logprobs needs logprobs: true")
     if top is not None and (type(top) is not int or not 0 <= top <= MAX_LOGPROBS):

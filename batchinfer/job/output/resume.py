@@ -122,8 +122,8 @@ def only_unfinished(out: OutputDir, plan: ResumePlan, trust: Trust = "marks") ->
         raise LockedError(
             f"{printable(str(out.root))} holds an unfinished job from another version of "
             "batchinfer",
-            hint="finish it with that version; or use --output to write elsewhere, and "
-            "--reuse to copy its rows; or use --overwrite to start over",
+            hint="finish it with that version; or use --output (run-batch: -o) to write elsewhere; "
+            "or use --overwrite to start over. run --reuse copies its rows to another output",
         )
     return replace(plan, todo=list(unfinished), damaged=damaged)
 

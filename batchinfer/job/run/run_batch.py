@@ -14,7 +14,7 @@ from typing import Any
 from batchinfer.config.options import BATCH_ENGINE_KEYS, MODEL_KEYS, BatchOptions, given
 from batchinfer.console.format import did_you_mean, format_value, printable
 from batchinfer.console.text_view import Display
-from batchinfer.errors import ExitCode, UsageError
+from batchinfer.errors import ExitCode, JobError, UsageError
 from batchinfer.job.input.openai_batch import (
     CLASSIFY_URLS,
     EMBEDDINGS,
@@ -22,6 +22,7 @@ from batchinfer.job.input.openai_batch import (
     SCORE_URLS,
     first_url,
 )
+from batchinfer.job.openai.batch_names import for_run_batch
 from batchinfer.job.output.records.export_record import is_open_file
 from batchinfer.job.run.run_job import run_job
 from batchinfer.job.spec.document import JobDocument
@@ -108,7 +109,21 @@ def _reasoning(parser: str) -> Any:
 
 
 def run_batch(options: BatchOptions) -> ExitCode:
-    """Answer a batch file, or resume an interrupted run. Errors are those of ``run_job``."""
+    """Answer a batch file, or resume an interrupted run.
+
+    Raises:
+        JobError: see ``run_job``; the message names options of ``run-batch``, not keys of a job
+            file.
+    """
+    try:
+        return _answer(options)
+    except JobError as error:
+        error.args = (for_run_batch(str(error)),)
+        error.message = for_run_batch(error.message)
+        raise
+
+
+def _answer(options: BatchOptions) -> ExitCode:
     job, output = batch_job(options), _output_file(options)
     is_open = is_open_file(output)
     display = Display(quiet=options.quiet, result_on_stdout=not is_open)

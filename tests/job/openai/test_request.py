@@ -66,6 +66,17 @@ def test_chat_request_is_parsed() -> None:
     }
 
 
+def test_beam_search_of_vllm_has_n_beams() -> None:
+    assert parse(use_beam_search=True, n=3).sampling == {"n": 3, "beam_width": 3}
+    assert parse(use_beam_search=True, beam_width=4).sampling == {"beam_width": 4}
+    assert parse(use_beam_search=False).sampling == {}
+    code, message = refusal(line(use_beam_search=1))
+    assert (code, message) == (
+        "bad_sampling_params",
+        "body: use_beam_search is 1; it must be true or false",
+    )
+
+
 @pytest.mark.parametrize(
     ("prompt", "source", "value"),
     [("text", "prompt", "text"), ([1, 2], "token_ids", [1, 2]), ([[1, 2]], "token_ids", [1, 2])],

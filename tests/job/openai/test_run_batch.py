@@ -14,6 +14,7 @@ import pytest
 from batchinfer.config import PromptConfig
 from batchinfer.config.options import BatchOptions
 from batchinfer.errors import DataError, ExitCode, UsageError
+from batchinfer.job.openai.batch_names import for_run_batch
 from batchinfer.job.openai.reader import TEMPLATE_VARIABLES
 from batchinfer.job.run import run_batch as module
 from batchinfer.job.run.run_batch import run_batch
@@ -103,6 +104,47 @@ def test_run_batch_hints_of_messages_work() -> None:
     assert "use --update" in str(caught.value)
     assert run_batch(ask([("a", {"prompt": "new"}), ("b", {})], update=True)) is ExitCode.OK
     assert {name: texts(line) for name, line in answers().items()} == {"a": ["new"], "b": ["hi"]}
+
+
+@pytest.mark.parametrize(
+    ("of_the_job", "says"),
+    [
+        (
+            "raise engine.kv_cache_memory or lower sampling.max_tokens",
+            "raise --num-kv-blocks or lower --max-tokens or body.max_tokens",
+        ),
+        ("lower engine.num_kv_blocks, engine.kv_cache_memory or it", "lower --num-kv-blocks or it"),
+        ("use --output (run-batch: -o) to write elsewhere", "use -o to write elsewhere"),
+        ("body: sampling.top_k cannot be combined", "body.top_k cannot be combined"),
+        (
+            "m/model.safetensors: set output.reasoning",
+            "m/model.safetensors: set --reasoning-parser",
+        ),
+        (
+            "set engine.deterministic: false, or engine.device: cpu",
+            "set engine.deterministic: false, or engine.device: cpu\n"
+            "run-batch has no option for engine.deterministic and engine.device: use a job file "
+            "with input.format: openai-batch",
+        ),
+    ],
+)
+def test_messages_name_what_users_of_run_batch_can_set(of_the_job: str, says: str) -> None:
+    assert for_run_batch(of_the_job) == says
+
+
+def test_run_batch_messages_name_its_options_and_fields() -> None:
+    requests = [
+        ("beams", {"use_beam_search": True, "n": 2, "top_k": 5}),
+        ("model", {"model": "other"}),
+        ("good", {}),
+    ]
+    assert run_batch(ask(requests, served_model_name=["echo"])) is ExitCode.OK
+    found = {name: line["response"]["body"] for name, line in answers().items()}
+    assert "body.top_k cannot be combined with beam_width" in found["beams"]["error"]["message"]
+    assert found["model"]["error"]["message"].endswith("set --served-model-name")
+    with pytest.raises(UsageError, match="--max-model-len") as caught:
+        run_batch(ask(requests, max_model_len=0))
+    assert "model.max_model_len" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
