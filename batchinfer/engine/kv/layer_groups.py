@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 _MOST_GROUPS = 8
-"""Largest number of groups, because each group needs a block table per step."""
+"""Limit on the number of groups, because each group needs a block table per step."""
 _MOST_UNUSED = 0.15
 """Largest share of the pool that may be padding. If every split of the layers wastes more, all
 layers form one full-attention group."""
