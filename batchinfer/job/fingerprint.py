@@ -175,8 +175,8 @@ def comparable(facts: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, 
     """Return the facts that can be compared with ``other``; both are ``fingerprint_facts``.
 
     Facts about the model's content that ``other`` lacks are left out: older versions did not hash
-    the content of weight files, and the commit may be unknown offline. If both have the model's
-    commit, its revision is left out too.
+    the content of weight files, and the commit may be unknown offline. The revision is left out too
+    if both dicts have the model's commit.
     """
     model_facts = {**_mapping(facts.get("model_facts"))}
     model = _mapping(model_facts.get("model"))

@@ -5,17 +5,17 @@ module. The file ``_batchinfer/in_flight/<run id>`` consists of 8-byte entries: 
 its prompt is built, the id's complement (``~id``) once the prompt is built, and the id again when
 the engine gets the row. A run that ends normally deletes the file. The log is not synced to disk,
 because it must survive the death of the process but not a crash of the machine. Entries reach an
-object store only after seconds, which is too late if a row kills the process at once. So after a
-death, the next run stores each row's id before the row runs.
+object store only after seconds, which is too late if a row kills the process at once. After a run
+has died, the next run therefore stores each row's id before the row runs.
 
-A thousand innocent rows may be in flight when a process is killed. So a death creates no suspects
-if the run has made progress, that is, if the run finished rows or stored tokens of unfinished rows
-(``batchinfer.job.tokens``). Rows with long answers store tokens even if another row kills every
-run, so tokens alone count as progress for at most ``MOST_FRUITLESS`` deaths. After a death without
-progress, the suspects are the rows that were in flight at this death and at an earlier death.
-Suspects run apart from all other rows: n suspects first run in about sqrt(n) groups of about
-sqrt(n) rows, one group at a time. If the process dies while a group runs, each row of that group
-then runs alone. A row is given up when the process has died twice while the row ran alone and
+A thousand innocent rows may be in flight when a process is killed. A death therefore creates no
+suspects if the run has made progress, that is, if the run finished rows or stored tokens of
+unfinished rows (``batchinfer.job.tokens``). Rows with long answers store tokens even if another row
+kills every run, so tokens alone count as progress for at most ``MOST_FRUITLESS`` deaths. After a
+death without progress, the suspects are the rows that were in flight at this death and at an
+earlier death. Suspects run apart from all other rows: n suspects first run in about sqrt(n) groups
+of about sqrt(n) rows, one group at a time. If the process dies while a group runs, each row of that
+group then runs alone. A row is given up when the process has died twice while the row ran alone and
 stored no tokens. A row that runs alone stores its tokens every second (``TokensInFlight``).
 External kills therefore cannot cause a row to be given up if each run lives for a second after the
 row's first token.
@@ -191,7 +191,7 @@ def count_deaths(
 ) -> CrashHistory:
     """Add the deaths of runs to the stored history, and return the new history.
 
-    The caller holds the directory's lock. Each run is counted once. Logs that are found together
+    The caller holds the directory's lock. A run is counted only once. Logs that are found together
     count as one death, because writers on one machine die together.
 
     Args:

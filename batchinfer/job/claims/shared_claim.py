@@ -87,9 +87,9 @@ class FreshStart:
 
     With ``output.if_exists: overwrite`` the first writer deletes the output, and the later writers
     must keep the rows of their team. With ``if_exists: error`` the first writer must find no
-    output, but later writers find the team's rows. So the first writer stores its team and the time
-    of its plan, which is also in the manifest. Until the job ends, all writers of a stored team
-    resume, even if they are started again.
+    output, but later writers find the team's rows. The first writer therefore stores its team and
+    the time of its plan, which is also in the manifest. Until the job ends, all writers of a stored
+    team resume, even if they are started again.
     """
 
     __pydantic_config__: ClassVar = STRICT

@@ -1,9 +1,9 @@
 """The processes that write to one output at the same time: their names, locks and claims.
 
 A run that writes alone holds the directory's lock as long as it lives. Writers that share a
-directory hold this lock only briefly: to read the state, prepare, claim, publish or end the job.
-Each of these writers also holds its own lock, ``locks/NAME``, as long as it lives. Writers take and
-test these locks only under the directory's lock.
+directory hold this lock only briefly: to read the state, prepare, claim, publish or end the job. A
+writer that shares a directory also holds its own lock, ``locks/NAME``, as long as it lives. Writers
+take and test these locks only under the directory's lock.
 
 ``claims/NAME.json`` lists the parts that a writer works on. Another process deletes a writer's
 claims file if the writer's lock is free, or was not refreshed for a long time. A writer without a

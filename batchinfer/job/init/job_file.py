@@ -127,10 +127,10 @@ def _report_lines(options: InitOptions, columns: DetectedColumns) -> Iterator[st
 
 
 def _task_of(model: str | None) -> tuple[TaskName, str]:
-    """Return a model's task and the reason: ``generate`` unless its config shows another task.
+    """Return a model's task and the reason. The task is ``generate`` unless the model's config
+    shows another task.
 
-    This function does not access the hub. Errors in a model's folder are ignored, because the run
-    reports them.
+    The hub is not accessed. Errors in a model's folder are ignored, because the run reports them.
     """
     config = Path(os.path.expanduser(model or ""), "config.json")
     try:

@@ -116,7 +116,7 @@ class Condition:
 
 
 def parsed(text: str) -> pl.Expr:
-    """Parse a condition without knowing the columns. Raise UsageError if it is invalid."""
+    """Parse ``text`` without knowing the columns. Raise UsageError if the condition is invalid."""
     _check_functions(text)
     import polars as pl
 

@@ -101,7 +101,8 @@ class OpenAIFormat(JsonlFormat):
         self._ids = CustomIds()
 
     def inspect(self, path: str) -> tuple[InputFile, pa.Schema]:
-        """Read a file, and record the ids of its requests. Callers inspect all files in order."""
+        """Read a file, and record the ids of its requests. Callers must inspect the dataset's files
+        in order."""
         return self.read_whole(path, lambda rows: self._ids.add(list(map(_own_id, rows)))), SCHEMA
 
     def unite(

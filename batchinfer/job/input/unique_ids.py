@@ -61,8 +61,8 @@ def find_bad_ids(source: Source, column: str) -> BadIds:
     """Find selected rows that have no id or repeat the id of an earlier selected row.
 
     Null and NaN are not ids. The function sorts 64-bit hashes of the values, then compares the few
-    values with equal hashes. So the result is the same in every process, although Python's hashes
-    of strings differ between processes.
+    values with equal hashes. The result is the same in every process, although Python's hashes of
+    strings differ between processes.
 
     Raises:
         DataError: the column holds lists or structs.

@@ -11,9 +11,9 @@ with rows in the segment, so that writers of other parts need not open the segme
 only segments without rows of other writers' parts.
 
 In an object store, a request that a run sent just before it froze may arrive after another run has
-taken over. So each segment names its plan in its metadata, and different segments have different
-names. A segment that arrives late is therefore never used by another plan, and a deletion that
-arrives late never deletes another segment.
+taken over. For this reason, each segment names its plan in its metadata, and different segments
+have different names. A segment that arrives late is therefore never used by another plan, and a
+deletion that arrives late never deletes another segment.
 """
 
 from __future__ import annotations

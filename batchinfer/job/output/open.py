@@ -37,7 +37,7 @@ def _in_store(url: str) -> OutputDir:
     from batchinfer.job.storage.object_filesystem import StoreFiles
     from batchinfer.job.storage.object_lock import StoreLock
 
-    # Imported only if needed, because it requires obstore.
+    # This module is imported only if needed, because it requires obstore.
     from batchinfer.job.storage.object_store import Objects
 
     objects = Objects(root)

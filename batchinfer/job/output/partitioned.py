@@ -164,8 +164,8 @@ def begin(out: OutputDir, columns: Sequence[str]) -> None:
 def write_partitions(out: OutputDir, manifest: Manifest, columns: Sequence[str]) -> None:
     """Write ``partitioned/column=value/part-N.parquet`` of a job whose parts are all finished.
 
-    Each file holds the rows of one part whose values match the file's path. The rows are in order,
-    without the partition columns. The same parts always give the same bytes.
+    Each partition file holds the rows of one part whose values match the file's path. The rows are
+    in order, without the partition columns. The same parts always give the same bytes.
 
     Args:
         columns: the columns to partition by, outermost folder first; if there are none, the

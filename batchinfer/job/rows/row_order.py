@@ -8,15 +8,15 @@ input. In both orders, each row gets the length of the longest prefix that it sh
 row of the window. In prefix order, if the engine cannot share prefixes for this model, the longest
 rows run first.
 
-A window is planned once all its rows are read. If the engine runs out of rows earlier, it gets a
-head start: some rows of the unfinished window. In input order, the head start consists of all rows
-read so far; in prefix order, of the first sixteenth of the new rows. The rest of the window then
-begins with the prefixes that sort first, which are still in the KV cache.
+A window is planned once all its rows are read. If the engine runs out of rows earlier, the engine
+gets a head start: some rows of the unfinished window. In input order, the head start consists of
+all rows read so far; in prefix order, of the first sixteenth of the new rows. The rest of the
+window then begins with the prefixes that sort first, which are still in the KV cache.
 
 Shared prefixes are found by sorting token ids. The longest common prefix (LCP) of two sorted rows
 is the minimum of the LCPs of the neighbors between them (Manber & Myers 1990, on suffix arrays).
-So among the rows that have not run, a row shares its longest prefix with one of its two neighbors
-in sorted order. A linked list holds the rows that have not run.
+Among the rows that have not run, a row therefore shares its longest prefix with one of its two
+neighbors in sorted order. A linked list holds the rows that have not run.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def plan_windows(
         is_starved: returns True if the engine has taken all rows and could run more.
 
     Raises:
-        DataError: ``batches`` raised it. The rows read before the error are yielded first.
+        DataError: ``batches`` raised a DataError. The rows read before the error are yielded first.
     """
     per_window = max(1, window_rows // max(1, parts[0].num_rows))
     window_starts = [part.rows.start for part in parts[::per_window]]
@@ -126,7 +126,7 @@ class _Window:
         return len(self._rows) >= max(BATCH_ROWS, 2 * self._num_planned)
 
     def warm_up(self) -> Iterator[list[PromptRow]]:
-        """Yield the head start."""
+        """Yield the head start: some rows of the unfinished window."""
         new = len(self._rows) - self._num_planned
         reorders = self._by_prefix or self._by_length
         return self._hand_over(int(new * _WARM_UP) if reorders else new)

@@ -215,7 +215,7 @@ def _refuse_own_output(source: Source, out: OutputDir) -> None:
 
 def _refuse_model_folders(model: ModelSpec, out: OutputDir) -> None:
     """Check that the output and the model's folders do not contain each other, even through links.
-    Otherwise, files of the output could change the model's fingerprint."""
+    In a model's folder, files of the output could change the model's fingerprint."""
     places = {"model.name": model.name, "model.tokenizer": model.tokenizer}
     places |= {f"model.adapters.{name}": path for name, path in model.adapters.items()}
     for key, folder in places.items():

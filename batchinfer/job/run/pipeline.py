@@ -224,7 +224,8 @@ class RowPipeline:
                 self._tokens.is_row_alone = _count(ranges) == 1
                 if not self._run_rows(lambda *_, c=claim, r=ranges: iter([(c, r)])):
                     return False
-                # Write before the next group starts, so that a crash affects only one group.
+                # Write the finished rows before the next group starts, so that a crash affects only
+                # one group.
                 self.writers.flush()
             self._tokens.is_row_alone = False
         return not self.stop.is_set()

@@ -10,7 +10,7 @@ from batchinfer.console.format import format_value, near_name, printable
 
 
 def encoding_name(name: str) -> str:
-    """Return Python's standard name for a text encoding. Raise ValueError if Python has none."""
+    """Return Python's name for a text encoding. Raise ValueError for an unknown encoding."""
     try:
         io.TextIOWrapper(io.BytesIO(), encoding=name)
     except (LookupError, ValueError):

@@ -2,8 +2,8 @@
 
 ``_batchinfer/live/NAME.json`` holds the progress, which other machines can read too. Nothing else
 depends on this small file, so a run replaces it as a whole without fsync and ignores failed writes.
-The run deletes the file at its end. A run that died leaves its file behind; the run's lock or the
-file's age then shows that the run has died.
+A run that ends deletes its progress file. A run that died leaves the file behind; the run's lock or
+the file's age then shows that the run has died.
 """
 
 from __future__ import annotations

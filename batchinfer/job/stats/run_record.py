@@ -149,7 +149,7 @@ class Recorder:
         self._save()  # the stored record reserves the run's id
 
     def loaded(self, context: EngineContext, load_s: float, phases: Phases | None = None) -> None:
-        """Record the engine.
+        """Record the engine and its model.
 
         Args:
             load_s: seconds that loading took; they count as part of this run.
@@ -162,7 +162,8 @@ class Recorder:
         self._device_bytes = context.device_bytes
         self.run.kernels = dict(context.kernels)
         self.run.kv = {name: getattr(context, name) for name in KV_FACTS}
-        # Save before the first step, because the summary reads the run and its steps together.
+        # Save the record before the first step, because the summary reads a run and its steps
+        # together.
         self._save()
 
     def add(self, step: StepStats | None, num_rows: int) -> None:
@@ -181,7 +182,7 @@ class Recorder:
         self.log(str(recovered))
 
     def checkpoint(self) -> None:
-        """Write all steps so far to disk. Callers do this before they write finished rows."""
+        """Write all steps so far to disk. Callers write steps before finished rows."""
         self._flush()
         self.run.unsampled = self._sampler.so_far(self._device_bytes())
         self._save()

@@ -324,7 +324,7 @@ def read_file(files: Files, path: PurePath) -> bytes:
 
 
 def parse_json(data: bytes) -> Any:
-    """Parse stored JSON. Raise ValueError if it is not valid JSON, or is nested too deeply."""
+    """Parse JSON. Raise ValueError if ``data`` is not valid JSON, or is nested too deeply."""
     try:
         return json.loads(data)
     except RecursionError:

@@ -105,7 +105,7 @@ def remote_store_of(url: str) -> RemoteStore:
 
         return HubStore()
     connect(StorePath(url).bucket)
-    # Imported only if needed, because it requires obstore.
+    # This module is imported only if needed, because it requires obstore.
     from batchinfer.job.storage.object_reader import ObjectStore
 
     return ObjectStore()

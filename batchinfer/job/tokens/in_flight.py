@@ -54,8 +54,8 @@ class TokensInFlight:
     returns the tokens that earlier runs kept.
 
     From time to time the observer hands over all tokens in use, and the new file replaces the older
-    files. So the files hold at most about twice the tokens of unfinished rows, and each drawn token
-    is written about twice.
+    files. The token files therefore hold at most about twice the tokens of unfinished rows, and
+    each drawn token is written about twice.
 
     Args:
         most_lost_s: seconds of work that a crash may lose.
@@ -126,7 +126,7 @@ class TokensInFlight:
     def stepped(
         self, states: Collection[RequestState], ended: Sequence[Completion], output_tokens: int
     ) -> None:
-        """Hand over the tokens drawn since the last flush, if a flush is due."""
+        """Hand over the tokens drawn since the last flush, if enough time has passed since then."""
         self._states, self._just_ended = states, {}
         for completion in ended:
             if completion.error_code is None:

@@ -86,9 +86,9 @@ class ResumePace:
 
     A run must compute the prompt and the kept tokens of a row again before it can draw the row's
     next token. If runs are killed soon after each other, and each run first resumes all rows, this
-    recomputation takes most of the time between two kills. So rows with the fewest tokens left come
-    first, and a run resumes only rows that it can expect to finish before it is killed too. New
-    rows wait. Once the run has outlived the killed run, it resumes all rows.
+    recomputation takes most of the time between two kills. Rows with the fewest tokens left
+    therefore come first, and a run resumes only rows that it can expect to finish before it is
+    killed too. New rows wait. Once the run has outlived the killed run, it resumes all rows.
 
     Args:
         num_kept: returns the number of kept tokens of a row; 0 for a new row.

@@ -4,7 +4,8 @@ A file holds all tokens of its rows, or only the tokens drawn since the previous
 
 A run writes ``<run id>-<number>-<hash of its bytes>.parquet`` into ``_batchinfer/tokens``. A
 damaged file only costs time: this module ignores it and all later increments of its requests. The
-file's metadata names its plan. Each increment holds the key of its row and the number of its chain.
+file's metadata names its plan. Each increment of a request's tokens holds the key of the row and
+the number of the chain.
 """
 
 from __future__ import annotations

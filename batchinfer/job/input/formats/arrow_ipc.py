@@ -1,8 +1,8 @@
 """Reads Arrow IPC files, including Feather version 2, and Arrow IPC streams.
 
-A record batch is read as a whole, but only with the requested columns. So a reader needs enough
-memory to hold these columns of the largest batch. Offsets and indices are checked before values are
-read, because pyarrow does not check them.
+A record batch is read as a whole, but only with the requested columns. A reader therefore needs
+enough memory for the requested columns of the largest batch. Offsets and indices are checked before
+values are read, because pyarrow does not check them.
 """
 
 from __future__ import annotations

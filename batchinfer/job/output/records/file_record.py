@@ -150,7 +150,8 @@ def _report_problem(out: OutputDir) -> str | None:
 
 
 def _read(out: OutputDir, path: PurePath) -> FileRecord:
-    """Return the record in a file. Raise ValueError if it is damaged, OSError if it is missing."""
+    """Return the record in a file. Raise ValueError if the file is damaged, OSError if it is
+    missing."""
     stored = parse_json(read_file(out.files, path))
     if not isinstance(stored, dict) or stored.keys() != {"sha256", "record"}:
         raise ValueError("it is not a record of files")
