@@ -16,11 +16,14 @@ window then begins with the prefixes that sort first, which are still in the KV 
 Shared prefixes are found by sorting token ids. The longest common prefix (LCP) of two sorted rows
 is the minimum of the LCPs of the neighbors between them (Manber & Myers 1990, on suffix arrays).
 Among the rows that have not run, a row therefore shares its longest prefix with one of its two
-neighbors in sorted order. A linked list holds the rows that have not run.
+neighbors in sorted order. A linked list holds the rows that have not run. Indices of rows and
+lengths of prefixes are in arrays of 4 bytes per entry, because a list also needs an object for each
+number.
 """
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -102,9 +105,9 @@ class _Window:
         self._with_branch_points = with_branch_points
         self._by_length = by_length
         self._rows: list[PromptRow] = []
-        self._sorted_batches: list[list[int]] = []
+        self._sorted_batches: list[array[int]] = []
         """Indices of the rows of each batch, sorted by ``_sort_key``."""
-        self._handed_over: list[int] = []
+        self._handed_over = array("i")
         """Indices of the rows that were handed over, in order."""
         self._num_planned = 0
         self.num_tokens = 0
@@ -118,7 +121,8 @@ class _Window:
         if not self._by_length:
             indices = range(start, len(self._rows))
             keys = [_sort_key(row) for row in batch]
-            self._sorted_batches.append(sorted(indices, key=lambda at: keys[at - start]))
+            by_key = sorted(indices, key=lambda at: keys[at - start])
+            self._sorted_batches.append(array("i", by_key))
 
     @property
     def has_grown(self) -> bool:
@@ -142,19 +146,20 @@ class _Window:
             self._num_planned = len(self._rows)
             yield [self._rows[at] for at in to_run]
 
-    def _longest(self, count: int) -> list[int]:
+    def _longest(self, count: int) -> array[int]:
         lengths = np.array([row.num_prompt_tokens for row in self._rows], np.int64)
         lengths[self._handed_over] = -1  # handed-over rows are sorted last
-        to_run: list[int] = np.argsort(-lengths, kind="stable")[:count].tolist()
+        to_run = array("i", np.argsort(-lengths, kind="stable")[:count].tolist())
         for at in to_run:
             self._rows[at].distinct_tokens = self._rows[at].num_tokens
         return to_run
 
-    def _sharing(self, count: int) -> list[int]:
+    def _sharing(self, count: int) -> array[int]:
         order, with_next = self._sorted()
         done = set(self._handed_over)
-        to_run = [at for at in (order if self._by_prefix else range(len(order))) if at not in done]
-        run = [*self._handed_over, *to_run]
+        sequence = order if self._by_prefix else range(len(order))
+        to_run = array("i", (at for at in sequence if at not in done))
+        run = self._handed_over + to_run
         later = most_in_common(order, with_next, run)
         earlier = most_in_common(order, with_next, run[::-1])
         points: dict[int, BranchPoints] = {}
@@ -168,19 +173,19 @@ class _Window:
             row.distinct_tokens = row.num_tokens - earlier[at]
         return to_run[:count]
 
-    def _sorted(self) -> tuple[list[int], list[int]]:
+    def _sorted(self) -> tuple[array[int], array[int]]:
         """Return the indices in stable ``_sort_key`` order, and each row's LCP with the next row.
 
         Merging the sorted batches needs only one key per batch at a time. All keys together would
         take as much memory as the token ids.
         """
         runs = [((_sort_key(self._rows[at]), at) for at in run) for run in self._sorted_batches]
-        order, with_previous, previous = list[int](), list[int](), b""
+        order, with_previous, previous = array("i"), array("i"), b""
         for key, at in merge(*runs):
             order.append(at)
             with_previous.append(_common_prefix_len(previous, key))
             previous = key
-        return order, [*with_previous[1:], 0]
+        return order, with_previous[1:] + array("i", [0])
 
 
 def _sort_key(row: PromptRow) -> bytes:
@@ -200,7 +205,7 @@ def _common_prefix_len(left: bytes, right: bytes) -> int:
 
 def most_in_common(
     order: Sequence[int], with_next: Sequence[int], run: Sequence[int]
-) -> dict[int, int]:
+) -> array[int]:
     """Return the longest prefix, in tokens, that each row shares with a later row of ``run``.
 
     With ``run`` reversed, the result is the longest prefix that each row shares with an earlier
@@ -211,11 +216,12 @@ def most_in_common(
         with_next: LCP of each row with the next row in ``order``.
         run: the same rows, in the order in which they run.
     """
-    place = {row: at for at, row in enumerate(order, start=1)}
-    after = list(range(1, len(order) + 2))  # places 0 and n + 1 are sentinels
-    before = list(range(-1, len(order) + 1))
-    common = [0, *with_next]
-    longest = {}
+    place, longest = array("i", order), array("i", order)  # every entry is overwritten
+    for at, row in enumerate(order, start=1):
+        place[row] = at
+    after = array("i", range(1, len(order) + 2))  # places 0 and n + 1 are sentinels
+    before = array("i", range(-1, len(order) + 1))
+    common = array("i", [0, *with_next])
     for row in run:
         at = place[row]
         previous, following = before[at], after[at]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import tracemalloc
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from itertools import islice
@@ -122,6 +123,17 @@ def test_distinct_tokens_equal_the_size_of_the_prefix_tree(by_prefix: bool) -> N
 
 
 LARGE = [Part(0, range(8192))]
+
+
+def test_a_plan_takes_few_bytes_per_row() -> None:
+    rows = random_rows(8192)
+    tracemalloc.start()
+    try:
+        assert len(next(plan(rows, LARGE, 8192, size=256))) == 8192
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 120 * 8192
 
 
 @pytest.mark.parametrize("by_prefix", [True, False])
