@@ -23,6 +23,7 @@ number.
 
 from __future__ import annotations
 
+import time
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
@@ -58,6 +59,7 @@ def plan_windows(
     by_length: bool = False,
     with_branch_points: bool = False,
     is_starved: Callable[[], bool] = lambda: False,
+    before_next: Callable[[float], None] = lambda reading_s: None,
 ) -> Iterator[list[PromptRow]]:
     """Plan the rows of ``parts``; yield whole windows, or the head start and the rest of a window.
 
@@ -70,6 +72,8 @@ def plan_windows(
         with_branch_points: True if the model has recurrent state, which must be kept where shared
             prefixes end.
         is_starved: returns True if the engine has taken all rows and could run more.
+        before_next: called before each window except the first, with the seconds that it took to
+            read the last window; may wait.
 
     Raises:
         DataError: ``batches`` raised a DataError. The rows read before the error are yielded first.
@@ -77,7 +81,7 @@ def plan_windows(
     per_window = max(1, window_rows // max(1, parts[0].num_rows))
     window_starts = [part.rows.start for part in parts[::per_window]]
     make = partial(_Window, by_prefix, by_length, with_branch_points)
-    window, number = make(), 0
+    window, number, began = make(), 0, time.monotonic()
     try:
         for batch in batches:
             before, number = number, bisect_right(window_starts, batch[0].row_id)
@@ -87,9 +91,12 @@ def plan_windows(
                 window.num_tokens + num_tokens > MOST_TOKENS
                 or window.image_bytes + image_bytes > MOST_IMAGE_BYTES
             )
-            if number != before or is_full:
+            if window.num_rows and (number != before or is_full):
+                reading_s = time.monotonic() - began
                 yield from window.rest()
                 window = make()
+                before_next(reading_s)
+                began = time.monotonic()
             window.add(batch, num_tokens, image_bytes)
             if window.has_grown and is_starved():
                 yield from window.warm_up()
@@ -123,6 +130,10 @@ class _Window:
             keys = [_sort_key(row) for row in batch]
             by_key = sorted(indices, key=lambda at: keys[at - start])
             self._sorted_batches.append(array("i", by_key))
+
+    @property
+    def num_rows(self) -> int:
+        return len(self._rows)
 
     @property
     def has_grown(self) -> bool:

@@ -70,6 +70,8 @@ class EngineLoop:
         self._added = Counts()
         self.num_given = 0
         """Number of rows given to the engine so far, including rows that cannot run."""
+        self.num_finished = 0
+        """Number of finished rows so far, including rows that cannot run."""
 
     def run(
         self, rows: Prefetcher[list[PromptRow]], hand_over: Callable[[TurnResult], None]
@@ -126,17 +128,19 @@ class EngineLoop:
     def _step(self, failed: list[PromptRow]) -> TurnResult:
         done = [RowResult(row, []) for row in failed]
         if not self.engine.num_unfinished:
-            self._report(Counts(rows=len(done)), None)
+            self._report(done, Counts(), None)
             return TurnResult(done, None)
         outcome = self.engine.step()
         for completion in outcome.completions:
             done += self._finished_by(completion)
         if outcome.stats is not None:
             self.pace.stepped(outcome.stats)
-        self._report(Counts(rows=len(done), tokens=outcome.output_tokens), outcome.stats)
+        self._report(done, Counts(tokens=outcome.output_tokens), outcome.stats)
         return TurnResult(done, outcome.stats, outcome.recovered)
 
-    def _report(self, counts: Counts, stats: StepStats | None) -> None:
+    def _report(self, done: list[RowResult], counts: Counts, stats: StepStats | None) -> None:
+        self.num_finished += len(done)
+        counts += Counts(rows=len(done))
         if stats is not None:
             counts += Counts(prefill_tokens=stats.prefill_tokens, preemptions=stats.num_preempted)
         self.progress.update(self._added + counts, stats)

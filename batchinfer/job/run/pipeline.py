@@ -1,6 +1,6 @@
 """The three threads that take each row from the input to the output.
 
-    reads        read_prompts -> plan_windows     Prefetcher, a window ahead
+    reads        read_prompts -> plan_windows     Prefetcher, paced by ReadAhead
                        | PromptRow
     runs         EngineLoop.run                   the thread that called run_pipeline
                        | TurnResult
@@ -10,9 +10,10 @@
 A row becomes, in this order, a ``Row`` of values, a ``PromptRow``, a ``Request``, a
 ``RequestState`` with its sequences, a ``Completion``, a ``RowResult`` and a ``FinishedRow``.
 
-Bounded queues between the threads apply backpressure. At most two windows are in memory: the window
-whose rows run, and the next window. The parts come from a ``PartQueue``, a few at a time. Rows of
-the next parts are read while rows of earlier parts still run, so that the engine never drains.
+Bounded queues between the threads apply backpressure. At most two windows are in memory, usually
+little more than one: the next window is read shortly before the engine needs it. The parts come
+from a ``PartQueue``, a few at a time. Rows of the next parts are read while rows of earlier parts
+still run, so that the engine never drains.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ from batchinfer.job.rows.task import LoadedTask
 from batchinfer.job.rows.tasks import TASKS
 from batchinfer.job.run.engine_loop import EngineLoop, RowResult, TurnResult
 from batchinfer.job.run.in_flight_log import InFlightLog
+from batchinfer.job.run.read_ahead import ReadAhead
 from batchinfer.job.run.threads import BackgroundConsumer, Prefetcher
 from batchinfer.job.stats.run_record import Recorder, package_versions
 from batchinfer.job.tokens.in_flight import TokensInFlight, TokenUpdate
@@ -294,7 +296,8 @@ class RowPipeline:
         complete = False
         with BackgroundConsumer(write, _WRITES_DUE) as writer:
             claims = claims_of(is_needed, is_over, writer.put)
-            batches = self._batches(claims, is_over, starved.is_set, writer.put)
+            read_ahead = ReadAhead(loop, loop.max_waiting, is_over)
+            batches = self._batches(claims, is_over, starved.is_set, read_ahead, writer.put)
             with self._prefetched(batches, is_over, starved, loop.max_waiting) as rows:
                 try:
                     with gc_frozen():
@@ -366,6 +369,7 @@ class RowPipeline:
         claims: Iterator[tuple[PartsToMake, Sequence[range]]],
         is_over: Callable[[], bool],
         is_starved: Callable[[], bool],
+        read_ahead: ReadAhead,
         hand_over: Callable[[FoundRows], None],
     ) -> Iterator[list[PromptRow]]:
         """Yield the rows of ``claims`` that must run, in the order in which they should run.
@@ -373,6 +377,7 @@ class RowPipeline:
         Args:
             is_over: returns True to end early.
             is_starved: returns True while the engine waits for rows.
+            read_ahead: decides when to read the next window.
             hand_over: takes rows whose answers another output holds.
         """
         spec, loaded = self.job.spec, self.loaded
@@ -397,8 +402,10 @@ class RowPipeline:
                 by_length=spec.engine.order == "prefix" and not loaded.context.shares_prefixes,
                 with_branch_points=loaded.context.slots_per_state > 0,
                 is_starved=is_starved,
+                before_next=read_ahead.wait,
             )
-            yield from map(self._tokens.pace.ordered, windows)
+            # Do not loop over windows: the loop's variable would keep their rows in memory.
+            yield from map(read_ahead.counted, map(self._tokens.pace.ordered, windows))
 
 
 def _count(ranges: Sequence[range]) -> int:

@@ -177,6 +177,25 @@ def test_a_window_ends_early_with_long_prompts(
     assert ids == ([[0, 1, 2, 3], [5, 4], [6, 7]] if by_length else [[3, 2, 1, 0], [5, 4], [7, 6]])
 
 
+def test_each_further_window_is_announced_before_it_is_read() -> None:
+    events: list[str] = []
+
+    def reading() -> Iterator[PromptRow]:
+        for one in random_rows(16):
+            events.append(f"read {one.row_id}")
+            yield one
+
+    def announced(reading_s: float) -> None:
+        assert reading_s >= 0
+        events.append("wait")
+
+    lots = plan_windows(batches(reading(), 4), PARTS, 8, by_prefix=True, before_next=announced)
+    assert len(list(lots)) == 2
+    # The first batch of a window shows that the window before it is complete.
+    assert events.index("wait") == 12
+    assert events.count("wait") == 1
+
+
 def test_rows_before_an_unreadable_place_still_run() -> None:
     def broken() -> Iterator[list[PromptRow]]:
         yield [row(0, 5), row(1, 3)]

@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from threading import Event
@@ -20,6 +21,7 @@ import pytest
 from batchinfer.errors import ExitCode
 from batchinfer.job.rows.row_order import plan_windows
 from batchinfer.job.run import pipeline
+from batchinfer.job.run.read_ahead import ReadAhead
 from batchinfer.job.run.run_job import run_job
 from batchinfer.job.spec.spec import JobSpec
 from batchinfer.requests.requests import PromptRow
@@ -155,6 +157,36 @@ def test_next_window_is_planned_before_the_last_one_drains(
     before_a_row_ends = unfinished[: spec.sampling.max_tokens]
     assert before_a_row_ends[0] == 10
     assert before_a_row_ends[-1] == 20, "the engine has the rows of the next window"
+
+
+def test_finished_rows_are_not_in_memory_while_the_next_window_is_awaited(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts: list[weakref.ref[Any]] = []
+    num_alive: list[int] = []
+    counted = ReadAhead.counted
+
+    def noting(self: ReadAhead, window: list[PromptRow]) -> list[PromptRow]:
+        prompts.extend(weakref.ref(row.token_ids) for row in window)
+        return counted(self, window)
+
+    def wait(self: ReadAhead, reading_s: float) -> None:
+        until = time.monotonic() + _LONG_S
+        # The threads may hold the rows of the last steps.
+        while (alive := sum(one() is not None for one in prompts)) > 20:
+            if time.monotonic() > until:
+                break
+            time.sleep(0.001)
+        num_alive.append(alive)
+
+    monkeypatch.setattr(ReadAhead, "counted", noting)
+    monkeypatch.setattr(ReadAhead, "wait", wait)
+    texts(tmp_path, 120)
+    spec = job(tmp_path, engine={"order_window": 40}, output={"rows_per_part": 40})
+    assert run_job(spec, build=FakeBuild(), quiet=True) is ExitCode.OK
+    assert len(prompts) == 120
+    assert len(num_alive) == 2, "the job waits before each window but the first"
+    assert max(num_alive) <= 20
 
 
 @pytest.mark.parametrize("order", ["prefix", "input"])
