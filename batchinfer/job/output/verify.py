@@ -52,6 +52,8 @@ class Verification:
     """True if an update has started; ``verify`` does not check its new files."""
     lacks_hashes: bool = False
     """True if an older version finished the job, and stored hashes only for the files of rows."""
+    is_half_updated: bool = False
+    """True if a run was killed while it replaced the output, or still does; nothing was checked."""
 
     def data(self) -> dict[str, Any]:
         """Return the values that ``--json`` prints."""
@@ -95,10 +97,14 @@ class Verification:
 
     @property
     def _outcome(self) -> str:
+        if self.is_half_updated:
+            return "if no run is writing to it, run the job again without --shard to finish this"
+        if not self.problems:
+            return "everything matches its record"
+        if all(problem.endswith(" is missing") for problem in self.problems):
+            return "run the job again to repair the output"
         # Runs trust parts with the right size and time, so bad parts must be moved.
-        if self.problems:
-            return "move these files away and run the job again to repair the output"
-        return "everything matches its record"
+        return "move the damaged files away and run the job again to repair the output"
 
 
 def verify(out: OutputDir) -> Verification:
@@ -108,7 +114,8 @@ def verify(out: OutputDir) -> Verification:
     try:
         refuse_half_an_update(out)
     except LockedError as error:
-        return Verification(False, len(plan.parts()), 0, 0, [str(error).replace("\n", "; ")])
+        parts = len(plan.parts())
+        return Verification(False, parts, 0, 0, [error.message], is_half_updated=True)
     return _Check(out, plan).run()
 
 

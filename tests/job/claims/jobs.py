@@ -28,6 +28,7 @@ def check_finished(spec: JobSpec, plain: dict[str, bytes]) -> None:
     assert verify(output_at(spec.output.path)).data() == {
         **{"ok": True, "complete": True, "parts_total": 8, "parts_done": 8},
         **{"rows": NUM_ROWS, "problems": [], "is_updating": False, "lacks_hashes": False},
+        "is_half_updated": False,
     }
     state = out_of(spec) / "_batchinfer"
     for folder in ("segments", "claims", "in_flight", "tokens"):

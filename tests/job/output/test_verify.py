@@ -187,8 +187,11 @@ def test_the_repair_that_verify_suggests_works(tmp_path: Path, root: Path, name:
     rot(root / name)
     (root / "_batchinfer/manifest.json").write_bytes(b"")
     advice = list(found(root).lines())[-1]
-    assert advice.endswith("move these files away and run the job again to repair the output")
+    assert advice.endswith("move the damaged files away and run the job again to repair the output")
     (root / name).unlink()
+    (root / "_batchinfer/manifest.json").unlink(missing_ok=True)
+    advice = list(found(root).lines())[-1]
+    assert advice.endswith("rows; run the job again to repair the output")
     run_job(finished_job(tmp_path), build=FakeBuild(), quiet=True)
     assert found(root) == Verification(True, 3, 3, 25, [])
 

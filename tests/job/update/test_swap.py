@@ -116,7 +116,9 @@ def test_interrupted_swap_is_completed(
     with pytest.raises(CutOff):
         run(spec_of(folder), update=True)
     if step != "done":
-        assert "is being updated" in " ".join(verify(OutputDir(folder / "out")).problems)
+        problem, line = verify(OutputDir(folder / "out")).lines()
+        assert problem.endswith("is being updated and holds both old and new files")
+        assert line.endswith("run the job again without --shard to finish this")
     if step == "copied":
         lines = "\n".join(read_status(OutputDir(folder / "out"), 0.0).lines())
         assert "some of the old files; run the job again to finish" in lines
