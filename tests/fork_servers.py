@@ -104,11 +104,11 @@ def serve() -> None:
     gc.collect()
     gc.freeze()  # otherwise, each fork server would collect garbage among all these imports
     # Keyed by the pidfd of a fork server: its process id, and the socket for its exit status.
-    told: dict[int, tuple[int, int]] = {}
+    children: dict[int, tuple[int, int]] = {}
     while True:
-        for ready in select.select([asked, *told], [], [])[0]:
+        for ready in select.select([asked, *children], [], [])[0]:
             if ready is not asked:
-                pid, status = told.pop(ready)
+                pid, status = children.pop(ready)
                 _, code = os.waitpid(pid, 0)
                 os.write(status, str(os.waitstatus_to_exitcode(code)).encode())
                 os.close(status)
@@ -123,7 +123,7 @@ def serve() -> None:
                 _be_server(environment, stdin, stderr)
             os.close(stdin)
             os.close(stderr)
-            told[os.pidfd_open(pid)] = pid, status
+            children[os.pidfd_open(pid)] = pid, status
             asked.send(pid)
 
 

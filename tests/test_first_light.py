@@ -287,7 +287,7 @@ from triton.backends.compiler import GPUTarget
 def kernel(x, N: tl.constexpr):
     tl.store(x, N)
 
-triton.knobs.compilation.listener = lambda **told: print(told["cache_hit"])
+triton.knobs.compilation.listener = lambda **event: print(event["cache_hit"])
 source = triton.compiler.ASTSource(kernel, {"x": "*fp32", "N": "constexpr"}, {"N": 3})
 triton.compile(source, target=GPUTarget("cuda", 90, 32))
 """

@@ -144,10 +144,10 @@ def test_samples_share_an_image(llm: LLM) -> None:
     ],
 )
 def test_bad_images_are_refused(llm: LLM, bad: Any, message: str) -> None:
-    with pytest.raises((ValueError, TypeError), match=message) as told:
+    with pytest.raises((ValueError, TypeError), match=message) as raised:
         tokens(llm, prompt(png(1)), bad)
-    assert str(told.value).startswith("prompt 1: ")
-    assert not re.search(r"\brow\b", str(told.value))
+    assert str(raised.value).startswith("prompt 1: ")
+    assert not re.search(r"\brow\b", str(raised.value))
 
 
 @pytest.mark.parametrize(
@@ -164,9 +164,9 @@ def test_bad_images_of_chats_are_refused(llm: LLM, part: Any, message: str) -> N
     talk = [{"role": "user", "content": [part, {"type": "text", "text": "Which?"}]}]
     with pytest.raises(
         (ValueError, TypeError), match=f"^(prompt|conversation) 0: .*{message}"
-    ) as told:
+    ) as raised:
         llm.chat(talk, GREEDY, use_tqdm=False)
-    assert not re.search(r"\brow\b|\binput\.|\bprompt\.", str(told.value))
+    assert not re.search(r"\brow\b|\binput\.|\bprompt\.", str(raised.value))
 
 
 def test_a_place_for_an_image_needs_an_image(llm: LLM) -> None:

@@ -37,9 +37,9 @@ def test_logprob_token_ids_replace_the_most_likely(llm: LLM, model: Path, flat: 
     named = [200, 9, 9, 150]
     params = replace(GREEDY, logprob_token_ids=named, flat_logprobs=flat)
     plain = replace(GREEDY, logprobs=1)
-    output, beside = run(llm, [[5, 6, 7], [5, 6, 7]], [params, plain])
+    output, without_logprobs = run(llm, [[5, 6, 7], [5, 6, 7]], [params, plain])
     (sample,) = output.outputs
-    assert sample.token_ids == beside.outputs[0].token_ids
+    assert sample.token_ids == without_logprobs.outputs[0].token_ids
     own = own_logits(model, [5, 6, 7, *sample.token_ids]).log_softmax(-1)[2:]
     assert sample.logprobs is not None
     assert len(sample.logprobs) == 6

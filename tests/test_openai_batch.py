@@ -263,7 +263,7 @@ def test_batch_with_several_prompts_echo_and_vllm_fields(model: Path, tmp_path: 
         request("several", TEXT, **{**words, "prompt": ["hello world", "stop"]}, n=2, echo=True),
         request("chosen", **{**template, "max_tokens": 9}, guided_choice=["yes"]),
         request("talk", **template, model="another"),
-        request("told", **template, chat_template_kwargs={"messages_are": "ignored"}),
+        request("templated", **template, chat_template_kwargs={"messages_are": "ignored"}),
     ]
     found = answers(tmp_path, model, requests, max_model_len=64).values()
     plain, echoed, of_ids, several, chosen, *talks = (line["response"]["body"] for line in found)

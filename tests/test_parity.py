@@ -136,15 +136,17 @@ def test_rows_that_attend_together_equal_transformers(
     family: str, checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows have 8 samples each, and share prefixes of 177 and 161 tokens."""
-    told = []
+    all_shared = []
     monkeypatch.setattr(
-        shared_prefix, "SharedPrefixes", lambda *of: told.append(SharedPrefixes(*of)) or told[-1]
+        shared_prefix,
+        "SharedPrefixes",
+        lambda *of: all_shared.append(SharedPrefixes(*of)) or all_shared[-1],
     )
     setup = Setup(n=8, longer=140)
     completions, _ = run(checkpoint(family), setup)
     assert_greedy(eager(family), completions, setup.longer)
-    assert max(len(of.order) for of in told) > 40
-    assert max(int(of.shared_lens.max()) for of in told) == 192  # the samples of one row
+    assert max(len(of.order) for of in all_shared) > 40
+    assert max(int(of.shared_lens.max()) for of in all_shared) == 192  # the samples of one row
 
 
 def test_llm_generate_equals_transformers(checkpoint) -> None:
@@ -172,8 +174,8 @@ def test_llm_generate_equals_transformers(checkpoint) -> None:
 def test_sampled_tokens_do_not_depend_on_other_rows(other: Setup, checkpoint) -> None:
     loaded = checkpoint("qwen3")
     alone = tokens_of(run(loaded, Setup(temperature=1.0))[0])
-    beside = tokens_of(run(loaded, other)[0])
-    assert {key: beside[key] for key in alone} == alone
+    in_company = tokens_of(run(loaded, other)[0])
+    assert {key: in_company[key] for key in alone} == alone
 
 
 def test_preempted_rows_equal_transformers(checkpoint) -> None:

@@ -75,13 +75,13 @@ def test_retry_errors_after_each_fix(tmp_path: Path, model: Path) -> None:
     assert bench.failed() == left
     assert bench.computed() == NUM_ROWS - 3
 
-    mend: dict[int, Callable[[], object]] = {
-        EMPTY: lambda: bench.write_rows(empty="mended"),
+    repairs: dict[int, Callable[[], object]] = {
+        EMPTY: lambda: bench.write_rows(empty="repair"),
         LONG: lambda: bench.write_job(on_too_long="truncate_left"),
         DIVIDED: lambda: bench.write_job(GUARDED, on_too_long="truncate_left"),
     }
-    for row, mended in mend.items():
-        mended()
+    for row, repair in repairs.items():
+        repair()
         assert bench.run() in (4, 7), "a changed job is refused"
         del left[row]
         assert bench.run("--retry-errors") == (3 if left else 0)

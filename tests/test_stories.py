@@ -75,8 +75,8 @@ class Place:
         A token counts when the next one is computed from it, or when it ends its row. So each token
         counts only once, even if runs are interrupted.
         """
-        told = self.metrics.read_text()
-        drawn = re.search(r"^batchinfer_output_tokens_total{.*} (.*)$", told, re.MULTILINE)
+        events = self.metrics.read_text()
+        drawn = re.search(r"^batchinfer_output_tokens_total{.*} (.*)$", events, re.MULTILINE)
         return 0 if drawn is None else int(float(drawn[1]))
 
     def here(self, *options: str) -> None:
@@ -141,8 +141,8 @@ def add_a_file_that_sorts_first(place: Place) -> None:
     place.write(["of a new file"], "a.parquet")
 
 
-def mend(place: Place) -> None:
-    place.write([*ROWS[:EMPTY], "mended", *ROWS[EMPTY + 1 :]])
+def repair(place: Place) -> None:
+    place.write([*ROWS[:EMPTY], "corrected", *ROWS[EMPTY + 1 :]])
 
 
 def nothing(place: Place) -> None:
@@ -155,8 +155,8 @@ def nothing(place: Place) -> None:
     [
         (append, ["--update"], 2 * TOKENS),
         (add_a_file_that_sorts_first, ["--update"], TOKENS),
-        (mend, ["--retry-errors"], TOKENS),
-        (mend, ["--update"], TOKENS),
+        (repair, ["--retry-errors"], TOKENS),
+        (repair, ["--update"], TOKENS),
         (nothing, ["--retry-errors", "--set", "prompt.on_too_long=truncate_left"], LEFT),
         (nothing, ["--update", "--set", "output.rows_per_part=3"], 0),
     ],
@@ -218,7 +218,7 @@ def test_long_answers_resume_after_ctrl_c(place: Place) -> None:
 
 def tells_of_tokens(out: Path) -> bool:
     """Return True if the live files of a running job show that it has drawn tokens."""
-    told: list[dict[str, Any]] = [
+    events: list[dict[str, Any]] = [
         json.loads(path.read_text()) for path in out.glob("_batchinfer/live/*.json")
     ]
-    return any(one["output_tokens"] for one in told)
+    return any(one["output_tokens"] for one in events)

@@ -336,9 +336,9 @@ def test_steps_count_their_output_tokens(make_engine: MakeEngine) -> None:
     engine, _ = make_engine(64, 4)
     for row in range(5):
         engine.add_request(make_request(row, [1, 2, 3], max_tokens=row + 1, n=2))
-    told = made = 0
+    reported = made = 0
     while engine.num_unfinished:
         outcome = engine.step()
-        told += outcome.output_tokens
+        reported += outcome.output_tokens
         made += sum(len(one.token_ids) for done in outcome.completions for one in done.outputs)
-    assert told == made == 2 * (1 + 2 + 3 + 4 + 5)
+    assert reported == made == 2 * (1 + 2 + 3 + 4 + 5)

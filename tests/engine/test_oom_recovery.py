@@ -217,10 +217,10 @@ def test_a_device_without_memory_for_the_smallest_step_ends_the_run(
     for size in sizes:
         recovered = engine.step().recovered
         assert recovered.max_num_batched_tokens == size
-    with pytest.raises(DeviceError, match=rf"tokens: {sizes[-1]}\).*no memory left") as told:
+    with pytest.raises(DeviceError, match=rf"tokens: {sizes[-1]}\).*no memory left") as raised:
         engine.step()
-    assert told.value.exit_code is ExitCode.DEVICE
-    assert "lower engine.kv_cache_memory" in str(told.value)
+    assert raised.value.exit_code is ExitCode.DEVICE
+    assert "lower engine.kv_cache_memory" in str(raised.value)
     engine.abort_all()
     runner.fails_at = ()
     run(engine, requests)

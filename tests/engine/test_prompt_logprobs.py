@@ -160,7 +160,7 @@ class _Fails(FakeRunner):
     def submit(self, step: Step) -> Pending:  # type: ignore[override]
         if len(self.steps) == 2 and not hasattr(self, "failed"):
             self.failed = True
-            raise OutOfMemory("as told to")
+            raise OutOfMemory("as forced to")
         return super().submit(step)
 
 
@@ -190,9 +190,9 @@ def test_prompt_with_nan_scores_gets_an_error_and_others_do_not(
 
 def test_given_token_is_not_drawn(make_engine: MakeEngine) -> None:
     engine, runner = make_engine(64, 4)
-    told = replace(make_request(0, [1, 2, 3], max_tokens=1, logprobs=None), given_token=77)
+    forced = replace(make_request(0, [1, 2, 3], max_tokens=1, logprobs=None), given_token=77)
     free = make_request(1, [1, 2, 3], max_tokens=1)
-    completions, _ = run_all(engine, [told, free])
+    completions, _ = run_all(engine, [forced, free])
     assert completions[0].outputs[0].token_ids.tolist() == [77]
     assert completions[1].outputs[0].token_ids.tolist() == expected(free, 0)
     run_all(engine, [replace(free, row_id=2)])

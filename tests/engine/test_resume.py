@@ -267,7 +267,7 @@ def test_samples_that_are_all_finished_need_no_step() -> None:
     assert facts(again) == facts(completion)
     assert again.stats.output_tokens == 6
     assert not runner.steps
-    assert not tracker.take([], [completion]), "told already"
+    assert not tracker.take([], [completion]), "partial already"
 
 
 def test_a_run_reports_given_tokens_with_its_first_new_token() -> None:
@@ -281,11 +281,11 @@ def test_a_run_reports_given_tokens_with_its_first_new_token() -> None:
     engine.step()
     assert not tracker.take(engine.states, []), "known tokens are being computed again"
     engine.step()
-    (told,) = tracker.take(engine.states, [])
-    assert [(start, len(sample.token_ids)) for start, sample in told.samples] == [(0, 3)]
+    (partial,) = tracker.take(engine.states, [])
+    assert [(start, len(sample.token_ids)) for start, sample in partial.samples] == [(0, 3)]
     engine.step()
     (then,) = tracker.take(engine.states, [])
-    assert then.chain == told.chain
+    assert then.chain == partial.chain
     assert [(start, len(sample.token_ids)) for start, sample in then.samples] == [(3, 1)]
 
 
@@ -296,19 +296,19 @@ def test_a_row_that_starts_over_is_reported_again() -> None:
     tracker = OutputTracker()
     for _, _ in zip(range(3), steps(engine), strict=False):
         pass
-    (told,) = tracker.take(engine.states, [])
+    (partial,) = tracker.take(engine.states, [])
     (state,) = engine.states
     state.skip_prefix_cache = True  # as if the row had failed, perhaps because of another row
     for sample in state.samples:
         engine.scheduler.drop(sample)
     engine.scheduler.requeue(state.restart())
     (void,) = tracker.take(engine.states, [])
-    assert void.chain > told.chain
+    assert void.chain > partial.chain
     assert void.samples == []
     engine.step()
-    (anew,) = tracker.take(engine.states, [])
-    assert anew.chain == void.chain
-    assert [start for start, _ in anew.samples] == [0, 0]
+    (restarted,) = tracker.take(engine.states, [])
+    assert restarted.chain == void.chain
+    assert [start for start, _ in restarted.samples] == [0, 0]
 
 
 def test_a_prompt_with_nan_logits_fails_after_a_resume() -> None:

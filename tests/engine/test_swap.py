@@ -150,18 +150,18 @@ def test_copies_of_a_failed_step_are_not_used(make_engine: MakeEngine) -> None:
         assert_expected(completion, ends_late)
 
 
-def documents(num: int, questions: int, *, told: bool) -> list[Request]:
+def documents(num: int, questions: int, *, hinted: bool) -> list[Request]:
     """Return rows that ask ``questions`` times about each document, and unrelated rows.
 
     Args:
-        told: whether rows have a hint that a later row asks about the same document.
+        hinted: whether rows have a hint that a later row asks about the same document.
     """
     requests = []
     for asked in range(questions):
         for document in range(num):
             row = asked * num + document
             prompt = [document + 1] * 24 + [100 + row]
-            shared = 24 if told and asked + 1 < questions else 0
+            shared = 24 if hinted and asked + 1 < questions else 0
             request = make_request(row, prompt, max_tokens=4, ignore_eos=True)
             requests.append(replace(request, reused_prefix_len=shared))
             once = make_request(1000 + row, [500 + row] * 24, max_tokens=4, ignore_eos=True)
@@ -175,13 +175,13 @@ def test_hints_about_later_rows_save_more_than_lru(
 ) -> None:
     """Half of the rows share nothing; every tenth row asks about the same document."""
     computed, swapped = {}, {}
-    for told in (False, True):
+    for hinted in (False, True):
         engine, _ = make_engine(44, max_num_seqs=2, host_blocks=host_blocks, preemption="swap")
-        completions, steps = run_all(engine, documents(5, 6, told=told))
+        completions, steps = run_all(engine, documents(5, 6, hinted=hinted))
         for completion in completions.values():
             assert_expected(completion)
-        computed[told] = sum(step.prefill_tokens for step in steps)
-        swapped[told] = sum(step.swapped_in_blocks for step in steps)
+        computed[hinted] = sum(step.prefill_tokens for step in steps)
+        swapped[hinted] = sum(step.swapped_in_blocks for step in steps)
     once, asked = 30 * 24, 30
     assert computed[False] == 2 * once + asked, "LRU keeps nothing long enough"
     assert swapped[False] == 0
@@ -269,7 +269,7 @@ def test_a_partly_copied_block_stays_for_rows_that_need_all_of_it(
 
 def test_prefixes_return_from_the_host_for_later_rows(make_engine: MakeEngine) -> None:
     engine, _ = make_engine(16, max_num_seqs=1, host_blocks=64, preemption="auto")
-    completions, steps = run_all(engine, documents(5, 6, told=True))
+    completions, steps = run_all(engine, documents(5, 6, hinted=True))
     for completion in completions.values():
         assert_expected(completion)
     assert sum(step.prefill_tokens for step in steps) == 30 * 24 + 30 + 5 * 24
@@ -285,7 +285,7 @@ def test_host_memory_is_used_again_before_new_memory(make_engine: MakeEngine) ->
     engine, runner = make_engine(16, max_num_seqs=1, host_blocks=500, preemption="auto")
     touched = []
     for window in range(4):
-        rows = documents(5, 6, told=True)
+        rows = documents(5, 6, hinted=True)
         ids = [row.prompt_token_ids + 2000 * window for row in rows]
         run_all(engine, [replace(r, prompt_token_ids=i) for r, i in zip(rows, ids, strict=True)])
         slots = [slot for step in runner.steps for slot in step.swap_outs[:, 1].tolist()]

@@ -94,7 +94,7 @@ USAGE: dict[str, Failure] = {
     "no model": _instead("model: {name: NAME}\n", ""),
     "no max_tokens": _instead("max_tokens: 8", ""),
     "no seed": _instead("8", "8, seed: null"),
-    "an alias beside its name": _instead("8", "8, max_new_tokens: 9"),
+    "an alias and its name": _instead("8", "8, max_new_tokens: 9"),
     "a version of the future": _with("version: 2\n"),
     "a key not built": _instead("8", "8, beam_width: 4, prompt_logprobs: 1"),
     "an unknown preset": _with("engine: {preset: h300}\n"),

@@ -71,4 +71,4 @@ def _check_message(error: JobError, model: Path, mutation: Mutation) -> None:
 def _names_key(message: str, key: str, model: Path) -> bool:
     """Return True if a message names a key of the config, or a tensor that does not match it."""
     keys = {*json.loads((model / "config.json").read_text()), key}
-    return any(word in message for word in keys) or any(told in message for told in _TENSORS)
+    return any(word in message for word in keys) or any(name in message for name in _TENSORS)

@@ -167,11 +167,11 @@ def test_without_memory_for_the_smallest_step_it_is_exit_6_and_can_go_on(
 ) -> None:
     spec = job(tmp_path, model, "out")
     allocator.fails_at = range(200, 1_000_000)
-    with pytest.raises(DeviceError, match="too little memory for the smallest step") as told:
+    with pytest.raises(DeviceError, match="too little memory for the smallest step") as raised:
         run_job(spec, quiet=True)
-    assert told.value.exit_code is ExitCode.DEVICE
-    assert "engine.max_num_batched_tokens: 1" in str(told.value)
-    assert "lower engine.kv_cache_memory" in str(told.value)
+    assert raised.value.exit_code is ExitCode.DEVICE
+    assert "engine.max_num_batched_tokens: 1" in str(raised.value)
+    assert "lower engine.kv_cache_memory" in str(raised.value)
     allocator.fails_at = ()
     assert run_job(spec) is ExitCode.OK
     assert rows_of(spec) == unbroken

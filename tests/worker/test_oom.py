@@ -32,17 +32,17 @@ def raises(error: Exception) -> Callable[[], None]:
     ids=["torch", "numpy", "c_kernel", "cuda", "pinned"],
 )
 def test_out_of_memory_message_is_one_line(compute: Callable[[], object]) -> None:
-    with pytest.raises(OutOfMemory) as told, raise_out_of_memory():
+    with pytest.raises(OutOfMemory) as caught, raise_out_of_memory():
         compute()
-    assert 0 < len(str(told.value)) <= 200
-    assert "\n" not in str(told.value)
+    assert 0 < len(str(caught.value)) <= 200
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("error", [RuntimeError("shapes do not match"), ValueError("memory")])
 def test_other_errors_are_not_changed(error: Exception) -> None:
-    with pytest.raises(type(error)) as told, raise_out_of_memory():
+    with pytest.raises(type(error)) as caught, raise_out_of_memory():
         raise error
-    assert told.value is error
+    assert caught.value is error
 
 
 def test_tensors_of_the_failed_attempt_are_freed() -> None:
@@ -53,9 +53,9 @@ def test_tensors_of_the_failed_attempt_are_freed() -> None:
         kept.append(weakref.ref(activations))
         return activations + torch.empty(TOO_MUCH)
 
-    with pytest.raises(OutOfMemory) as told, raise_out_of_memory():
+    with pytest.raises(OutOfMemory) as caught, raise_out_of_memory():
         compute()
-    assert kept[0]() is None, f"{told.value} keeps the tensors"
+    assert kept[0]() is None, f"{caught.value} keeps the tensors"
 
 
 def test_tensors_of_an_earlier_error_are_freed() -> None:
@@ -74,6 +74,6 @@ def test_tensors_of_an_earlier_error_are_freed() -> None:
         except ValueError:
             torch.empty(TOO_MUCH)
 
-    with pytest.raises(OutOfMemory) as told, raise_out_of_memory():
+    with pytest.raises(OutOfMemory) as caught, raise_out_of_memory():
         compute()
-    assert kept[0]() is None, f"{told.value} keeps the tensors"
+    assert kept[0]() is None, f"{caught.value} keeps the tensors"

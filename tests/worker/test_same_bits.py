@@ -148,17 +148,17 @@ def test_rows_that_attend_together_have_the_bits_of_rows_apart(
     llama: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Twelve rows with three prefixes have eight samples each; shared blocks are read once."""
-    told = []
+    all_shared = []
     of_step = PrefixTree.of_step
 
     def listen(tree: PrefixTree, rows: Rows) -> SharedPrefixes | None:
-        told.append(of_step(tree, rows))
-        return told[-1]
+        all_shared.append(of_step(tree, rows))
+        return all_shared[-1]
 
     monkeypatch.setattr(PrefixTree, "of_step", listen)
     combined_output = logits_of(llama, TOGETHER)
     assert len(combined_output) == 8 * 8 * 12
-    assert max(np.count_nonzero(of.shared_lens) for of in told if of) >= 80
+    assert max(np.count_nonzero(of.shared_lens) for of in all_shared if of) >= 80
     monkeypatch.setattr(PrefixTree, "of_step", lambda tree, rows: None)
     for name, apart in APART.items():
         changed = logits_of(llama, apart)

@@ -27,7 +27,7 @@ def common_blocks(left: list[int], right: list[int]) -> int:
     return next((at for at, (a, b) in enumerate(pairs) if a != b), len(pairs))
 
 
-def told(order: np.ndarray, shared: np.ndarray) -> dict[tuple[int, int], int]:
+def shared_of_pairs(order: np.ndarray, shared: np.ndarray) -> dict[tuple[int, int], int]:
     """Return the length of the shared prefix of each pair of sequences.
 
     It is the minimum of ``shared`` between the two sequences in ``order``.
@@ -44,7 +44,7 @@ def test_every_pair_shares_what_its_tables_share(tables: list[list[int]]) -> Non
     order, shared = order_by_blocks(*padded(tables))
     assert sorted(order.tolist()) == list(range(len(tables)))
     assert shared[0] == 0
-    for (left, right), count in told(order, shared).items():
+    for (left, right), count in shared_of_pairs(order, shared).items():
         assert count == common_blocks(tables[left], tables[right])
 
 
@@ -70,7 +70,7 @@ def check(step: Step) -> None:
     if prefixes is None:
         order = np.arange(step.num_sequences)
         prefixes = SharedPrefixes(order, np.zeros(step.num_sequences, np.int32))
-    for (left, right), tokens in told(prefixes.order, prefixes.shared_lens).items():
+    for (left, right), tokens in shared_of_pairs(prefixes.order, prefixes.shared_lens).items():
         common = BLOCK_SIZE * common_blocks(tables[left], tables[right])
         assert tokens <= common
         assert tokens == common or common < MIN_SHARED_TOKENS or computed.min() < common

@@ -301,9 +301,9 @@ def test_a_struct_of_nulls_is_no_image() -> None:
 def test_messages_do_not_repeat_long_values(root: Path) -> None:
     """A data URL after a space is a path."""
     (file,) = MediaFiles(str(root)).in_cell(" data:image/png;base64," + "A" * 10**6, "x")
-    with pytest.raises(RowError, match="is not an image") as told:
+    with pytest.raises(RowError, match="is not an image") as raised:
         file.read()
-    assert len(told.value.message) < 250
+    assert len(raised.value.message) < 250
 
 
 def test_messages_show_the_end_of_a_long_path(root: Path) -> None:
@@ -319,9 +319,9 @@ def test_messages_show_the_end_of_a_long_path(root: Path) -> None:
 def test_a_tower_that_refuses_pixels_is_not_a_bug(root: Path, llava: Path) -> None:
     rows = pa.table({"text": ["a"], "image": [png(1)]})
     prompt = {"mm_processor_kwargs": {"crop_size": {"height": 16, "width": 16}}}
-    with pytest.raises(ModelError, match=r"16.* doesn't match .*32") as told:
+    with pytest.raises(ModelError, match=r"16.* doesn't match .*32") as raised:
         run_job(job(root, llava, rows, prompt=prompt), quiet=True)
-    assert "check prompt.mm_processor_kwargs" in str(told.value)
+    assert "check prompt.mm_processor_kwargs" in str(raised.value)
 
 
 def test_a_tower_that_runs_out_of_memory_does_not_blame_the_options() -> None:

@@ -160,6 +160,6 @@ def test_a_store_that_refuses_is_an_error_of_the_row(monkeypatch: pytest.MonkeyP
     with complaining_server(403) as address:
         point_to(address, monkeypatch)
         (file,) = MediaFiles(f"{LAKE}/in").in_cell("a.png", "x")
-        with pytest.raises(RowError, match=f"{LAKE}/in/a.png: ") as told:
+        with pytest.raises(RowError, match=f"{LAKE}/in/a.png: ") as raised:
             file.read()
-    assert told.value.code == "invalid_image"
+    assert raised.value.code == "invalid_image"

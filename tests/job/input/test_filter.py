@@ -116,9 +116,9 @@ def test_retry_errors_runs_only_selected_error_rows(tmp_path: Path) -> None:
     chosen = spec(tmp_path, output={"rows_per_part": 4})
     refusing = Model(3, 8, 31)
     assert run_job(chosen, build=refusing, quiet=True) is ExitCode.TOO_MANY_ROW_ERRORS
-    mended = Model()
-    assert run_job(chosen, build=mended, retry_errors=True, quiet=True) is ExitCode.OK
-    assert sorted(mended.ran) == [3, 31], "row 8 is not selected"
+    repaired = Model()
+    assert run_job(chosen, build=repaired, retry_errors=True, quiet=True) is ExitCode.OK
+    assert sorted(repaired.ran) == [3, 31], "row 8 is not selected"
     check(tmp_path, ODD_ROWS, texts)
 
 

@@ -13,7 +13,7 @@ from batchinfer.text.row_values import decoded
 from tests.job.datasets import strings
 
 INVALID = b"caf\xe9"
-MENDED = "caf\N{REPLACEMENT CHARACTER}"
+REPLACED = "caf\N{REPLACEMENT CHARACTER}"
 
 TEXT = strings([b"ok", INVALID, None])
 NESTED = {
@@ -84,18 +84,18 @@ def test_a_time_that_python_cannot_hold_fails_only_its_row(kind: Any, number: in
 
 @pytest.mark.parametrize("kind", list(NESTED))
 def test_nested_invalid_text_is_replaced(kind: str) -> None:
-    mended = with_valid_text(NESTED[kind])
-    mended.validate(full=True)
-    assert mended.type == NESTED[kind].type
-    assert len(mended) == 3
-    assert MENDED in repr(mended.to_pylist())
+    replaced = with_valid_text(NESTED[kind])
+    replaced.validate(full=True)
+    assert replaced.type == NESTED[kind].type
+    assert len(replaced) == 3
+    assert REPLACED in repr(replaced.to_pylist())
 
 
 def test_replacing_invalid_text_keeps_nanoseconds() -> None:
     times = pa.array([1_500, 2_001, None], pa.timestamp("ns"))
-    mended = with_valid_text(pa.StructArray.from_arrays([TEXT, times], ["role", "t"]))
-    assert mended.field("t").equals(times)
-    assert mended.field("role").to_pylist() == ["ok", MENDED, None]
+    replaced = with_valid_text(pa.StructArray.from_arrays([TEXT, times], ["role", "t"]))
+    assert replaced.field("t").equals(times)
+    assert replaced.field("role").to_pylist() == ["ok", REPLACED, None]
 
 
 def test_a_text_that_is_too_large_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -237,10 +237,10 @@ def test_retry_errors_skips_rows_added_since(
         "failed rows are retried at version 0 of the table; to read version"
         in capsys.readouterr().err
     )
-    mended = pa.table({"prompt": ["first", "mended"]})
-    deltalake.write_deltalake(table, mended, mode="overwrite")
+    corrected = pa.table({"prompt": ["first", "corrected"]})
+    deltalake.write_deltalake(table, corrected, mode="overwrite")
     assert run_job(spec, **options) is ExitCode.OK
-    assert prompts_of(tmp_path) == ["first", "mended"]
+    assert prompts_of(tmp_path) == ["first", "corrected"]
 
 
 @pytest.fixture

@@ -92,7 +92,7 @@ MODEL = {"model": {"model.safetensors": "a1"}}
         ({"job": {**MANIFEST.job, "model_facts": {"model": {"name": "b"}}}}, "use --output"),
         ({"input_paths": ("/other",), "inputs": (OTHER_FILE,)}, "use --output"),
     ],
-    ids=["sampling", "prompt and input mended", "task", "model file", "model", "input"],
+    ids=["sampling", "prompt and input repaired", "task", "model file", "model", "input"],
 )
 def test_hint_fits_the_change_of_the_job(changes: dict[str, Any], leads_with: str) -> None:
     now = replace(MANIFEST, fingerprint="other", **changes)

@@ -204,9 +204,9 @@ def test_retry_errors_runs_only_failed_rows(tmp_path: Path, rows_per_part: int) 
     again = Model(4)
     done = run_job(spec, build=again, retry_errors=True, quiet=True)
     assert (done, sorted(again.ran)) == (ExitCode.TOO_MANY_ROW_ERRORS, [3, 4, 26])
-    mended = Model()
-    assert run_job(spec, build=mended, retry_errors=True, quiet=True) is ExitCode.OK
-    assert mended.ran == [4]
+    repaired = Model()
+    assert run_job(spec, build=repaired, retry_errors=True, quiet=True) is ExitCode.OK
+    assert repaired.ran == [4]
     check_answers(tmp_path, texts)
     check_sums(tmp_path)
     assert (tmp_path / "out" / "_SUCCESS").exists()
@@ -223,9 +223,9 @@ def test_retry_errors_of_a_successful_job(tmp_path: Path) -> None:
     with pytest.raises(DeviceError):
         run_job(spec, build=Build(fail_at(0, DeviceError("gone"))), retry_errors=True, quiet=True)
     assert not (tmp_path / "out" / "_SUCCESS").exists()
-    mended = Model()
-    assert run_job(spec, build=mended, quiet=True) is ExitCode.OK, "the retry is resumed"
-    assert mended.ran == [3]
+    repaired = Model()
+    assert run_job(spec, build=repaired, quiet=True) is ExitCode.OK, "the retry is resumed"
+    assert repaired.ran == [3]
     assert (tmp_path / "out" / "data" / "part-00001.parquet").stat().st_mtime_ns == other
 
 

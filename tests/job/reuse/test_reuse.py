@@ -125,7 +125,7 @@ def test_corrected_prompts_are_computed(story: Story) -> None:
     story.write(prompts)
     lenient = {"errors": {"max_error_rate": 1.0}}
     story.run("one", **lenient)
-    prompts[3], prompts[7] = "mended", "other"
+    prompts[3], prompts[7] = "corrected", "other"
     story.write(prompts)
     assert story.run("two", "one", **lenient) == [3, 7]
     story.check("two", **lenient)

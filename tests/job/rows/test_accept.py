@@ -125,8 +125,8 @@ def test_rows_without_a_passing_sample_are_not_errors(folder: Path) -> None:
         if row["status"] == "ok":
             assert (row["outputs"], row["generated_text"]) == ([], None)
     assert summary["accept"]["samples_rejected"] == summary["accept"]["samples_tried"] == 7 * 5
-    told = plain(summary_facts(summary, folder))
-    assert "samples  0 kept of 35 drawn; 35 did not pass" in list(told)
+    lines = plain(summary_facts(summary, folder))
+    assert "samples  0 kept of 35 drawn; 35 did not pass" in list(lines)
 
 
 @pytest.mark.parametrize("num_blocks", [128, 12])

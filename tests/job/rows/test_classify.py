@@ -120,17 +120,17 @@ QUESTION = (
 
 def test_a_reranker_answers_yes_or_no(tmp_path: Path, text_model: Path) -> None:
     model, ids = make_reranker(tmp_path / "model", text_model)
-    told = 'Say "so" {{ x }}'
-    more = f"classify: {{query_column: q, document_column: d, instruction: '{told}'}}\n"
+    instruction_text = 'Say "so" {{ x }}'
+    more = f"classify: {{query_column: q, document_column: d, instruction: '{instruction_text}'}}\n"
     rows = run(tmp_path, model, {"q": QUERIES, "d": DOCUMENTS}, more)
     for at in (0, 2):
-        prompt = QUESTION.format(what=told, query=QUERIES[at], document=DOCUMENTS[at])
+        prompt = QUESTION.format(what=instruction_text, query=QUERIES[at], document=DOCUMENTS[at])
         assert rows[at]["label"] == "yes"
         expected = probability(model, prompt, ids)
         assert rows[at]["score"] == pytest.approx(expected, abs=1e-5)
     assert len({row["score"] for row in rows}) == 3
     (tmp_path / "again").mkdir()
-    prompt = QUESTION.format(what=told, query=QUERIES[0], document=DOCUMENTS[0])
+    prompt = QUESTION.format(what=instruction_text, query=QUERIES[0], document=DOCUMENTS[0])
     more = "classify: {tokens: [no, yes]}\nprompt: {parse_special_tokens: true}\n"
     (row,) = run(tmp_path / "again", model, {"prompt": [prompt]}, more)
     assert [one["label"] for one in row["scores"]] == ["no", "yes"]

@@ -85,9 +85,9 @@ def test_texts_are_truncated_like_the_tokenizer_does(tmp_path: Path, model: Path
     html = (tmp_path / "out" / "report.html").read_text()
     assert "no KV pool" in html
     assert "Inside the pool" not in html
-    told = dict(line.split(maxsplit=1) for line in plain(summary_facts(summary, tmp_path)))
-    assert {*told} == {"rows", "tokens", "files"}
-    assert told["tokens"].endswith(" rows/s")
+    facts = dict(line.split(maxsplit=1) for line in plain(summary_facts(summary, tmp_path)))
+    assert {*facts} == {"rows", "tokens", "files"}
+    assert facts["tokens"].endswith(" rows/s")
 
 
 def with_pooling(folder: Path, model: Path, config: dict[str, Any]) -> Path:

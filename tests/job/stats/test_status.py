@@ -60,9 +60,9 @@ def test_status_of_a_running_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert last.eta_s == pytest.approx((40 - last.rows_done) / last.rows_per_s)
     assert last.pool_use is not None
     assert 0 < last.pool_use < 1
-    told = "\n".join(last.lines())
-    assert "about" in told
-    assert "in the latest of" not in told, "there is only one run"
+    shown = "\n".join(last.lines())
+    assert "about" in shown
+    assert "in the latest of" not in shown, "there is only one run"
 
 
 def test_status_of_a_stopped_job(tmp_path: Path) -> None:

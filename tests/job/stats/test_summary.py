@@ -248,8 +248,8 @@ def test_summary_leaves_out_damaged_statistics(
     harm(path)
     capsys.readouterr()
     assert run_job(spec, build=FakeBuild()) is ExitCode.OK
-    told, _before, *about_damage = capsys.readouterr().err.splitlines()
-    assert "rewriting part-00001" in told
+    first_line, _before, *about_damage = capsys.readouterr().err.splitlines()
+    assert "rewriting part-00001" in first_line
     assert len(about_damage) == warnings
     assert all(line.startswith(f"{path} is damaged") for line in about_damage)
     assert (tmp_path / "out" / "_SUCCESS").exists()

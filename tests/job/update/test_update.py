@@ -321,13 +321,13 @@ def test_update_with_too_many_errors_keeps_successful_output(
     place.write(*ROWS[:5], "", *ROWS[6:])
     assert place.run(ExitCode.TOO_MANY_ROW_ERRORS, update=True) == []
     assert place.rows() == before
-    told = capsys.readouterr().err
+    stderr = capsys.readouterr().err
     assert (
         "out keeps its old rows, because the update ended without _SUCCESS; the new rows are in"
-        in told
+        in stderr
     )
     assert place.run(ExitCode.TOO_MANY_ROW_ERRORS) == []
-    place.write(*ROWS[:5], "mended", *ROWS[6:])
+    place.write(*ROWS[:5], "corrected", *ROWS[6:])
     assert place.run(update=True) == [5]
     place.check_as_fresh()
 
@@ -336,7 +336,7 @@ def test_update_replaces_failed_output(tmp_path: Path) -> None:
     place = Place(tmp_path)
     place.write("", "", *ROWS)
     place.run(ExitCode.TOO_MANY_ROW_ERRORS)
-    place.write("", "mended", *ROWS)
+    place.write("", "corrected", *ROWS)
     assert place.run(ExitCode.TOO_MANY_ROW_ERRORS, retry_errors=True) == [1]
     assert [row["status"] for row in place.rows()] == ["error", *["ok"] * 15]
     assert place.run(ExitCode.TOO_MANY_ROW_ERRORS) == []

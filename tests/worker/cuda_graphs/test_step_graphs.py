@@ -173,9 +173,9 @@ def test_shared_prefixes_are_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
         order = np.concatenate([order, np.arange(count + 1, step.num_sequences, dtype=np.int32)])
         lens = np.zeros(step.num_sequences, np.int32)
         lens[1 : count + 1] = 64
-        told = replace(step, shared_prefixes=SharedPrefixes(order, lens))
+        with_prefixes = replace(step, shared_prefixes=SharedPrefixes(order, lens))
         with traced(monkeypatch) as trace:
-            got = bench.replayed(told)
+            got = bench.replayed(with_prefixes)
         assert "_shared_kernel" in trace.names
         torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
         for sequence in sequences:

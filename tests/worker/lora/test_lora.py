@@ -154,19 +154,19 @@ def test_rows_of_the_base_model_keep_their_bits_in_a_step_with_adapters(
 ) -> None:
     loaded, lengths = adapted("llama").loaded, [9, 20, 1, 13]
     alone = logits_of(loaded, None, lengths)
-    beside = logits_of(loaded, [0, 1, 0, 2], lengths)
+    in_company = logits_of(loaded, [0, 1, 0, 2], lengths)
     for at in (0, 2):
-        assert torch.equal(alone[at], beside[at])
+        assert torch.equal(alone[at], in_company[at])
     for at in (1, 3):
-        assert (alone[at] - beside[at]).abs().max() > 0.1
+        assert (alone[at] - in_company[at]).abs().max() > 0.1
 
 
 def test_rows_of_an_adapter_keep_their_bits_in_any_batch(adapted: Callable[[str], Adapted]) -> None:
     loaded, lengths = adapted("llama").loaded, [9, 20, 1, 13]
-    beside = logits_of(loaded, [1, 2, 1, 2], lengths)
+    in_company = logits_of(loaded, [1, 2, 1, 2], lengths)
     alone = logits_of(loaded, [1, 0, 0, 0], lengths)
-    assert torch.equal(beside[0], alone[0])
-    assert torch.equal(beside[2], logits_of(loaded, [0, 1, 1, 1], lengths)[2])
+    assert torch.equal(in_company[0], alone[0])
+    assert torch.equal(in_company[2], logits_of(loaded, [0, 1, 1, 1], lengths)[2])
 
 
 def test_steps_without_adapters_run_all_layers_in_one_call(

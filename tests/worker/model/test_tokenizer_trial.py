@@ -61,8 +61,8 @@ def test_a_decoder_that_fills_memory_is_refused(model: Path, tmp_path: Path) -> 
 def test_the_message_says_how_the_loading_process_died(
     model: Path, monkeypatch: pytest.MonkeyPatch, code: str, message: str
 ) -> None:
-    told = "import os, sys; print('a table is broken', file=sys.stderr, flush=True); "
-    monkeypatch.setattr(module, "_TRIAL_CODE", told + code)
+    warning = "import os, sys; print('a table is broken', file=sys.stderr, flush=True); "
+    monkeypatch.setattr(module, "_TRIAL_CODE", warning + code)
     module._trial_problem.cache_clear()
 
     with pytest.raises(ModelError, match=message):

@@ -45,16 +45,16 @@ def test_longrope_positions_do_not_depend_on_the_batch() -> None:
     rotary = model.model.rotary_emb
     like = torch.zeros(1)
 
-    def alone_and_beside() -> tuple[torch.Tensor, torch.Tensor]:
+    def alone_and_together() -> tuple[torch.Tensor, torch.Tensor]:
         alone, _ = rotary(like, position_ids=torch.tensor([[3]]))
-        beside, _ = rotary(like, position_ids=torch.tensor([[3, 150]]))
-        return alone, beside[:, :1]
+        together, _ = rotary(like, position_ids=torch.tensor([[3, 150]]))
+        return alone, together[:, :1]
 
-    alone, beside = alone_and_beside()
-    assert not torch.equal(alone, beside)
+    alone, together = alone_and_together()
+    assert not torch.equal(alone, together)
     fix_longrope(model, 512)
-    alone, beside = alone_and_beside()
-    assert torch.equal(alone, beside)
+    alone, together = alone_and_together()
+    assert torch.equal(alone, together)
 
 
 def test_rotary_classes_that_cannot_be_fixed_are_refused() -> None:

@@ -37,8 +37,8 @@ class Compiled:
         monkeypatch.setattr(GridExecutor, "__call__", lambda *args, **named: self._note(*args))
 
     def _note(self, kernel: Any, *arguments: Any) -> None:
-        told = map(_signature, arguments)
-        self._variants.add((kernel.fn.__name__, *told))
+        signature = map(_signature, arguments)
+        self._variants.add((kernel.fn.__name__, *signature))
 
     def ahead(self, *params: SamplingParams, **facts: Any) -> set[Variant]:
         """Return the variants of all kinds of steps that these parameters lead to."""
