@@ -80,11 +80,7 @@ class GrammarState(Protocol):
         """
         ...
 
-
-class ForkingState(GrammarState, Protocol):
-    """State of a grammar for a beam, which may split into several beams."""
-
-    def fork(self) -> ForkingState:
+    def fork(self) -> GrammarState:
         """Return an independent copy."""
         ...
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer as Backend
@@ -18,13 +19,16 @@ from batchinfer.engine.engine import Engine
 from batchinfer.engine.output_tracker import OutputTracker
 from batchinfer.engine.request import Completion, Request
 from batchinfer.job.tokens.token_tables import KeptOutput
+from batchinfer.text.reasoning.formats import find_reasoning_format
+from batchinfer.text.reasoning.grammar import ReasoningGrammar
 from batchinfer.text.stop_strings import make_stop_checker_factory
+from batchinfer.text.structured.masks import TokenMasks
 from tests import beams
 from tests.beams import EOS, OUTPUT_TOKENS, SMALL_POOL, TIE, Checkpoints, Found, Setup
 from tests.models import VOCAB_SIZE
 from tests.text.conftest import wrap
 
-NUM_ROWS = 20
+NUM_ROWS = 22
 WIDTH = 4
 LOGPROBS = 3
 
@@ -89,6 +93,29 @@ ALLOWED = [*range(3, 9), *range(30, 70)]
 BAD = ((44,), (90,), (121,), *((first, 60 + first % 5) for first in range(25, VOCAB_SIZE)))
 STOP = ("й|", "A*A*", "ggg", "cdb", "b")
 
+
+def _thinking() -> ReasoningGrammar:
+    """Reasoning of at most five tokens, after which the two tokens of "BC" must follow."""
+    found = find_reasoning_format({"start": "A", "end": "BC"}, _ours())
+    assert found is not None
+    (start,) = _ours().encode_batch(["A"], add_special_tokens=False, parse_special_tokens=True)
+    return ReasoningGrammar(found, start, None, 5, EOS, TokenMasks(VOCAB_SIZE))
+
+
+THINKING = _thinking()
+
+
+def allowed_of_thinking(prompt: int) -> Callable[[int, Any], list[int]]:
+    def allowed(_: int, ids: Any) -> list[int]:
+        state = THINKING.begin()
+        state.replay(ids[prompt:].tolist())
+        (mask,) = THINKING.masks([state])
+        bits = np.unpackbits(mask.view(np.uint8), bitorder="little")[:VOCAB_SIZE]
+        return np.flatnonzero(bits).tolist()
+
+    return allowed
+
+
 KINDS = {
     "plain": Kind({}, {}),
     "logit_bias": Kind({"logit_bias": BIAS}, {"sequence_bias": SEQUENCE_BIAS}),
@@ -108,6 +135,11 @@ KINDS = {
         {"logits_processor": CountPenalty(0.7, 0.4)},
     ),
     "stop": Kind({"stop": STOP}, {"stop_strings": list(STOP), "tokenizer": tokenizer()}),
+    "reasoning": Kind(
+        {"max_reasoning_tokens": 5},
+        {"prefix_allowed_tokens_fn": allowed_of_thinking, "renormalize_logits": True},
+        {"grammar": THINKING},
+    ),
     "several": Kind(
         {"min_tokens": 5, "repetition_penalty": 1.2, "logit_bias": BIAS, "length_penalty": 0.5},
         {
@@ -124,6 +156,9 @@ KINDS = {
 def reference(name: str, row: int) -> list[Found]:
     """Return the beams that transformers finds with a kind of parameters."""
     options = dict(KINDS[name].options)
+    if name == "reasoning":
+        allowed = options["prefix_allowed_tokens_fn"](len(beams.prompts()[row]))
+        options["prefix_allowed_tokens_fn"] = allowed
     if name == "counts":
         penalty = options["logits_processor"].of(len(beams.prompts()[row]))
         options["logits_processor"] = LogitsProcessorList([penalty])
@@ -186,6 +221,25 @@ def test_parameters_change_beams_as_in_transformers(
     for completion in completions.values():
         assert_found(completion)
     assert (sum(step.num_preempted for step in steps) > 0) == setup.misleading
+
+
+@pytest.mark.parametrize("setup", [Setup(), replace(SMALL_POOL, max_tokens=7)], ids=["", "small"])
+def test_prompts_of_searches_are_scored_once(
+    setup: Setup, engine_of: Callable[[Setup], Engine]
+) -> None:
+    made = [request for request in requests()[:8] if request.num_prompt_tokens > 1]
+    found = [
+        beams.run(engine_of(setup), [replace(one, params=params(one)) for one in made])[0]
+        for params in (
+            lambda one: replace(one.params, prompt_logprobs=2),
+            lambda _: SamplingParams(max_tokens=1, prompt_logprobs=2),
+        )
+    ]
+    for one in made:
+        searched, plain = (each[one.row_id].prompt_logprobs for each in found)
+        assert len(searched.logprobs) == one.num_prompt_tokens - 1
+        np.testing.assert_allclose(searched.logprobs, plain.logprobs, atol=1e-4)
+        np.testing.assert_array_equal(searched.top_token_ids, plain.top_token_ids)
 
 
 def test_searches_continue_from_the_output_of_a_killed_run(

@@ -100,7 +100,6 @@ def test_sampling_parameter_of_wrong_type_is_named(fields: dict[str, Any], messa
             {"length_penalty": 2},
             "length_penalty is 2.0; it must be left out unless beam_width is set",
         ),
-        ({"beam_width": 2, "prompt_logprobs": 1}, "prompt_logprobs with beam_width is not yet"),
         ({"prompt_logprobs": 21}, "prompt_logprobs is 21; it must be from 0 to 20"),
         ({"beam_width": 2, "top_k": 5}, "top_k cannot be combined with beam_width, because beam"),
     ],

@@ -52,6 +52,19 @@ def test_generate_limits_reasoning_tokens(llm: LLM) -> None:
     assert sample.reasoning
 
 
+def test_each_beam_reasons_before_its_structured_answer(llm: LLM) -> None:
+    params = SamplingParams(
+        max_tokens=60, n=4, beam_width=4, max_reasoning_tokens=5, structured_outputs=REGEX
+    )
+    (searched,) = llm.chat([TALK], params, use_tqdm=False)
+    for beam in searched.outputs:
+        assert re.fullmatch("[ab]{8}", beam.text)
+        assert beam.num_reasoning_tokens == 5 + END
+    assert len({(beam.reasoning, beam.text) for beam in searched.outputs}) == 4
+    scores = [beam.score for beam in searched.outputs]
+    assert scores == sorted(scores, reverse=True)
+
+
 def test_reasoning_auto_needs_markers_in_the_template(llm: LLM, model: Path) -> None:
     plain = LLM(str(model), dtype="float32", num_kv_blocks=50)
     with pytest.raises(ValueError, match=r"prompt 0: max_reasoning_tokens needs LLM\(reasoning"):

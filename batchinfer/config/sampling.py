@@ -19,18 +19,8 @@ MAX_LENGTH_PENALTY = 32.0
 HUGE = 1e30
 """Largest absolute value of a parameter, so that float32 arithmetic does not overflow."""
 
-_NOT_WITH_BEAMS = {
-    **dict.fromkeys(
-        ("top_p", "top_k", "min_p"),
-        "cannot be combined with beam_width, because beam search does not draw tokens at random; "
-        "leave one out",
-    ),
-    **dict.fromkeys(
-        ("prompt_logprobs", "max_reasoning_tokens"),
-        "with beam_width is not yet supported by this version",
-    ),
-}
-"""Parameters that beam search refuses, and the ends of their error messages."""
+_NOT_WITH_BEAMS = ("top_p", "top_k", "min_p")
+"""Parameters that beam search refuses."""
 
 
 @dataclass(frozen=True)
@@ -185,10 +175,13 @@ class SamplingParams(Record):
         most = MAX_LENGTH_PENALTY
         self._require("length_penalty", -most <= penalty <= most, f"from {-most:g} to {most:g}")
         self._require("n", self.n <= width, f"at most beam_width, which is {width}")
-        for name, refusal in _NOT_WITH_BEAMS.items():
+        for name in _NOT_WITH_BEAMS:
             value = getattr(self, name)
             if value != self.__dataclass_fields__[name].default and (name, value) != ("top_k", -1):
-                raise ValueError(f"sampling.{name} {refusal}")
+                raise ValueError(
+                    f"sampling.{name} cannot be combined with beam_width, because beam search does "
+                    "not draw tokens at random; leave one out"
+                )
         object.__setattr__(self, "temperature", 0.0)
 
     def _normalize(self) -> None:

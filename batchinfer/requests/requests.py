@@ -18,7 +18,6 @@ from batchinfer.text.reasoning.grammar import ReasoningGrammar
 from batchinfer.text.reasoning.reasoning_format import ReasoningFormat
 from batchinfer.text.stop_strings import make_stop_checker_factory
 from batchinfer.text.structured.compiled_grammar import CompiledGrammar, GrammarCompiler
-from batchinfer.text.structured.grammar_source import GrammarError
 from batchinfer.text.tokenizer import Tokenizer
 from batchinfer.text.tools.row_tools import RowTools
 
@@ -195,11 +194,6 @@ class RequestMaker:
             return answer
         if sampling.spans_thinking:
             return answer
-        if params.beam_width is not None:
-            raise GrammarError(
-                "a grammar with both beam_width and reasoning is not yet supported by "
-                "this version, because the reasoning of a beam is not tracked; leave one out"
-            )
         return ReasoningGrammar(
             self._reasoning,
             prompt_token_ids,

@@ -173,14 +173,18 @@ def test_tokens_of_a_failed_step_are_scored_again(make_engine: MakeEngine) -> No
     assert runner.failed
 
 
+@pytest.mark.parametrize("others", [{}, {"beam_width": 2, "n": 2}], ids=["", "beams"])
 @pytest.mark.parametrize("place", [3, 17, 29])
 def test_prompt_with_nan_scores_gets_an_error_and_others_do_not(
-    make_engine: MakeEngine, place: int
+    make_engine: MakeEngine, place: int, others: dict[str, int]
 ) -> None:
     engine, _ = make_engine(64, 4, max_tokens=8)
     tokens = list(range(1, 31))
     bad = [*tokens[:place], SPOILED, *tokens[place + 1 :]]
-    requests = [make_request(0, bad, prompt_logprobs=0), make_request(1, tokens, prompt_logprobs=0)]
+    requests = [
+        make_request(row, prompt, prompt_logprobs=0, **others)
+        for row, prompt in enumerate([bad, tokens])
+    ]
     completions, _ = run_all(engine, requests)
     assert completions[0].error_code == "nan_logits"
     assert completions[0].prompt_logprobs is None

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import cast
-
 import numpy as np
 
 from batchinfer.engine.beam_search import BeamSearch, Continuation
@@ -12,7 +10,7 @@ from batchinfer.engine.sequence import RequestState, Sequence
 from batchinfer.engine.step import Bool, Int64, StepResult
 from batchinfer.engine.step_io.failures import NAN_LOGITS, NO_TOKEN_LEFT, Failure, grammar_failure
 from batchinfer.engine.step_io.in_flight import SampledRows
-from batchinfer.protocols import ForkingState
+from batchinfer.protocols import GrammarState
 
 States = dict[RequestState, None]
 """An ordered set of states."""
@@ -41,7 +39,7 @@ def process_beams(
         at = np.array([places[beam] for beam in state.samples])
         if state.first_token_at is None:
             state.first_token_at = now
-        if broken[at].any():
+        if broken[at].any() or (state.scores is not None and state.scores.nonfinite):
             failed[state] = NAN_LOGITS
             continue
         at_limit = bool(sampled.at_limit[at[0]])
@@ -109,7 +107,7 @@ def _replace(scheduler: Scheduler, state: RequestState, continuations: list[Cont
     scheduler.beam_groups.replace(present, list(zip(state.samples, parents, strict=True)))
 
 
-def _forked_grammar(beam: Sequence, token_id: int) -> ForkingState | None:
+def _forked_grammar(beam: Sequence, token_id: int) -> GrammarState | None:
     """Return a copy of the beam's grammar state, advanced by a token.
 
     A token that the grammar forces also takes a whole step, because all beams must have the same
@@ -117,8 +115,7 @@ def _forked_grammar(beam: Sequence, token_id: int) -> ForkingState | None:
     """
     if beam.grammar_state is None:
         return None
-    # RequestMaker refuses beam searches whose grammar state cannot fork.
-    state = cast(ForkingState, beam.grammar_state).fork()
+    state = beam.grammar_state.fork()
     state.replay([token_id])
     return state
 

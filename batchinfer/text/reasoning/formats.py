@@ -11,8 +11,10 @@ The markers come from the parsers of vLLM (vllm/reasoning) and SGLang
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from copy import copy
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
@@ -118,6 +120,18 @@ class Place:
     after_token: int
 
 
+class Watcher(Protocol):
+    """Finds the end of a marker in the tokens of one sample."""
+
+    def ends_at(self, token_id: int) -> bool:
+        """Take the sample's next token; return True if it ends the marker."""
+        ...
+
+    def fork(self) -> Watcher:
+        """Return an independent copy."""
+        ...
+
+
 class TokenMarker:
     """A marker that is an added token."""
 
@@ -140,10 +154,15 @@ class TokenMarker:
         places = np.flatnonzero(token_ids == self.token_ids[0])
         return int(places[-1]) + 1 if len(places) else 0
 
-    def watcher(self) -> Callable[[int], bool]:
-        """Return a function that takes a sample's next token and returns True if the token ends the
-        marker."""
-        return lambda token_id: token_id == self.token_ids[0]
+    def watcher(self) -> Watcher:
+        """Return an object that finds the end of the marker in a sample."""
+        return self
+
+    def ends_at(self, token_id: int) -> bool:
+        return token_id == self.token_ids[0]
+
+    def fork(self) -> Watcher:
+        return self
 
 
 class TextMarker:
@@ -170,14 +189,26 @@ class TextMarker:
         tail = self._tokenizer.decode(token_ids[-_PROMPT_TAIL:], skip_special_tokens=False)
         return len(token_ids) if tail.rstrip().endswith(self._text.strip()) else 0
 
-    def watcher(self) -> Callable[[int], bool]:
-        checker = StopStringChecker(
-            self._tokenizer,
-            [self._text],
-            include_stop_str_in_output=True,
-            skip_special_tokens=False,
+    def watcher(self) -> Watcher:
+        return _TextWatcher(
+            StopStringChecker(
+                self._tokenizer,
+                [self._text],
+                include_stop_str_in_output=True,
+                skip_special_tokens=False,
+            )
         )
-        return lambda token_id: checker.on_token(token_id, may_stop=True) is not None
+
+
+class _TextWatcher:
+    def __init__(self, checker: StopStringChecker) -> None:
+        self._checker = checker
+
+    def ends_at(self, token_id: int) -> bool:
+        return self._checker.on_token(token_id, may_stop=True) is not None
+
+    def fork(self) -> Watcher:
+        return _TextWatcher(self._checker.fork())
 
 
 Marker = TokenMarker | TextMarker
@@ -187,13 +218,18 @@ class MarkerTracker:
     def __init__(self, phase: Phase, start: Marker, end: Marker) -> None:
         self.phase = phase
         self.num_thinking = 0
-        self._starts, self._ends = start.watcher(), end.watcher()
+        self._start, self._end = start.watcher(), end.watcher()
+
+    def fork(self) -> MarkerTracker:
+        forked = copy(self)
+        forked._start, forked._end = self._start.fork(), self._end.fork()
+        return forked
 
     def take(self, token_id: int) -> None:
-        if self.phase is Phase.BEFORE and self._starts(token_id):
+        if self.phase is Phase.BEFORE and self._start.ends_at(token_id):
             self.phase = Phase.THINKING
         elif self.phase is not Phase.ANSWER:
-            if self._ends(token_id):  # a start marker may be missing
+            if self._end.ends_at(token_id):  # a start marker may be missing
                 self.phase = Phase.ANSWER
             elif self.phase is Phase.THINKING:
                 self.num_thinking += 1

@@ -7,6 +7,7 @@ When the budget is used up, the tokens of the end marker are forced, as vLLM's
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from copy import copy
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -93,19 +94,26 @@ class _State:
     def take(self, token_id: int) -> list[int]:
         if self._answers(token_id):
             return [] if self._answer is None else self._answer.take(token_id)
-        return self._follow(token_id)
+        forced = list[int]()
+        self._advance(token_id)
+        while self._due:
+            forced.append(self._due[0])
+            self._advance(self._due[0])
+        return forced
 
     def replay(self, token_ids: Sequence[int]) -> None:
-        forced = 0
         for at, token_id in enumerate(token_ids):
-            if forced:
-                forced -= 1  # ``_follow`` has already taken this token
-            elif self._answers(token_id):
+            if self._answers(token_id):
                 if self._answer is not None:
                     self._answer.replay(token_ids[at:])
                 return
-            else:
-                forced = len(self._follow(token_id))
+            self._advance(token_id)
+
+    def fork(self) -> _State:
+        forked = copy(self)
+        forked._tracker = self._tracker.fork()
+        forked._answer = None if self._answer is None else self._answer.fork()
+        return forked
 
     def _answers(self, token_id: int) -> bool:
         if not self._has_answered and not self._due and self._tracker.phase is Phase.BEFORE:
@@ -122,22 +130,16 @@ class _State:
             return False
         return self._answer.matcher.validate_tokens([self._start[0]]) == 0
 
-    def _follow(self, token_id: int) -> list[int]:
-        """Advance by a token before the answer; return the tokens that must follow."""
-        followed = [token_id]
+    def _advance(self, token_id: int) -> None:
+        """Advance by a token before the answer, and set ``_due``."""
         if self._due:
-            followed += self._due[1:]
+            self._due = self._due[1:]
         elif self._may_start():
-            followed += self._start[1:]
-        self._due = ()
-        for token in followed:
-            self._tracker.take(token)
-        if self._is_used_up():
-            followed += self._end
-            for token in self._end:
-                self._tracker.take(token)
+            self._due = self._start[1:]
+        self._tracker.take(token_id)
+        if not self._due and self._is_used_up():
+            self._due = self._end
         self._has_answered = self._tracker.phase is Phase.ANSWER
-        return followed[1:]
 
     def _is_used_up(self) -> bool:
         budget, tracker = self._budget, self._tracker

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from copy import copy
 from dataclasses import dataclass
 
 import numpy as np
@@ -51,6 +52,11 @@ class HarmonyTracker:
         self._start, self._message, self._ends = start, message, ends
         self._head: list[int] | None = []
         """Tokens of the current message's header; None in the body of a message."""
+
+    def fork(self) -> HarmonyTracker:
+        forked = copy(self)
+        forked._head = None if self._head is None else [*self._head]
+        return forked
 
     def take(self, token_id: int) -> None:
         if token_id == self._start or (token_id in self._ends and self._head is None):

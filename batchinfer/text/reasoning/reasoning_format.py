@@ -95,6 +95,10 @@ class ReasoningTracker(Protocol):
         """Advance by the sample's next token."""
         ...
 
+    def fork(self) -> ReasoningTracker:
+        """Return an independent copy."""
+        ...
+
 
 class ReasoningFormat(Protocol):
     """Splits a model's samples into reasoning and answer, for one tokenizer."""

@@ -87,7 +87,7 @@ class MatcherState:
 
     def fork(self) -> MatcherState:
         other = MatcherState(self._beginning, self._eos_token_id)
-        other._matcher = self.matcher.deep_copy()
+        other._matcher = None if self._matcher is None else self._matcher.deep_copy()
         return other
 
 

@@ -157,6 +157,44 @@ def test_replay_resumes_a_sample(
             assert allowed(made, resumed) == allowed(made, state), len(taken)
 
 
+@pytest.mark.parametrize(
+    ("tokenizer", "prompt", "before", "after"),
+    [
+        (QWEN, "<think>", "x", ["y</think>a", "</think>b!"]),
+        (QWEN, "hi", "", ["<think>xyz</think>", "b!"]),
+        (OLMO, "<think>", "x</thi", ["nk>a!", "z</think>b"]),
+        (GPT_OSS, "<|start|>assistant", "<|channel|>ana", ["lysis<|message|>a", "xyz"]),
+    ],
+)
+def test_forks_of_a_state_are_independent(
+    tokenizer: Tokenizer, prompt: str, before: str, after: list[str]
+) -> None:
+    """The beams of a search take their tokens one by one, forced tokens too."""
+    made = grammar(tokenizer, prompt, "[ab]!", 4)
+    shared = made.begin()
+    shared.replay(encode(tokenizer, before).tolist())
+    forks = [shared.fork() for _ in after]
+    for fork, text in zip(forks, after, strict=True):
+        for token_id in encode(tokenizer, text).tolist():
+            fork.replay([token_id])
+        alone = made.begin()
+        alone.replay(encode(tokenizer, before + text).tolist())
+        assert allowed(made, fork) == allowed(made, alone)
+    start = made.begin()
+    start.replay(encode(tokenizer, before).tolist())
+    assert allowed(made, shared) == allowed(made, start)
+
+
+@pytest.mark.parametrize("tokenizer", [QWEN, OLMO], ids=["a token", "text"])
+def test_a_beam_is_forced_to_end_its_reasoning_token_by_token(tokenizer: Tokenizer) -> None:
+    state = (made := grammar(tokenizer, "<think>", "[ab]!", 2)).begin()
+    state.replay(encode(tokenizer, "xy").tolist())
+    for token_id in encode(tokenizer, "</think>").tolist():
+        assert allowed(made, state) == {token_id}
+        state.replay([token_id])
+    assert allowed(made, state) == ids(tokenizer, "a", "b")
+
+
 def test_masks_of_samples_in_different_phases() -> None:
     tokenizer = byte_tokenizer(added=["<think>", "</think>"])
     thinking = grammar(tokenizer, "<think>", None, 5)
