@@ -8,9 +8,11 @@ the layout. A scale is a power of two, saved as its exponent plus 127. Experts a
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 
+from batchinfer.errors import ModelError
 from batchinfer.worker.model.quantized.float4 import FLOAT4, float4_codes, float4_values
 from batchinfer.worker.model.quantized.low_bit import TableWeight
 from batchinfer.worker.model.quantized.stored_tensors import (
@@ -22,6 +24,8 @@ from batchinfer.worker.model.quantized.stored_tensors import (
 )
 
 _BLOCK_BYTES = 16
+_NAN = 255
+"""The only code of a scale that is not a number."""
 
 
 class Mxfp4:
@@ -36,21 +40,26 @@ class Mxfp4:
         check_part(scales, (experts, outputs, num_blocks), "U8")
         check_part(blocks, (*scales.shape, _BLOCK_BYTES), "U8")
         shape = (experts, num_blocks * 2 * _BLOCK_BYTES, outputs)
-        return Quantized(shape, parts, _dequantize, by_expert=True, low_bit=_codes)
+        dequantize, codes = partial(_dequantize, scales.name), partial(_codes, scales.name)
+        return Quantized(shape, parts, dequantize, by_expert=True, low_bit=codes)
 
 
-def _dequantize(tensors: Tensors) -> torch.Tensor:
+def _dequantize(scales_name: str, tensors: Tensors) -> torch.Tensor:
     """Convert one expert's bytes [out, blocks, 16] to float32 [in, out]."""
     blocks, scales = tensors["_blocks"], tensors["_scales"]
     values = float4_values(blocks)
-    return values.mul_(_powers(scales).unsqueeze(-1)).flatten(1).T
+    return values.mul_(_powers(scales_name, scales).unsqueeze(-1)).flatten(1).T
 
 
-def _codes(tensors: Tensors) -> TableWeight:
+def _codes(scales_name: str, tensors: Tensors) -> TableWeight:
     """Convert one expert's bytes to codes [out, in]."""
     codes = float4_codes(tensors["_blocks"]).flatten(1)
-    return TableWeight(codes, FLOAT4, _powers(tensors["_scales"]))
+    return TableWeight(codes, FLOAT4, _powers(scales_name, tensors["_scales"]))
 
 
-def _powers(exponents: torch.Tensor) -> torch.Tensor:
+def _powers(name: str, exponents: torch.Tensor) -> torch.Tensor:
+    if bool((exponents == _NAN).any()):
+        raise ModelError(
+            f"{name} contains the code {_NAN}, which means NaN in MXFP4; fetch the model again"
+        )
     return exponents.contiguous().view(torch.float8_e8m0fnu).float()

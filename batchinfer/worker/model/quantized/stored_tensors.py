@@ -14,6 +14,7 @@ from batchinfer.errors import ModelError
 from batchinfer.worker.model.quantized.low_bit import BlockWeight, IntegerWeight, LowBitCodes
 
 FLOATS = ("F32", "F16", "BF16")
+_FLOAT_SCALES = (*FLOATS, "F8_E4M3", "F8_E8M0")
 Tensors = Mapping[str, torch.Tensor]
 """The tensors of a weight, keyed by suffix."""
 
@@ -109,7 +110,7 @@ class Quantized:
         tensors = {end: part.read(expert) for end, part in self.parts.items()}
         for end, part in self.parts.items():
             # A NaN scale would make all logits of every row NaN.
-            is_scale = end and part.dtype in (*FLOATS, "F8_E4M3")  # some codes are floats too
+            is_scale = end and part.dtype in _FLOAT_SCALES  # some codes are floats too
             if is_scale and not torch.isfinite(tensors[end].float()).all():
                 raise ModelError(f"{part.name} contains NaN or infinity; fetch the model again")
         return tensors

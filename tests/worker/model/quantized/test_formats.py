@@ -66,6 +66,13 @@ def test_the_last_group_of_gptq_may_be_shorter(case: str, inputs: int, tmp_path:
     assert torch.equal(read(tmp_path, section, written.parts)["a.weight"], written.weight)
 
 
+def test_mxfp4_with_a_scale_that_is_not_a_number_is_refused(tmp_path: Path) -> None:
+    parts = {f"proj{end}": part for end, part in mxfp4(torch.ones(2, 64, 48)).parts.items()}
+    parts["proj_scales"][1, 3, 0] = 255
+    with pytest.raises(ModelError, match=r"a.proj_scales contains the code 255, .* NaN in MXFP4"):
+        read(tmp_path, {"quant_method": "mxfp4"}, parts)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_mxfp4_equals_transformers(dtype: str, tmp_path: Path) -> None:
     written = mxfp4(torch.randn(3, 64, 48, generator=torch.Generator().manual_seed(0)))
@@ -237,6 +244,11 @@ def narrowed(parts: dict[str, torch.Tensor]) -> None:
             "fp8 blocks",
             damaged("weight_scale_inv", float("inf")),
             "scale_inv contains NaN or infinity",
+        ),
+        (
+            "fp8 powers of two",
+            lambda parts: parts["weight_scale_inv"].view(torch.uint8)[1].fill_(255),
+            "a.weight_scale_inv contains NaN or infinity; fetch the model again",
         ),
         (
             "packed int4 with zeros",
