@@ -64,7 +64,7 @@ from batchinfer.job.output import part_writer
 from batchinfer.job.output.finished_row_segments import Segments
 from batchinfer.job.run.run_job import run_job
 from batchinfer.job.spec.spec import JobSpec
-from batchinfer.job.stats.run_record import Recorder
+from batchinfer.job.stats.run_record import RunRecorder
 from batchinfer.text.tokenizer import Tokenizer
 
 PROMPT = "Row {row:07d} has a question of some sixty letters, and wants it"
@@ -216,7 +216,7 @@ def run_here(spec: JobSpec, folder: Path) -> None:
     runner = SwappingStub(host_blocks(spec.engine))
     commits = Stopwatch()
     parts = ((part_writer, "stage"), (part_queue, "publish"))
-    for owner, name in (*parts, (Segments, "add"), (Recorder, "checkpoint")):
+    for owner, name in (*parts, (Segments, "add"), (RunRecorder, "checkpoint")):
         commits.time(owner, name)
     began = time.perf_counter()
     first_step: list[float] = []

@@ -35,7 +35,7 @@ from batchinfer.llm.prompts import (
     read_prompts,
 )
 from batchinfer.llm.run_prompts import CallRunner
-from batchinfer.llm.run_requests import Calls, OnError, ProgressBar
+from batchinfer.llm.run_requests import OnError, ProgressBar, RequestRunner
 from batchinfer.text.processes.pool import TextProcesses, WorkerPrompts
 from batchinfer.text.prompts import ANY_LENGTH, Prompt, PromptBuilder, RawTexts
 
@@ -58,7 +58,7 @@ class GenerationCalls:
     """``generate``, ``chat`` and ``beam_search``; the subclass ``LLM`` sets the attributes."""
 
     _adapters: Adapters
-    _calls: Calls
+    _calls: RequestRunner
     _chat_template: str | None
     _context: EngineContext
     _defaults: CallDefaults

@@ -38,7 +38,7 @@ from batchinfer.llm.pooling.choose_runner import choose_runner, classifier_token
 from batchinfer.llm.pooling.runner import PoolingRunner
 from batchinfer.llm.prompt_embeds import PromptEmbeds
 from batchinfer.llm.run_prompts import CallRunner
-from batchinfer.llm.run_requests import Calls
+from batchinfer.llm.run_requests import RequestRunner
 from batchinfer.llm.vllm_views import EngineView, Metric, ModelView, read_metrics
 from batchinfer.report.sanitize import without_secrets
 from batchinfer.text.processes.pool import TextProcesses
@@ -206,7 +206,7 @@ class LLM(GenerationCalls, PoolingCalls):
         self._processes.load(self._context.tokenizer, settings)
         self._adapters = Adapters(self._model.adapters, self._context)
         self._settings = without_secrets({"model": asdict(self._model), "engine": asdict(engine)})
-        self._calls = Calls(self._context, refused_calls(self._model.runner))
+        self._calls = RequestRunner(self._context, refused_calls(self._model.runner))
         self._runner = CallRunner(
             *(self._context, self._calls, seed),
             find_reasoning_format(markers, self._context.tokenizer, self._chat_template),

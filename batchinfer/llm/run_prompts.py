@@ -17,7 +17,7 @@ from batchinfer.errors import RowError
 from batchinfer.llm.images import CallImages
 from batchinfer.llm.outputs import PromptRequest, RequestOutput, finished, refused
 from batchinfer.llm.params import as_called, rows_to_score_problem
-from batchinfer.llm.run_requests import Calls, OnError, ProgressBar
+from batchinfer.llm.run_requests import OnError, ProgressBar, RequestRunner
 from batchinfer.requests.requests import PromptRow, RequestMaker, RowSampling
 from batchinfer.requests.resampling import Resampling
 from batchinfer.requests.tool_choice import ToolChoices
@@ -46,7 +46,7 @@ class CallRunner:
     def __init__(
         self,
         context: EngineContext,
-        calls: Calls,
+        calls: RequestRunner,
         seed: int | None,
         reasoning: ReasoningFormat | None = None,
         tool_format: ToolFormat | None = None,

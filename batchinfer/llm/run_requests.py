@@ -30,7 +30,7 @@ ProgressBar = bool | Callable[..., Any]
 _LOG = logging.getLogger(__name__)
 
 
-class Calls:
+class RequestRunner:
     """Runs the requests of one call at a time. Statistics can be read at any time.
 
     Args:

@@ -19,7 +19,7 @@ from batchinfer.config.structured import checked_schema
 from batchinfer.engine.request import Completion, Request, SampleOutput, combined_stats
 from batchinfer.requests.requests import PromptRow, RequestMaker
 from batchinfer.text.answers import AnswerReader
-from batchinfer.text.sample_filter import Judge, RowVerdicts, Tally, Verdict
+from batchinfer.text.sample_filter import RowVerdicts, SampleFilter, Tally, Verdict
 from batchinfer.text.structured.json_validator import JsonValidator
 
 CHECKED_TRIES = 8
@@ -50,7 +50,7 @@ class Resampling:
         self, requests: RequestMaker, answers: AnswerReader, accept: AcceptConfig | None = None
     ) -> None:
         self._accept = accept
-        self._judge = Judge(accept or AcceptConfig())
+        self._filter = SampleFilter(accept or AcceptConfig())
         self._requests = requests
         self._answers = answers
         self._validator = lru_cache(_KEPT_VALIDATORS)(partial(JsonValidator, check_formats=True))
@@ -141,7 +141,7 @@ class Resampling:
         verdicts = RowVerdicts(goal.wanted)
         for one in completions:
             if one.judged is None:
-                self._judge.judge(verdicts, self._samples(goal, one))
+                self._filter.apply(verdicts, self._samples(goal, one))
                 one.judged = verdicts
             assert isinstance(one.judged, RowVerdicts)
             verdicts = one.judged

@@ -1,6 +1,6 @@
 """Builds the prompts of rerankers from a query and a document.
 
-``PairBuilder`` lets the tokenizer join query and document, as sentence-transformers'
+``PairPromptBuilder`` lets the tokenizer join query and document, as sentence-transformers'
 ``CrossEncoder`` does (in transformers, ``tokenizer(query, document)``). ``QuestionBuilder`` asks
 the model in words whether the document meets the query; the words are from Qwen3-Reranker's model
 card (https://huggingface.co/Qwen/Qwen3-Reranker-0.6B).
@@ -53,7 +53,7 @@ def _text(row: RowValues, name: str) -> str:
     return value
 
 
-class PairBuilder:
+class PairPromptBuilder:
     """Builds prompts from pairs that the tokenizer joins. Thread-safe.
 
     With ``PromptConfig.on_too_long: truncate_right``, long pairs are cut as transformers does with

@@ -53,8 +53,8 @@ class Tally:
     """Samples that were not checked, because enough samples were kept already."""
 
 
-class Judge:
-    """Judges samples by the rules of ``accept``.
+class SampleFilter:
+    """Decides which samples to keep, by the rules of ``accept``.
 
     Raises:
         AcceptError: the schema is invalid, or its package is not installed.
@@ -67,7 +67,7 @@ class Judge:
         except SchemaError as error:
             raise AcceptError(str(error)) from None
 
-    def judge(self, row: RowVerdicts, samples: Iterable[tuple[str, int, bool]]) -> None:
+    def apply(self, row: RowVerdicts, samples: Iterable[tuple[str, int, bool]]) -> None:
         """Add the verdicts on a row's next samples.
 
         Args:

@@ -16,7 +16,7 @@ from typing import Any
 from batchinfer.engine.stats import StepStats
 from batchinfer.job.claims.crashed_rows import crash_history_from
 from batchinfer.job.spec.spec import JobSpec
-from batchinfer.job.stats.run_record import Recorder
+from batchinfer.job.stats.run_record import RunRecorder
 from batchinfer.job.tokens.in_flight import TokenUpdate
 from batchinfer.job.tokens.token_files import TokenFiles
 from tests.faults.kills import KILLED, Killer
@@ -136,9 +136,9 @@ class LongKiller(Killer):
 def _log_tokens(path: Path) -> None:
     """Log the tokens of each step and each write of token files."""
     file = path.open("ab", buffering=0)
-    add, write = Recorder.add, TokenFiles.write
+    add, write = RunRecorder.add, TokenFiles.write
 
-    def add_and_log(self: Recorder, step: StepStats | None, num_rows: int) -> None:
+    def add_and_log(self: RunRecorder, step: StepStats | None, num_rows: int) -> None:
         if step is not None:
             file.write(b"drawn %d %f .\n" % (step.decode_tokens, time.monotonic()))
         add(self, step, num_rows)
@@ -147,5 +147,5 @@ def _log_tokens(path: Path) -> None:
         write(self, update)
         file.write(b"kept %d %d .\n" % (self.bytes_written, self.size))
 
-    Recorder.add = add_and_log  # type: ignore[method-assign]
+    RunRecorder.add = add_and_log  # type: ignore[method-assign]
     TokenFiles.write = write_and_log  # type: ignore[method-assign,assignment]

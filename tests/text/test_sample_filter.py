@@ -9,15 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchinfer.config import AcceptConfig
-from batchinfer.text.sample_filter import AcceptError, Judge, RowVerdicts, Verdict
+from batchinfer.text.sample_filter import AcceptError, RowVerdicts, SampleFilter, Verdict
 
 A, R, D, S = Verdict
 
 
 def verdicts(texts: list[str], wanted: int = 9, **config: Any) -> list[Verdict]:
-    judge, row = Judge(AcceptConfig(**config)), RowVerdicts(wanted)
+    sample_filter, row = SampleFilter(AcceptConfig(**config)), RowVerdicts(wanted)
     for text in texts:
-        judge.judge(row, [(text, len(text), True)])
+        sample_filter.apply(row, [(text, len(text), True)])
     return row.verdicts
 
 
@@ -90,13 +90,13 @@ def test_first_accepted_samples_are_kept(texts: list[str], wanted: int, dedup: b
 )
 def test_invalid_accept_schema_is_an_error(schema: dict[str, Any]) -> None:
     with pytest.raises(AcceptError, match="schema is not valid"):
-        Judge(AcceptConfig(schema=schema))
+        SampleFilter(AcceptConfig(schema=schema))
 
 
 def test_jsonschema_is_optional(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "jsonschema_rs", None)
     with pytest.raises(AcceptError, match=r"pip install '\.\[structured\]'"):
-        Judge(AcceptConfig(schema={}))
+        SampleFilter(AcceptConfig(schema={}))
 
 
 @pytest.mark.parametrize(

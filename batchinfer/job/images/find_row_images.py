@@ -13,7 +13,7 @@ from batchinfer.errors import RowError
 from batchinfer.job.images.mark_images import mark_of_rows
 from batchinfer.text.chat import Message
 from batchinfer.text.images.files import ImageFile, ImageFiles
-from batchinfer.text.images.find_images import RowFiles
+from batchinfer.text.images.find_images import RowImageFiles
 from batchinfer.text.prompt_sources import prompt_column
 from batchinfer.text.row_values import as_messages, decoded
 
@@ -41,7 +41,7 @@ class ImageFinder:
         self.columns = tuple(dict.fromkeys(found))
         """Columns that ``of`` reads."""
         self._mark = mark_of_rows(schema, images)
-        self._files = RowFiles(files, images)
+        self._files = RowImageFiles(files, images)
 
     def of(self, row: Mapping[str, Any]) -> list[ImageFile]:
         """Return the images of a row; an empty list if the row's prompt cannot be made.

@@ -29,8 +29,8 @@ from batchinfer.job.input.unique_ids import HASHES_AT_ONCE, find_bad_ids
 from batchinfer.job.job import Job, LoadedJob, load, open_input, open_job, row_keys
 from batchinfer.job.model_files.facts import model_facts
 from batchinfer.job.output.resume import plan_of
-from batchinfer.job.plan.plan_summary import Outcome
-from batchinfer.job.plan.row_counts import MAX_PROMPT_TOKENS, MAX_ROWS, Census, sampled_parts
+from batchinfer.job.plan.plan_summary import PlanSummary
+from batchinfer.job.plan.row_counts import MAX_PROMPT_TOKENS, MAX_ROWS, RowCounts, sampled_parts
 from batchinfer.job.plan.simulation import ExpectedLengths, Simulation
 from batchinfer.job.reuse.reuse import RowReuse, open_outputs
 from batchinfer.job.rows.read_prompts import read_prompts
@@ -105,19 +105,19 @@ def plan_job(
     with nullcontext() if loaded is None else closing(loaded):
         task = None if loaded is None else loaded.task
         lengths = _lengths(spec, context, task, expect_output_tokens)
-        census = Census(lengths, 0 if task is None else task.result_bytes)
+        counts = RowCounts(lengths, 0 if task is None else task.result_bytes)
         most_waiting = 2 * spec.engine.max_num_seqs
         simulation = Simulation(
             context.engine, context.runner, context.block_size, lengths, most_waiting
         )
         batches: Iterator[list[PromptRow]] = iter(())
         if loaded is not None:
-            batches = _rows(job, loaded, census, reuse)
+            batches = _rows(job, loaded, counts, reuse)
         complete = simulation.run(batches)
         for _ in batches:  # count the rows that the simulation did not reach
             pass
     patches = _patches_per_token(loaded)
-    plan = Outcome(job, context, census, simulation, complete, reuse, patches).data()
+    plan = PlanSummary(job, context, counts, simulation, complete, reuse, patches).data()
     workers = workers or (1 if spec.scale.workers == "auto" else spec.scale.workers)
     cost = None if price_per_hour is None else plan["time_s"] / 3600 * price_per_hour
     # Each worker writes whole parts. Workers with several parts each end at about the same time.
@@ -167,7 +167,7 @@ def _ignore(line: str) -> None:
 
 
 def _rows(
-    job: Job, loaded: LoadedJob, census: Census, reuse: RowReuse | None
+    job: Job, loaded: LoadedJob, counts: RowCounts, reuse: RowReuse | None
 ) -> Iterator[list[PromptRow]]:
     """Yield the rows to simulate in the order of a run, and count them."""
     window, reader = job.spec.engine.order_window, loaded.reader
@@ -177,13 +177,13 @@ def _rows(
     if reuse is not None:
         rows = reuse.without_found(rows, lambda found: None)
     windows = plan_windows(
-        census.count(rows, MAX_ROWS, MAX_PROMPT_TOKENS),
+        counts.count(rows, MAX_ROWS, MAX_PROMPT_TOKENS),
         parts,
         window,
         by_prefix=job.spec.engine.order == "prefix",
         by_length=job.spec.engine.order == "prefix" and not loaded.context.shares_prefixes,
         with_branch_points=loaded.context.slots_per_state > 0,
     )
-    for rows_of_window in census.count_distinct(windows):
+    for rows_of_window in counts.count_distinct(windows):
         for start in range(0, len(rows_of_window), BATCH_ROWS):  # in batches as large as a run's
             yield rows_of_window[start : start + BATCH_ROWS]

@@ -11,7 +11,7 @@ from batchinfer.console.table import SummaryLine
 from batchinfer.engine.metrics import prefix_sharing
 from batchinfer.engine.simulate.roofline import PERFECT, WELL_BUILT, Efficiency
 from batchinfer.job.job import Job
-from batchinfer.job.plan.row_counts import Census, output_bytes
+from batchinfer.job.plan.row_counts import RowCounts, output_bytes
 from batchinfer.job.plan.simulation import Simulation
 from batchinfer.job.reuse.reuse import RowReuse
 
@@ -20,30 +20,30 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class PlanSummary:
     job: Job
     context: SimulatedEngine
-    census: Census
+    counts: RowCounts
     simulation: Simulation
     complete: bool
     """True if all rows that were read were simulated."""
     reuse: RowReuse | None = None
-    """Finds rows that need not run; the census omits these rows."""
+    """Finds rows that need not run; the counts omit these rows."""
     patches_per_token: float = 0.0
     """Number of patches that the vision tower reads per image token."""
 
     def data(self) -> dict[str, Any]:
         """Return the plan as JSON data, with counts scaled to the whole dataset."""
-        census, simulation = self.census, self.simulation
+        counts, simulation = self.counts, self.simulation
         measured = simulation.measured.metrics()
         tokens, kv = measured["tokens"], measured["kv"]
         num_rows = self.job.source.num_rows
         scale = num_rows / self._num_read if self._num_read else 0.0
-        prompt = census.prompt_tokens - simulation.refused_prompt_tokens
-        output = census.output_tokens - simulation.refused_output_tokens
+        prompt = counts.prompt_tokens - simulation.refused_prompt_tokens
+        output = counts.output_tokens - simulation.refused_output_tokens
         step_scale = scale / self._simulated
         cached = tokens["prompt_cached"] if self.complete else prompt * kv["prefix_hit_rate"]
-        errors = census.errors + simulation.refused
+        errors = counts.errors + simulation.refused
         encode_s = self._encode_s(WELL_BUILT) * scale
         return {
             "rows": num_rows,
@@ -67,7 +67,7 @@ class Outcome:
             "prefix_hit_rate": kv["prefix_hit_rate"],
             "sharing": prefix_sharing(
                 round(prompt * scale),
-                round(census.distinct_tokens * scale),
+                round(counts.distinct_tokens * scale),
                 round((prompt - cached) * scale),
                 round(simulation.deduplicated * step_scale),
             ),
@@ -76,19 +76,19 @@ class Outcome:
             "swap_preemptions": round(kv["swap_preemptions"] * step_scale),
             "swapped_blocks": round(kv["swapped_blocks"] * step_scale),
             "steps": round(simulation.steps * step_scale),
-            "images": round(census.images.total() * scale),
+            "images": round(counts.images.total() * scale),
             "image_tokens": round(
-                sum(size * count for size, count in census.images.items()) * scale
+                sum(size * count for size, count in counts.images.items()) * scale
             ),
             "encode_s": encode_s,
             "time_s": self.context.runner.seconds * step_scale + encode_s,
             "bound_s": self.context.runner.bound_s * step_scale + self._encode_s(PERFECT) * scale,
-            "output_bytes": output_bytes(self.job.spec, self.job.source, self.job.table, census),
-            "token_histogram": census.histogram(scale),
-            "too_long": round(census.too_long * scale),
-            "truncated": round(census.truncated * scale),
+            "output_bytes": output_bytes(self.job.spec, self.job.source, self.job.table, counts),
+            "token_histogram": counts.histogram(scale),
+            "too_long": round(counts.too_long * scale),
+            "truncated": round(counts.truncated * scale),
             "errors": {code: round(count * scale) for code, count in sorted(errors.items())},
-            "control_text": round(census.control_text * scale),
+            "control_text": round(counts.control_text * scale),
             "reused": None if self.reuse is None else round(self.reuse.num_reused * scale),
             "why_not_reused": list(self._why_not_reused()),
             "device": self.context.device,
@@ -107,11 +107,11 @@ class Outcome:
 
     @property
     def _num_read(self) -> int:
-        return self.census.rows + (0 if self.reuse is None else self.reuse.num_reused)
+        return self.counts.rows + (0 if self.reuse is None else self.reuse.num_reused)
 
     def _encode_s(self, efficiency: Efficiency) -> float:
         """Return the seconds needed to encode the distinct images of the rows that were read."""
-        tower, images = self.context.tower, self.census.images
+        tower, images = self.context.tower, self.counts.images
         patches = {size * self.patches_per_token: count for size, count in images.items()}
         return 0.0 if tower is None else tower.seconds(patches, efficiency)
 
@@ -124,7 +124,7 @@ class Outcome:
     @property
     def _simulated(self) -> float:
         """Share of the expected tokens that the simulation drew before it ended."""
-        expected = self.census.drawn_tokens - self.simulation.refused_drawn_tokens
+        expected = self.counts.drawn_tokens - self.simulation.refused_drawn_tokens
         drawn = self.context.runner.samples_drawn + self.simulation.deduplicated_drawn_tokens
         return 1.0 if self.complete else drawn / expected
 

@@ -52,7 +52,7 @@ def sampled_parts(parts: Sequence[Part], window_rows: int, most_rows: int) -> li
 
 
 @dataclass
-class Census:
+class RowCounts:
     """Counts the rows read, their errors, and the samples and tokens of rows that can run."""
 
     lengths: ExpectedLengths
@@ -140,34 +140,34 @@ class Census:
         self.control_text += prompt.has_control_text
 
 
-def output_bytes(spec: JobSpec, source: Source, table: OutputTable, census: Census) -> int:
-    """Estimate the size of ``data/`` in bytes, assuming that the census represents all rows."""
-    if not census.rows:
+def output_bytes(spec: JobSpec, source: Source, table: OutputTable, counts: RowCounts) -> int:
+    """Estimate the size of ``data/`` in bytes, assuming that the counts represent all rows."""
+    if not counts.rows:
         return 0
     include = spec.output.include
-    per_character = census.prompt_characters / max(census.prompt_tokens, 1)
+    per_character = counts.prompt_characters / max(counts.prompt_tokens, 1)
     text = (per_character or _CHARACTERS_PER_TOKEN) * _COMPRESSED  # bytes per token
-    ran = census.rows - census.errors.total()
+    ran = counts.rows - counts.errors.total()
     # ``outputs`` has the text of all samples; ``generated_text`` repeats the first sample's text.
-    per_token = text * (1 + ran / max(census.samples, 1))
+    per_token = text * (1 + ran / max(counts.samples, 1))
     if "token_ids" in include:
         per_token += _TOKEN_ID_BYTES
     if "logprobs" in include:
         per_token += _LOGPROB_BYTES * (1 + (spec.sampling.logprobs or 0))
-    generated = census.output_tokens * per_token
+    generated = counts.output_tokens * per_token
     if spec.task_spec.draws:
-        generated += census.samples * _BYTES_PER_SAMPLE
-    if census.scored_tokens:
+        generated += counts.samples * _BYTES_PER_SAMPLE
+    if counts.scored_tokens:
         per_token = _TOKEN_ID_BYTES * ("token_ids" in include)
         per_token += _LOGPROB_BYTES / 2 * ("logprobs" in include)
-        generated += census.scored_tokens * per_token
-    generated += ran * census.result_bytes + census.rows * _BYTES_PER_ROW
+        generated += counts.scored_tokens * per_token
+    generated += ran * counts.result_bytes + counts.rows * _BYTES_PER_ROW
     if "prompt_logprobs" in include:
         each = _LOGPROB_BYTES * (1 + (spec.sampling.prompt_logprobs or 0))
-        generated += census.prompt_tokens * each
+        generated += counts.prompt_tokens * each
     if "prompt" in include:
-        generated += census.prompt_characters * _COMPRESSED
-    scale = source.num_rows / census.rows
+        generated += counts.prompt_characters * _COMPRESSED
+    scale = source.num_rows / counts.rows
     footers = -(-source.num_rows // spec.output.rows_per_part) * _BYTES_PER_PART
     stored = sum(source.format.stored_bytes(file, table.kept) for file in source.files)
     stored_rows = sum(file.num_rows for file in source.files)

@@ -49,7 +49,7 @@ from batchinfer.job.run.engine_loop import EngineLoop, RowResult, TurnResult
 from batchinfer.job.run.in_flight_log import InFlightLog
 from batchinfer.job.run.read_ahead import ReadAhead
 from batchinfer.job.run.threads import BackgroundConsumer, Prefetcher
-from batchinfer.job.stats.run_record import Recorder, package_versions
+from batchinfer.job.stats.run_record import RunRecorder, package_versions
 from batchinfer.job.tokens.in_flight import TokensInFlight, TokenUpdate
 from batchinfer.job.tokens.token_files import TokenFiles
 from batchinfer.process.process import gc_frozen
@@ -85,7 +85,7 @@ def run_pipeline(
         JobError: data cannot be read, the model cannot be run, or a part cannot be written;
             finished rows are kept.
     """
-    recorder = Recorder(job.out, job.spec, job.out.next_run_id)
+    recorder = RunRecorder(job.out, job.spec, job.out.next_run_id)
     writers = _PartWriters(job, queue, recorder, progress)
     with _flushed_on_exit(recorder, writers):
         if loaded is None:
@@ -105,7 +105,7 @@ def run_pipeline(
 
 
 @contextmanager
-def _flushed_on_exit(recorder: Recorder, writers: _PartWriters) -> Iterator[None]:
+def _flushed_on_exit(recorder: RunRecorder, writers: _PartWriters) -> Iterator[None]:
     """When the run in this context ends or fails, write its finished rows and its record."""
     try:
         yield
@@ -123,7 +123,7 @@ class _PartWriters:
     """Holds the part writers of a run, one for each claim with unwritten parts."""
 
     def __init__(
-        self, job: OutputJob, queue: PartQueue, recorder: Recorder, progress: Progress
+        self, job: OutputJob, queue: PartQueue, recorder: RunRecorder, progress: Progress
     ) -> None:
         self._job = job
         self._queue = queue
@@ -185,7 +185,7 @@ class RowPipeline:
     job: OutputJob
     queue: PartQueue
     loaded: LoadedJob
-    recorder: Recorder
+    recorder: RunRecorder
     writers: _PartWriters
     token_files: TokenFiles
     in_flight: InFlightLog

@@ -19,7 +19,7 @@ from batchinfer.job.spec.yaml import KeyPath, dotted
 from batchinfer.job.storage.urls import StorePath, fixed_part, is_url
 from batchinfer.text.chat import compile_chat_template
 from batchinfer.text.prompt_sources import RowTemplate, conflicts
-from batchinfer.text.sample_filter import Judge
+from batchinfer.text.sample_filter import SampleFilter
 from batchinfer.text.structured.compiled_grammar import check_structured_outputs
 
 _LONGEST = 300
@@ -56,7 +56,7 @@ def check_conflicts(spec: JobSpec, document: JobDocument) -> None:
             check_structured_outputs(spec.sampling.structured_outputs)
     if spec.accept is not None:
         with _errors_at(("accept",), document):
-            Judge(spec.accept)
+            SampleFilter(spec.accept)
     _check_output_names(spec, document)
 
 

@@ -133,7 +133,7 @@ def _covered_s(runs: Sequence[Run], lasted_s: Callable[[Run], float]) -> float:
     return alone + covered
 
 
-class Recorder:
+class RunRecorder:
     """Writes a run's record, which on disk always includes all finished rows that are on disk."""
 
     def __init__(self, out: OutputDir, spec: JobSpec, run_id: str) -> None:

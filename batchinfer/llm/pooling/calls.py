@@ -28,10 +28,10 @@ from batchinfer.llm.pooling.params import (
 )
 from batchinfer.llm.pooling.runner import Float32, Head, Output, PoolingRequest, PoolingRunner
 from batchinfer.llm.prompts import PromptLike, checked_text, kind_of, listed, one_for_each
-from batchinfer.llm.run_requests import Calls, OnError, ProgressBar
+from batchinfer.llm.run_requests import OnError, ProgressBar, RequestRunner
 from batchinfer.text.processes.pool import TextProcesses
 from batchinfer.text.prompts import ANY_LENGTH, Prompt
-from batchinfer.text.reranker_prompts import PairBuilder
+from batchinfer.text.reranker_prompts import PairPromptBuilder
 
 ParamsOfEach = PoolingParams | Sequence[PoolingParams] | None
 
@@ -52,7 +52,7 @@ class PoolingCalls:
     """Pooling calls; the subclass ``LLM`` sets the attributes."""
 
     _adapters: Adapters
-    _calls: Calls
+    _calls: RequestRunner
     _context: EngineContext
     _has_tokenizer: bool
     _pooling: PoolingRunner
@@ -228,7 +228,7 @@ class PoolingCalls:
 
         most = self._pooling.most_tokens(params)
         recipe = partial(
-            PairBuilder,
+            PairPromptBuilder,
             PromptConfig(parse_special_tokens=True, on_too_long="truncate_right"),
             pair_columns=_DATA,
             max_model_len=ANY_LENGTH if most is None else most,

@@ -16,7 +16,7 @@ from batchinfer.config import ClassifyConfig, EmbedConfig, ModelConfig
 from batchinfer.errors import NotYetError, RowError
 from batchinfer.llm.pooling.choose_runner import class_name
 from batchinfer.llm.pooling.params import PoolingParams, PoolingRequestOutput
-from batchinfer.llm.run_requests import Calls, OnError, ProgressBar
+from batchinfer.llm.run_requests import OnError, ProgressBar, RequestRunner
 from batchinfer.pooling.classifier import Classifier, read_classifier
 from batchinfer.pooling.embedding import Embedder, EmbeddingModules, read_embedding_modules
 from batchinfer.pooling.framed_prompts import cut_in_frame, frame_of
@@ -53,7 +53,7 @@ class PoolingRunner:
         self,
         model: ModelConfig,
         context: EngineContext,
-        calls: Calls,
+        calls: RequestRunner,
         tokens: tuple[str, ...] | None = None,
         *,
         random_weights: bool = False,

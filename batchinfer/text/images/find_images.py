@@ -10,7 +10,7 @@ from batchinfer.text.chat import Message
 from batchinfer.text.images.files import ImageFile, ImageFiles
 
 
-class RowFiles:
+class RowImageFiles:
     """Finds the images to which the values of rows refer."""
 
     def __init__(self, files: ImageFiles, columns: Sequence[str]) -> None:

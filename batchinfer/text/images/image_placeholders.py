@@ -14,7 +14,7 @@ import numpy as np
 from batchinfer.config import PromptConfig
 from batchinfer.errors import ModelError, RowError
 from batchinfer.text.images.files import ImageFile, ImageFiles
-from batchinfer.text.images.find_images import RowFiles
+from batchinfer.text.images.find_images import RowImageFiles
 from batchinfer.text.prompt_sources import require_column
 from batchinfer.text.tokenizer import TokenIds
 
@@ -131,7 +131,7 @@ class ImagesInText:
         return marked
 
 
-class RowImages(RowFiles):
+class RowImages(RowImageFiles):
     """Finds and opens the images of rows.
 
     Raises:

@@ -25,7 +25,7 @@ from batchinfer.pooling.classifier import (
 )
 from batchinfer.text.processes.worker import BuilderFactory
 from batchinfer.text.reranker_prompts import (
-    PairBuilder,
+    PairPromptBuilder,
     QuestionBuilder,
     with_both_columns,
     with_question,
@@ -85,7 +85,7 @@ def _prompt_builder(job: JobSpec) -> BuilderFactory:
     columns = (config.query_column, config.document_column)
     if _asks_questions(job):
         return partial(QuestionBuilder, pair_columns=columns)
-    return partial(PairBuilder, pair_columns=columns)
+    return partial(PairPromptBuilder, pair_columns=columns)
 
 
 def _check_columns(job: JobSpec, source: Source) -> None:
