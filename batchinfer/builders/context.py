@@ -62,9 +62,9 @@ class EngineContext:
     of the same length run together."""
     slots_per_state: int = 0
     """Number of blocks that a sequence's recurrent state takes; 0 without recurrent layers."""
-    embedding_size: int = 0
-    """Size H of the embeddings that a prompt may have in place of token ids; 0 if the model needs
-    token ids."""
+    embedding_size: Callable[[], int] = lambda: 0
+    """Returns the size H of the embeddings that a prompt may have in place of token ids; 0 if the
+    model needs token ids."""
     images: ImageSupport | None = None
     """How to process images; None if the model takes only text."""
     load_adapter: Callable[[str, str], None] | None = None

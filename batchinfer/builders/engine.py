@@ -225,7 +225,7 @@ def build_engine(
         ),
         tokenizer=tokenizer,
         **pool_fields(loaded, layout, memory) | {"adapters": adapters.numbers},
-        embedding_size=embedding_size(loaded.model),
+        embedding_size=partial(embedding_size, loaded.model),
         images=None if tower is None else image_support(folder, pretrained),
         load_adapter=adapters.load if more_adapters else None,
         warm_up=_SamplingKernels(logits) if cache.pool.is_cuda else None,

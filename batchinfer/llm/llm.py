@@ -220,7 +220,7 @@ class LLM(GenerationCalls, PoolingCalls):
         self._view = EngineView(self._model, engine, self._context, self._pooling)
 
     def _reader_of_embeds(self, numbers: Iterator[int]) -> PromptEmbeds:
-        size = self._context.embedding_size
+        size = self._context.embedding_size()
         if not size:
             raise NotYetError(
                 "LLM(enable_prompt_embeds=True) for an encoder, or for a model whose layers also "

@@ -52,7 +52,11 @@ def structural_lark(text: str, whitespace: str) -> str:
         StructuralTagError: the tag is invalid or not supported.
     """
     tag = json.loads(text)
-    form = _earlier_form(tag) if "structures" in tag else Format(tag.get("format"), "format")
+    form = (
+        _earlier_form(tag)
+        if "structures" in tag
+        else Format(tag.get("format"), "structural_tag.format")
+    )
     return _Translator(whitespace).grammar(form)
 
 
