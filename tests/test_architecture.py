@@ -153,6 +153,11 @@ ROOMS = [
     Room(
         "worker.loader", "a model, made ready", ("config", "errors", "console", "engine", "worker")
     ),
+    Room(
+        "worker.replay_check",
+        "CUDA graphs compared with plain steps",
+        ("kernels", "engine.kv", "engine.step", "worker"),
+    ),
     Room("worker.model_runner", "the engine's runner", ("engine", "worker")),
     described("builders", ("config", "process", "errors", "console", "engine", "text", "worker")),
     described("job.storage", ("errors", "console")),

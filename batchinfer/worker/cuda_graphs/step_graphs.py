@@ -63,7 +63,7 @@ class StepGraphs:
         capture: Capture | None = None,
     ) -> None:
         self._model, self._cache, self._kernel = model, cache, kernel
-        self._max_model_len = max_model_len
+        self.max_model_len = max_model_len
         self.sizes = all_sizes(max_num_seqs, max_graph_tokens)
         layout = cache.layout
         largest = GraphSize("mixed", self.sizes[0].tokens, max_num_seqs)
@@ -183,7 +183,7 @@ class StepGraphs:
         backend = make_cuda_backend(self._cache, self._kernel)
         backend.begin_captured(
             tensors,
-            self._max_model_len,
+            self.max_model_len,
             shares=size.kind != "decode",
             max_chunks=size.max_chunks,
         )
