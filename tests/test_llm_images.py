@@ -118,6 +118,22 @@ def test_tokens_of_an_image_see_each_other(
     assert output.outputs[0].cumulative_logprob == pytest.approx(float(logprobs.sum()), abs=1e-3)
 
 
+def test_images_and_embeddings_in_one_batch_share_no_blocks(tmp_path: Path) -> None:
+    folder = make_vision_folder("llava", tmp_path)
+    llm = LLM(str(folder), dtype="float32", num_kv_blocks=256, enable_prompt_embeds=True)
+    vector = torch.randn(1, 64, generator=torch.Generator().manual_seed(0))
+    mixed = [{"prompt_embeds": vector.repeat(40, 1)}, prompt(png(1), "<image>Which?")]
+    alone = []
+    for one in mixed:
+        alone += tokens(llm, one)
+        llm.reset_prefix_cache()
+    first, second = (llm.generate(one, GREEDY, use_tqdm=False)[0] for one in mixed)
+    assert second.num_cached_tokens == 0
+    assert [output.outputs[0].token_ids for output in (first, second)] == alone
+    llm.reset_prefix_cache()
+    assert tokens(llm, *mixed) == alone
+
+
 def test_samples_share_an_image(llm: LLM) -> None:
     params = SamplingParams(max_tokens=4, n=3, temperature=1.0, seed=1, ignore_eos=True)
     (output,) = llm.generate([prompt(png(3))], params, use_tqdm=False)
