@@ -14,6 +14,12 @@ import torch
 
 from batchinfer.kernels.batch_invariant_attention import batch_invariant_attention
 from batchinfer.kernels.block_copy import block_copy
+from batchinfer.kernels.experts import (
+    ExpertMatrix,
+    GatedActivation,
+    add_experts,
+    multiply_experts,
+)
 from batchinfer.kernels.fp8 import FP8
 from batchinfer.kernels.fp8_blocks import num_blocks, quantize_groups
 from batchinfer.kernels.fp8_linear import fp8_linear
@@ -25,6 +31,7 @@ from batchinfer.kernels.penalties import apply_penalties
 from batchinfer.kernels.recurrence import gated_delta, mamba1, mamba2
 from batchinfer.kernels.rms_norm import rms_norm
 from batchinfer.kernels.rotary_write import rotary_write
+from batchinfer.kernels.route import Routing, plan_experts, route
 from batchinfer.kernels.row_stats import row_stats
 from batchinfer.kernels.sample import sample
 from batchinfer.kernels.silu_mul import silu_mul
@@ -42,6 +49,7 @@ from tests.kernels.cases import (
     build_tables,
     build_write,
 )
+from tests.kernels.expert_cases import GPT_OSS
 from tests.kernels.mla_cases import MLACase, build_mla, work_lists
 from tests.kernels.recurrent_cases import gated_delta_layer, mamba1_layer, mamba2_layer
 from tests.kernels.row_cases import (
@@ -321,6 +329,72 @@ def _run_layer(kernel: Callable[..., None], layer: Callable[..., Any], shape: An
     middle.run(kernel)
 
 
+def _experts(
+    name: str,
+    routing: Routing,
+    hidden: int,
+    width: int,
+    *,
+    bias: bool = False,
+    activation: GatedActivation | None = None,
+    dtype: torch.dtype = _DTYPE,
+    logits_dtype: torch.dtype | None = None,
+    adds: bool = True,
+) -> list[Case]:
+    """A mixture of experts, whose gates have `width` outputs.
+
+    Args:
+        bias: true for gpt-oss: experts have biases and transposed weights.
+        adds: true to add the output to a residual.
+    """
+    activation = activation or GatedActivation()
+    experts, per_token, shared = routing.num_experts, routing.per_token, routing.num_shared
+    chosen = torch.zeros(4, per_token, dtype=torch.int32)
+    weights = torch.empty(4, per_token)
+
+    def choose() -> None:
+        logits = torch.empty(4, experts + routing.gates_shared, dtype=logits_dtype or dtype)
+        added = torch.empty(experts) if routing.sigmoid else None
+        route(logits, added, routing, experts=chosen, weights=weights)
+
+    def multiply(outputs: int, depth: int, *, gated: bool) -> None:
+        shape = (shared * outputs, depth) if gated else (outputs, shared * depth)
+        weight = torch.empty(1, *((depth, outputs) if bias else (outputs, depth)), dtype=dtype)
+        matrix = ExpertMatrix(
+            (weight.mT if bias else weight).expand(experts, -1, -1),
+            torch.empty(experts, outputs, dtype=dtype) if bias else None,
+            torch.empty(shape, dtype=dtype) if shared else None,
+            shared,
+        )
+        pairs = 4 * per_token
+        multiply_experts(
+            torch.empty(4 if gated else pairs, depth, dtype=dtype),
+            plan_experts(chosen, routing.in_all),
+            matrix,
+            out=torch.empty(pairs, outputs // 2 if gated else outputs, dtype=dtype),
+            activation=activation if gated else None,
+        )
+
+    def add() -> None:
+        out = torch.empty(4, hidden, dtype=dtype)
+        add_experts(torch.empty(4 * per_token, hidden, dtype=dtype), weights, out=out, adds=adds)
+
+    return [
+        Case(f"route_{name}", ("_route_kernel",), choose),
+        Case(
+            f"experts_{name}_gate_up",
+            ("_plan_experts_kernel", "_multiply_experts_kernel"),
+            lambda: multiply(2 * width, hidden, gated=True),
+        ),
+        Case(
+            f"experts_{name}_down",
+            ("_multiply_experts_kernel",),
+            lambda: multiply(hidden, width, gated=False),
+        ),
+        Case(f"add_experts_{name}", ("_add_experts_kernel",), add),
+    ]
+
+
 _DECODE, _CHUNK, _SHARED = "_decode_kernel", "_chunk_kernel", "_shared_kernel"
 _SAMPLE, _BATCH_INVARIANT = "_sample_kernel", "_batch_invariant_kernel"
 _PLAN_BATCH_INVARIANT = "_plan_batch_invariant_kernel"
@@ -492,4 +566,22 @@ CASES = (
         key_heads=32, value_heads=32, key_width=128, value_width=128, by_row=True,
     ),
     _mamba1("mamba1_16", channels=8192, state_size=16),
+    *_experts("qwen3_30b", Routing(128, 8), 2048, 768),
+    # Comparisons when Qwen3-30B is loaded
+    *_experts("qwen3_30b_f32", Routing(128, 8), 2048, 768, dtype=torch.float32, adds=False),
+    *_experts("qwen3_30b_writes", Routing(128, 8), 2048, 768, adds=False)[-1:],
+    *_experts("qwen3_30b_adds_f32", Routing(128, 8), 2048, 768, dtype=torch.float32)[-1:],
+    *_experts("mixtral_8x7b", Routing(8, 2), 4096, 14336),
+    *_experts("gpt_oss_20b", Routing(32, 4), 2880, 2880, bias=True, activation=GPT_OSS),
+    *_experts(
+        "qwen3_next_80b", Routing(512, 10, num_shared=1, gates_shared=True), 2048, 512
+    ),
+    *_experts(
+        "v3",
+        Routing(
+            256, 8, sigmoid=True, scale=2.5, num_groups=8, top_groups=4, group_sum=2, num_shared=1
+        ),
+        7168, 2048,
+        logits_dtype=torch.float32,
+    ),
 )  # fmt: skip
