@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.interpreter import GridExecutor
 
-# These operations launch no kernel: they make views or allocate memory.
+# These operations allocate memory, and launch no kernel.
 _NOT_LAUNCHED = ("empty", "empty_like", "empty_strided", "new_empty", "detach", "_unsafe_view",
                  "_reshape_alias", "lift_fresh")  # fmt: skip
 
@@ -42,13 +42,26 @@ class Trace(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
-        if not (self.inside_triton or func.is_view or name in _NOT_LAUNCHED):
+        result = func(*args, **(kwargs or {}))
+        launches = func._schema.is_mutable or not _is_view(result, args)
+        if launches and not self.inside_triton and name not in _NOT_LAUNCHED:
             self.launches.append(Launch(name))
-        return func(*args, **(kwargs or {}))
+        return result
 
     @property
     def names(self) -> list[str]:
         return [launch.name for launch in self.launches]
+
+
+def _is_view(result: Any, args: tuple[Any, ...]) -> bool:
+    """Return True if an operation copied nothing. ``to`` and ``reshape`` copy only if they must."""
+    results = result if isinstance(result, tuple | list) else (result,)
+    tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+    storages = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+    return all(
+        isinstance(each, torch.Tensor) and each.untyped_storage().data_ptr() in storages
+        for each in results
+    )
 
 
 def _fixed(argument: Any) -> Any:
