@@ -21,8 +21,8 @@ from batchinfer.worker import family_check, self_test
 from batchinfer.worker.cuda_graphs import capture, step_graphs
 from batchinfer.worker.cuda_graphs.capture import CudaCapture, Run
 from batchinfer.worker.encoder import loader as encoder_loader
-from batchinfer.worker.fusion import fuse, fused_modules, gated_delta_net
-from batchinfer.worker.linear import kernel_choice, packed_linear
+from batchinfer.worker.fusion import fuse, fused_modules, gated_delta_net, mixture
+from batchinfer.worker.linear import kernel_choice, packed_experts, packed_linear
 from batchinfer.worker.lora.adapter_checkpoint import Adapter
 from batchinfer.worker.model import shallow_copy
 from tests.fake_cuda.launches import (
@@ -178,9 +178,11 @@ def _believe_checks(patch: pytest.MonkeyPatch) -> None:
     """Let comparisons find no difference, and take fake weights for plain ones."""
     for module in (self_test, family_check):
         patch.setattr(module, "differing_rows", lambda *_: _NoDifference())
-    fusion = (fuse, fused_modules, gated_delta_net)
+    fusion = (fuse, fused_modules, gated_delta_net, mixture)
     for module in (*fusion, kernel_choice, packed_linear, shallow_copy):
         patch.setattr(module, "is_plain", _is_linear)
+    for module in (mixture, packed_experts):
+        patch.setattr(module, "is_plain_weight", _is_parameter)
 
 
 def _read_weights(patch: pytest.MonkeyPatch) -> None:
@@ -188,6 +190,10 @@ def _read_weights(patch: pytest.MonkeyPatch) -> None:
     read = on_the_host(AutoModel.from_pretrained)
     patch.setattr(encoder_loader, "AutoModel", SimpleNamespace(from_pretrained=read))
     patch.setattr(Adapter, "factors", on_the_host(Adapter.factors))
+
+
+def _is_parameter(weight: object) -> bool:
+    return isinstance(weight, torch.nn.Parameter)
 
 
 def _is_linear(module: object) -> bool:

@@ -30,6 +30,19 @@ LLAMA_8B: dict[str, Any] = {
     "vocab_size": 151_936,  # of Qwen3, because the compile report has sampling for one vocabulary
     "max_position_embeddings": 131_072,
 }
+QWEN3_30B: dict[str, Any] = {
+    "num_hidden_layers": 1,
+    "hidden_size": 2048,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "vocab_size": 151_936,
+    "max_position_embeddings": 40_960,
+}
 _FEW = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "swap_space": 0, "num_kv_blocks": 64}
 
 

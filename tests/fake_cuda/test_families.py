@@ -32,3 +32,5 @@ def test_families_replay_graphs(
     outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
     assert [len(output.outputs[0].token_ids) for output in outputs] == [3, 3]
     assert fake_cuda.num_replays == 4, caplog.messages
+    fused = fake_cuda.take_launches()["_multiply_experts_kernel"] > 0
+    assert fused == (family in ("gpt_oss", "qwen3_moe", "deepseek_v3", "qwen3_next"))

@@ -12,7 +12,7 @@ from batchinfer.config import EngineConfig
 from batchinfer.worker.linear import batch_invariance
 from tests.fake_cuda.compiled import TARGETS, Compiled, uncompiled
 from tests.fake_cuda.device import FakeCuda
-from tests.fake_cuda.models import QWEN3_06B, load_model
+from tests.fake_cuda.models import QWEN3_06B, QWEN3_30B, load_model
 from tests.lora import make_adapter
 from tests.models import tiny_model
 
@@ -20,6 +20,9 @@ pytestmark = pytest.mark.long
 
 PROMPTS = [{"prompt_token_ids": [7] * length} for length in (20, 3)]
 GREEDY = SamplingParams(temperature=0, max_tokens=3)
+EXPERT_KERNELS = {
+    *("_route_kernel", "_plan_experts_kernel", "_multiply_experts_kernel", "_add_experts_kernel")
+}
 
 
 @pytest.fixture(autouse=True)
@@ -82,6 +85,18 @@ def test_all_graphs_of_the_default_sizes_are_captured(
         load_model(fake_cuda, tmp_path, "qwen3", QWEN3_06B, **sizes, **settings)
     assert any(line.startswith("CUDA graphs: 134 sizes captured") for line in caplog.messages)
     assert uncompiled(fake_cuda.launches, compiled[90]) == []
+
+
+@pytest.mark.parametrize("fake_cuda", TARGETS, indirect=True)
+def test_kernels_of_experts_are_compiled_ahead_of_time(
+    compiled: Compiled, fake_cuda: FakeCuda, tmp_path: Path
+) -> None:
+    llm = load_model(fake_cuda, tmp_path, "qwen3_moe", QWEN3_30B)
+    llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    launches = [each for each in fake_cuda.launches if each.kernel in EXPERT_KERNELS]
+    assert {each.kernel for each in launches} == EXPERT_KERNELS
+    assert uncompiled(launches, compiled[fake_cuda.capability]) == []
+    assert fake_cuda.num_replays == 4
 
 
 def test_graphs_compute_adapters(

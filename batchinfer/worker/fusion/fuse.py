@@ -10,7 +10,6 @@ family runs as in transformers.
 
 from __future__ import annotations
 
-import copy
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -21,6 +20,7 @@ from torch import nn
 
 from batchinfer.engine.kv.layout import KVLayout
 from batchinfer.errors import one_line
+from batchinfer.kernels.route import Routing
 from batchinfer.worker.attention.variant import AttentionVariant
 from batchinfer.worker.fusion.fused_modules import (
     LOGITS_TOLERANCE,
@@ -30,8 +30,16 @@ from batchinfer.worker.fusion.fused_modules import (
     FusedRMSNorm,
     fuse_layers,
     fused_layer,
+    has_layer_parts,
 )
 from batchinfer.worker.fusion.gated_delta_net import FusedGatedDeltaNet
+from batchinfer.worker.fusion.mixture import (
+    FusedMixture,
+    MixtureParts,
+    chooses_alike,
+    float32_copy,
+    routings,
+)
 from batchinfer.worker.model.quantization import is_plain
 from batchinfer.worker.self_test import AttentionRecorder, ModuleCall, Probe, record_calls, verify
 
@@ -83,7 +91,10 @@ class _ModuleFusion:
         self.logits = probe.logits
         self._float32 = Probe(model, layout, _TOKENS, positions=positions, dtype=torch.float32)
         attention = AttentionRecorder(probe.backend)
-        recorded = [m for m in model.modules() if _factories(m) or fused_layer(m)]
+        recorded = [m for m in model.modules() if _factories(m) or has_layer_parts(m)]
+        for module in model.modules():
+            if parts := MixtureParts.of(module):
+                recorded += [module, parts.router]
         with record_calls(recorded) as calls:
             self.logits_before = probe.logits(attention)
         self._calls = {call.module: call for call in calls}
@@ -103,13 +114,15 @@ class _ModuleFusion:
 
     def _fused(self, module: nn.Module) -> nn.Module | None:
         """Return a fused module that gives the same results as ``module``, or None."""
-        call, factories = self._calls.get(module), _factories(module)
+        call, mixture = self._calls.get(module), self._mixture_factories(module)
+        factories = mixture or _factories(module)
         if call is None or not factories:
             return None
-        if len({tensor.dtype for tensor in (*module.parameters(), *_float_tensors(call))}) > 1:
+        dtypes = {tensor.dtype for tensor in (*module.parameters(), *_float_tensors(call))}
+        if len(dtypes) > 1 and not mixture:
             return None  # part of the module is kept in another dtype
         variant = self._variants.get(getattr(module, "layer_idx", -1))
-        original = copy.deepcopy(module).float()
+        original = float32_copy(module)
         for make_fused in factories:
             try:
                 candidate = make_fused(original, variant)
@@ -123,13 +136,30 @@ class _ModuleFusion:
                 return make_fused(module, variant)
         return None
 
+    def _mixture_factories(self, module: Any) -> list[_Factory]:
+        """Return factories for a mixture of experts whose router returns its logits first."""
+        parts, call = MixtureParts.of(module), self._calls.get(module)
+        routed = None if parts is None else self._calls.get(parts.router)
+        if parts is None or call is None or routed is None or not isinstance(routed.output, tuple):
+            return []
+        dtype, returns_pair = routed.output[0].dtype, isinstance(call.output, tuple)
+
+        def factory(routing: Routing) -> _Factory:
+            return lambda mixture, _: FusedMixture(
+                mixture, routing, logits_dtype=dtype, returns_pair=returns_pair
+            )
+
+        return [factory(routing) for routing in routings(module, parts)]
+
     def layers_add_plainly(self) -> bool:
         """Return True if layers that add in place give the same results as the model's decoder
-        layers. One decoder layer of each class is compared in float32. In 16 bits, the logits would
+        layers. One decoder layer of each kind is compared in float32. In 16 bits, the logits would
         not reveal a layer that scales its additions to the residual."""
-        layers = {type(layer): layer for layer in self._calls if fused_layer(layer)}
+        layers = {
+            (type(layer), type(layer.mlp)): layer for layer in self._calls if fused_layer(layer)
+        }
         for layer in layers.values():
-            original = copy.deepcopy(layer).float()
+            original = float32_copy(layer)
             candidate = fused_layer(original)
             assert candidate is not None
             try:
@@ -148,6 +178,10 @@ class _ModuleFusion:
     def _agree(
         self, original: nn.Module, candidate: nn.Module, call: ModuleCall, scale: float
     ) -> bool:
+        if isinstance(candidate, FusedMixture) and scale == 1.0:
+            arguments, _ = _scaled(call, scale)
+            if not chooses_alike(original, candidate, arguments[0], _TOLERANCE):
+                return False
         before, after = (self._results(module, call, scale) for module in (original, candidate))
         return len(before) == len(after) and all(
             verify(*results, _TOLERANCE) for results in zip(before, after, strict=True)
@@ -238,6 +272,7 @@ def fused_line(model: nn.Module) -> str:
     kinds = {
         FusedAttention: "attention",
         FusedGatedMLP: "gated MLP",
+        FusedMixture: "mixture of experts",
         FusedGatedDeltaNet: "Gated DeltaNet",
         FusedRMSNorm: "norm",
         FusedDecoderLayer: "layer",

@@ -194,7 +194,7 @@ class FusedDecoderLayer(nn.Module):
         mixer = getattr(layer, self.mixer)
         self.last_linear = _last_linear(mixer)
         setattr(self, self.mixer, _adding(mixer, self.last_linear))
-        self.mlp = _adding(layer.mlp, "down_proj")
+        self.mlp = layer.mlp if _adds(layer.mlp) else _adding(layer.mlp, "down_proj")
 
     def forward(self, hidden_states: torch.Tensor, **options: Any) -> torch.Tensor:
         """Run the layer on [1, T, hidden] in place, and return the same tensor."""
@@ -204,9 +204,15 @@ class FusedDecoderLayer(nn.Module):
         getattr(mixer, self.last_linear).residual = residual
         mixer(hidden_states=attended, **options)
         gated = self.post_attention_layernorm(hidden_states)
-        self.mlp.down_proj.residual = residual
+        last = self.mlp if _adds(self.mlp) else self.mlp.down_proj
+        last.residual = residual
         self.mlp(gated)
         return hidden_states
+
+
+def _adds(module: nn.Module) -> bool:
+    """Return True if a module can add its output to a residual."""
+    return hasattr(module, "residual")
 
 
 def _mixer(layer: nn.Module) -> str:
@@ -246,10 +252,14 @@ def fuse_layers(model: nn.Module, layout: KVLayout) -> int:
 
 def fused_layer(layer: Any) -> FusedDecoderLayer | None:
     """Make a layer that adds in place; None if the module lacks parts of a decoder layer."""
-    mixer = _mixer(layer)
-    if mixer not in _MIXERS or not all(hasattr(layer, part) for part in _OTHER_PARTS):
+    if not has_layer_parts(layer):
         return None
-    token_mixer = getattr(layer, mixer)
+    token_mixer = getattr(layer, _mixer(layer))
     last = getattr(token_mixer, _last_linear(token_mixer), None)
-    linears = last, getattr(layer.mlp, "down_proj", None)
-    return FusedDecoderLayer(layer) if all(map(is_plain, linears)) else None
+    mlp_adds = _adds(layer.mlp) or is_plain(getattr(layer.mlp, "down_proj", None))
+    return FusedDecoderLayer(layer) if is_plain(last) and mlp_adds else None
+
+
+def has_layer_parts(layer: Any) -> bool:
+    """Return True if a module has the parts of a pre-norm decoder layer."""
+    return _mixer(layer) in _MIXERS and all(hasattr(layer, part) for part in _OTHER_PARTS)

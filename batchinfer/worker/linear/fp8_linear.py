@@ -62,7 +62,8 @@ def fp8_kernel(*, rows_too: bool) -> LinearKernel:
 
 
 def quantize_fp8(model: Any) -> str:
-    """Round the weights of a model's linear layers to float8, except the output head.
+    """Round the weights of a model's linear layers to float8, except the output head and fused
+    routers.
 
     Implements ``model.quantization: fp8``. Call this after layers are fused. Weights that were
     saved in float8 are not rounded again.
@@ -80,7 +81,11 @@ def quantize_fp8(model: Any) -> str:
     kernel, head = fp8_kernel(rows_too=rows_too), model.get_output_embeddings()
 
     def pack(linear: nn.Linear) -> PackedLinear | None:
-        if linear is head or not packs(linear, kernel, linear.weight.dtype):
+        if (
+            linear is head
+            or hasattr(linear, "is_router")
+            or not packs(linear, kernel, linear.weight.dtype)
+        ):
             return None
         saved = codes_of(linear)
         if not isinstance(saved, Float8Weight):

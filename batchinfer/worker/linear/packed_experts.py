@@ -18,6 +18,7 @@ from torch import nn
 
 from batchinfer.worker.linear.prequantized_weights import HostCodes
 from batchinfer.worker.linear_kernels import LinearKernel, PackedWeight, pack_codes
+from batchinfer.worker.model.quantization import is_plain_weight
 
 _CODES = "saved_codes"
 
@@ -36,11 +37,16 @@ class ExpertWeights:
         return weight.transpose(1, 2) if self.experts.is_transposed else weight
 
     @property
+    def joined_bias(self) -> torch.Tensor | None:
+        """Biases of all experts, [experts, out], if they have biases."""
+        has_bias = self.experts.has_bias
+        return getattr(self.experts, f"{self.name}_bias").detach() if has_bias else None
+
+    @property
     def biases(self) -> Sequence[torch.Tensor | None]:
         """Bias [out] of each expert, or None."""
-        if not self.experts.has_bias:
-            return [None] * len(self.weight)
-        return list(getattr(self.experts, f"{self.name}_bias").detach())
+        joined = self.joined_bias
+        return [None] * len(self.weight) if joined is None else list(joined)
 
     def packed(
         self, kernel: LinearKernel, dtype: torch.dtype, *, as_saved: bool
@@ -145,15 +151,17 @@ def expert_modules(model: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
     support their structure."""
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            if _is_plain(child):
+            if has_plain_weights(child):
                 yield parent, name, child
 
 
-def _is_plain(module: Any) -> bool:
+def has_plain_weights(module: Any) -> bool:
+    """Return True if a module has experts in the structure that transformers' expert functions
+    support, with weights that are not quantized."""
     if not hasattr(module, "is_transposed") or getattr(module, "has_post_expert_norm", False):
         return False
     tensors = [getattr(module, matrix.name, None) for matrix in matrices_of(module)]
-    return all(type(tensor) is nn.Parameter and tensor.dim() == 3 for tensor in tensors)
+    return all(is_plain_weight(tensor) and tensor.dim() == 3 for tensor in tensors)
 
 
 def pack_experts(

@@ -154,7 +154,12 @@ def quantize(model: Any, method: str, device: torch.device) -> None:
 
 def is_plain(linear: object) -> TypeGuard[nn.Linear]:
     """Return True if a module is a ``torch.nn.Linear`` whose weight is not quantized."""
-    return type(linear) is nn.Linear and type(linear.weight) is nn.Parameter
+    return type(linear) is nn.Linear and is_plain_weight(linear.weight)
+
+
+def is_plain_weight(weight: object) -> TypeGuard[nn.Parameter]:
+    """Return True if an attribute of a module is a parameter that is not quantized."""
+    return type(weight) is nn.Parameter
 
 
 def plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Fused decoder layers give the same logits as transformers and launch nine kernels each."""
+"""Fused decoder layers give the same logits as transformers and launch few kernels."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ from batchinfer.worker.forward import forward
 from batchinfer.worker.fusion.fuse import fuse
 from batchinfer.worker.fusion.fused_modules import FusedDecoderLayer
 from batchinfer.worker.kv_cache import KVCache
+from batchinfer.worker.recurrent.patch_layers import page_recurrent_state
 from tests.models import VOCAB_SIZE, tiny_model
 from tests.worker.on_triton import pretend_cuda, traced
 from tests.worker.step_maker import StepMaker
 
+NUM_SLOTS = 64
 ATTENTION_ALONE = {"num_hidden_layers": 3, "layer_types": ["full_attention"] * 3}
 
 
@@ -30,6 +32,7 @@ def fused(
     register()
     model = tiny_model(family, **changes).to(dtype)
     model.set_attn_implementation(ATTENTION_NAME)  # type: ignore[operator]
+    page_recurrent_state(model)
     config: Any = model.config
     name = str(dtype).removeprefix("torch.")
     layout = KVLayout.from_config(config.to_dict(), block_size=16, dtype=name)
@@ -40,8 +43,10 @@ def fused(
 def prefill_and_decode(layout: KVLayout) -> tuple[KVCache, list[Any], list[list[int]]]:
     """Return a pool, steps of a chunked prefill and a decode, and the ids of both sequences."""
     ids = np.random.default_rng(0).integers(0, VOCAB_SIZE, (2, 20)).tolist()
-    cache = KVCache(layout, 8, torch.device("cpu"), torch.float32)
-    maker = StepMaker(8, 16)
+    cache = KVCache(layout, NUM_SLOTS, torch.device("cpu"), torch.float32)
+    maker = StepMaker(
+        NUM_SLOTS, 16, slots_per_state=layout.slots_per_state, attends=bool(layout.windows)
+    )
     first, second = map(maker.sequence, ids)
     parts = [(first, 19), (second, 7)], [(second, 12)], [(first, 1), (second, 1)]
     return cache, [maker.step(part, every_logit=True) for part in parts], ids
@@ -98,9 +103,11 @@ def test_layers_are_not_fused_without_finite_logits() -> None:
     assert not any(isinstance(module, FusedDecoderLayer) for module in model.modules())
 
 
-def launches(num_layers: int, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+def launches(
+    monkeypatch: pytest.MonkeyPatch, family: str = "qwen3", **changes: Any
+) -> Counter[str]:
     """Count the launches of each kernel in a decode step of two sequences."""
-    model, layout, _ = fused("qwen3", num_hidden_layers=num_layers)
+    model, layout, _ = fused(family, **changes)
     cache, steps, _ = prefill_and_decode(layout)
     for step in steps[:-1]:
         forward(model, cache, CudaAttention(cache), step)
@@ -114,7 +121,7 @@ def launches(num_layers: int, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 def test_a_decode_layer_launches_nine_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """If contexts can be longer than one piece, `_merge_kernel` is a tenth kernel."""
     pretend_cuda(monkeypatch)
-    layer = launches(3, monkeypatch) - launches(2, monkeypatch)
+    layer = launches(monkeypatch, num_hidden_layers=3) - launches(monkeypatch, num_hidden_layers=2)
     assert layer == {
         "_rms_norm_kernel": 2,
         "linear": 2,
@@ -124,3 +131,30 @@ def test_a_decode_layer_launches_nine_kernels(monkeypatch: pytest.MonkeyPatch) -
         "_silu_mul_kernel": 1,
     }
     assert layer.total() == 9
+
+
+FULL, LINEAR, SLIDING = "full_attention", "linear_attention", "sliding_attention"
+LAUNCHES: dict[tuple[str, str], int] = {
+    ("qwen3_moe", ""): 12,
+    ("mixtral", ""): 12,
+    ("qwen3_5_moe_text", LINEAR): 14,
+    ("qwen3_5_moe_text", FULL): 14,
+}
+"""Launches of a layer of a type in a decode step, as in ``kernels/README.md``."""
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize(("family", "kind"), LAUNCHES)
+def test_launches_of_a_decode_layer(
+    family: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend_cuda(monkeypatch)
+    few: dict[str, Any] = {"num_hidden_layers": 1}
+    more: dict[str, Any] = {"num_hidden_layers": 2}
+    if kind:
+        kinds = [LINEAR, FULL] if "qwen" in family else [kind]
+        few = {"num_hidden_layers": len(kinds), "layer_types": kinds}
+        more = {"num_hidden_layers": len(kinds) + 1, "layer_types": [*kinds, kind]}
+    layer = launches(monkeypatch, family, **more) - launches(monkeypatch, family, **few)
+    assert layer.total() == LAUNCHES[family, kind], layer
