@@ -103,8 +103,9 @@ class Share:
 
 
 def outcomes(found: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return numbers of tests, the errors of failed tests, and the names of tests that did not
-    run."""
+    """Summarize the records ``found``: whether the tests passed, the number of tests with each
+    outcome, the errors of failed tests, the names of tests that did not run, and the slowest
+    tests."""
     collected = dict.fromkeys(test for record in found for test in record.get("collected", []))
     started = {record["started"] for record in found if "started" in record}
     started -= {record["cut"] for record in found if "cut" in record}

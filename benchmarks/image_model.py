@@ -1,5 +1,5 @@
-"""Creates a random vision-language model with the layers of Qwen3-VL, its tokenizer and its image
-processor: 88 M parameters for text, 26 M for images."""
+"""Creates a vision-language model with random weights and the layers of Qwen3-VL, and a tokenizer
+and an image processor for it. The model has 88 M parameters for text and 26 M for images."""
 
 from __future__ import annotations
 

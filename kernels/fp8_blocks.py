@@ -28,7 +28,7 @@ MOST = 448.0
 """The largest float8 e4m3fn number."""
 LEAST = 1e-10
 """Lower bound for a block's largest magnitude, so that no scale is zero."""
-_GROUPS = 8  # groups of a row that a program quantizes: two loads of 16 bytes per thread
+_GROUPS = 8  # number of a row's groups that one program quantizes
 
 
 def num_blocks(size: int) -> int:

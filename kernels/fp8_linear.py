@@ -67,7 +67,7 @@ class _Tile:
 
 
 def fp8_linear(
-    x: torch.Tensor,  # [T, K], last dimension contiguous; float8 with scales
+    x: torch.Tensor,  # [T, K], last dimension contiguous; float8 if x_scales is given
     weight: torch.Tensor,  # [N, K] float8, contiguous
     weight_scales: torch.Tensor,  # [ceil(N / 128), G] float32, contiguous
     *,

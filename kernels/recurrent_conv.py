@@ -225,6 +225,6 @@ def _update_kernel(
         if at >= start:
             new = input_ptr + at.to(tl.int64) * input_stride + channels
             x = tl.load(new, mask=mask, other=0.0).to(tl.float32)
-        elif at >= oldest:  # the input moves to an earlier row, which was already read
+        elif at >= oldest:  # moves an old input to an earlier row, which is no longer needed
             x = tl.load(state + (at - start + CONV_WIDTH - 1) * CHANNELS, mask=mask, other=0.0)
         tl.store(state + row * CHANNELS, x, mask=mask)

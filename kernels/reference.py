@@ -317,7 +317,7 @@ def quantize_groups(
 
 
 def fp8_linear(
-    x: torch.Tensor,  # [T, K]; float8 with scales
+    x: torch.Tensor,  # [T, K]; float8 if x_scales is given
     weight: torch.Tensor,  # [N, K] float8
     weight_scales: torch.Tensor,  # [ceil(N / 128), G] float32
     *,

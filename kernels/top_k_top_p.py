@@ -139,8 +139,9 @@ def first_low(keys, top_key, k):
 
 @triton.jit
 def end_inside(keys, ids, measures, goal, low, high, VOCAB: tl.constexpr):
-    """Return the key and id of the last token of the shortest prefix whose measures (weights, or 1
-    for each token) add up to at least `goal`."""
+    """Find the fewest tokens, by descending key and then ascending id, whose `measures` (weights,
+    or 1 for each token) add up to at least `goal`. Return the key and id of the last of them. Its
+    key must be in [low, high]."""
     cut = last_reaching(keys, measures, goal, low, high)
     nothing = tl.zeros_like(measures)
     goal -= tl.sum(tl.where(keys > cut, measures, nothing))

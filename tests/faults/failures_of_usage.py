@@ -96,7 +96,7 @@ USAGE: dict[str, Failure] = {
     "no seed": _instead("8", "8, seed: null"),
     "an alias and its name": _instead("8", "8, max_new_tokens: 9"),
     "a version of the future": _with("version: 2\n"),
-    "a key not built": _instead("8", "8, beam_width: 4, prompt_logprobs: 1"),
+    "two keys that exclude each other": _instead("8", "8, beam_width: 4, top_k: 5"),
     "an unknown preset": _with("engine: {preset: h300}\n"),
     "a size that is none": _with("engine: {kv_cache_memory: lots}\n"),
     "a variable that is not given": _with("vars: {ds: null}\n"),

@@ -25,7 +25,8 @@ _SHRINK = 4.0
 """Weight of the job's overall stop rate when it is averaged with the stop rate at one length. A
 sequence that reached this length has weight 1."""
 _WATERMARK = 0.01
-"""Share of the pool that admission does not fill if no output length is certain."""
+"""Share of the pool that admission leaves free while no row's output length is known. The more
+lengths are known, the smaller the share."""
 _MOST_SNAPSHOTS = 0.5
 """Largest share of the pool that is reserved for snapshots of recurrent state."""
 _GOLDEN = 0.6180339887498949

@@ -67,7 +67,7 @@ class Scheduler:
         self.waiting.append(sequence)
 
     def requeue(self, sequence: Sequence) -> None:
-        """Put a sequence that has already run back at the front of the queue."""
+        """Put a sequence at the front of the queue, because its row has already started."""
         self.waiting.appendleft(sequence)
 
     def schedule(self) -> Schedule | None:

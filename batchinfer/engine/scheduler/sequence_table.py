@@ -134,7 +134,8 @@ class SequenceTable:
 
     @property
     def block_ids(self) -> npt.NDArray[np.integer]:
-        """[rows, longest] unique ids of blocks."""
+        """Ids of each row's blocks, [rows, columns]. Two entries are equal only if the rows share
+        the block. Entries after a row's ``num_blocks`` have no meaning."""
         return self._serials if any(self.windows[:1]) else self.block_table
 
     @property

@@ -330,7 +330,7 @@ class _Compact:
 
     def value(self, kind: int) -> Any:
         """Read a value. Structs become dicts keyed by field number, and strings become bytes."""
-        if kind in (1, 2):  # the type of a bool field is its value; a bool in a list is a byte
+        if kind in (1, 2):  # a bool field's type is its value; bools in lists are bytes
             return kind == 1
         if kind in (4, 5, 6):
             return self._integer()

@@ -30,7 +30,7 @@ class Worker:
     pool_use: float | None
     """Share of KV blocks used in the last step; None unless the run is alive and has a KV cache."""
     saved_at: float
-    """Time of the last write, in seconds since 1970."""
+    """Time when the run last wrote its record, in seconds since 1970."""
     error: str = ""
 
 

@@ -32,7 +32,9 @@ EVERY_S = 5.0
 KEPT_BYTES = 1 << 18
 """Number of bytes to keep from the end of a log."""
 
-_TRIES = 5  # the lock keeps other runs from writing, so objects rarely change meanwhile
+_TRIES = 5
+"""Number of times to try to write or delete objects that another writer changes at the same time,
+which is rare, because the lock keeps other runs from writing."""
 
 
 class StoreLog(io.RawIOBase):

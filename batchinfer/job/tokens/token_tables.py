@@ -149,9 +149,9 @@ class KeptOutput:
         return beams * max(lengths, default=0)
 
     def whole(self, request: RequestId) -> OutputIncrement:
-        """Return the output as a chain of one increment. The chain's number is lower than the
-        numbers that the ``OutputTracker`` gives, so that the chain ends when the engine resumes the
-        request."""
+        """Return the output as a chain of one increment. The chain's number is -1, which the
+        ``OutputTracker`` never gives. When the engine resumes the request, the tracker therefore
+        begins a new chain, which replaces this one."""
         samples = [(0, _joined(parts)) for parts in self.samples.values()]
         return OutputIncrement(*request, self.key, -1, self.stats, samples)
 

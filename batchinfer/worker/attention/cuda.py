@@ -52,7 +52,7 @@ class CudaAttention:
         then be replayed after the contents change.
 
         Args:
-            shares: true if the arrays include shared prefixes.
+            shares: true if steps that replay the launches may have shared prefixes.
             max_chunks: largest number of sequences that compute more than one token.
         """
         self._begin(

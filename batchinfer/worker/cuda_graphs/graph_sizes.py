@@ -88,7 +88,8 @@ def _mixed_sequences(tokens: int, max_num_seqs: int) -> list[int]:
     sizes = [max_num_seqs]
     while sizes[-1] > max(1, _SEQUENCES_RATIO * tokens // _MAX_TOKENS_PER_SEQUENCE):
         sizes.append(-(-sizes[-1] // _SEQUENCES_RATIO))
-    # Keep sizes with at most as many sequences as tokens.
+    # A step has at most as many sequences as tokens, so drop the sizes above the smallest one that
+    # has room for that many.
     most = min(size for size in sizes if size >= min(tokens, max_num_seqs))
     return [size for size in sizes if size <= most]
 

@@ -94,7 +94,8 @@ def load_tokenizer(
     if "auto_map" in (read_json(folder / "tokenizer_config.json") or {}):
         raise ModelError(
             f"{folder}/tokenizer_config.json needs the model's own code (auto_map), "
-            "which is never run; save the tokenizer as tokenizer.json"
+            "which is never run; set model.tokenizer to a folder with a tokenizer.json and "
+            "without auto_map"
         )
     with suppress(OSError):
         try_tokenizer(folder / "tokenizer.json")

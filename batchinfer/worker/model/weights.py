@@ -302,7 +302,7 @@ def fix_longrope(model: torch.nn.Module, max_model_len: int) -> None:
     batch could change a row's output. Models without LongRoPE do not change.
 
     Raises:
-        ModelError: the frequencies cannot be fixed.
+        ModelError: the frequencies depend on the longest row.
     """
     fixed = 0
     for module in model.modules():
@@ -328,8 +328,8 @@ def _fix(module: torch.nn.Module, max_model_len: int) -> None:
         if not torch.equal(actual, wanted[:, :2]):
             raise ModelError(
                 f"the model cannot be run: {type(module).__name__} chooses rotary "
-                "frequencies based on the longest row in the batch (longrope), and "
-                "this choice cannot be fixed"
+                "frequencies by the longest row in the batch (longrope), and batchinfer "
+                "cannot make it use the same frequencies for every batch"
             )
 
 

@@ -60,7 +60,7 @@ class SamplingVariants:
         own: Collection[str] = (),
         forced_tokens: bool = False,
     ) -> SamplingVariants:
-        """Return the variants for steps whose samples have parameters among ``params``.
+        """Return the kernel variants that steps need if each sample has one of ``params``.
 
         Args:
             own: names of parameters that each row may override.

@@ -163,7 +163,8 @@ def _rewrite(
     """
     if token_ids.shape[1] == 0:
         return
-    # Padding repeats a token of the same row. The logits of a row with only padding do not change.
+    # Replace padding with the row's largest token id, whose logit is then written several times,
+    # with the same value. In a row with only padding, token 0 keeps its logit.
     stand_in = token_ids.amax(dim=1, keepdim=True)
     ids = torch.where(token_ids >= 0, token_ids, stand_in.clamp(min=0))
     at = logits[rows, ids]

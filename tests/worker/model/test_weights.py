@@ -68,7 +68,7 @@ def test_rotary_classes_that_cannot_be_fixed_are_refused() -> None:
         def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor]:
             return (position_ids * position_ids.max(),)
 
-    with pytest.raises(ModelError, match=r"Chooser.*cannot be fixed"):
+    with pytest.raises(ModelError, match=r"Chooser.*cannot make it use the same"):
         fix_longrope(torch.nn.Sequential(Chooser()), 100)
 
 

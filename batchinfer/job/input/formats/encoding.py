@@ -124,8 +124,9 @@ def wrong_encoding(path: str, encoding: str, cell: BadCell | None) -> DataError:
     best, reading = _best_reading(cell.text[begin:end])
     return DataError(
         problem,
-        hint=f"set input.encoding: {best} (init: --encoding {best}) if {format_value(reading)} is "
-        f"right; if not, set another encoding; {go_on}",
+        hint=f"in {best}, the word with this byte reads {format_value(reading)}; if that is right, "
+        f"set input.encoding: {best} (init: --encoding {best}); if not, set another encoding; "
+        f"{go_on}",
     )
 
 

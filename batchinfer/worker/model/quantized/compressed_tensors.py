@@ -78,7 +78,9 @@ class CompressedTensors:
         sparsity = _object(saved, "sparsity_config")
         one_of(sparsity, "sparsity_config.format", ("dense",), default="dense")
         if _object(saved, "transform_config").get("config_groups"):
-            raise refused("transform_config", "set", "rotations of rows are not supported")
+            raise refused(
+                "transform_config", "set", "transforms, such as rotations, are not supported"
+            )
         self._schemes = [
             _scheme(f"config_groups.{name}", group)
             for name, group in _object(saved, "config_groups").items()
