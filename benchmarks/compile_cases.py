@@ -23,6 +23,8 @@ from batchinfer.kernels.experts import (
 from batchinfer.kernels.fp8 import FP8
 from batchinfer.kernels.fp8_blocks import num_blocks, quantize_groups
 from batchinfer.kernels.fp8_linear import fp8_linear
+from batchinfer.kernels.int4_linear import int4_linear
+from batchinfer.kernels.int4_words import WORD_BLOCK, WORDS, Int4Words
 from batchinfer.kernels.kv_write import kv_write
 from batchinfer.kernels.lora import lora_expand, lora_shrink, num_splits
 from batchinfer.kernels.matmul import matmul
@@ -272,6 +274,51 @@ def _fp8_linear(
 def _sum_pieces(outputs: int, adds: bool = False) -> Case:
     linear = _fp8_linear(f"fp8_sum_pieces_{outputs}", outputs, 1024, 1, adds=adds)
     return replace(linear, kernels=("_sum_pieces_kernel",))
+
+
+def _int4_linears(
+    name: str, outputs: int, width: int, *row_numbers: int, adds: bool = False
+) -> list[Case]:
+    """Linear layers with weights that were quantized when they were loaded, and in a deterministic
+    job."""
+    return [
+        *(
+            _int4_linear(f"int4_{name}_{rows}", outputs, width, rows, 64, adds=adds)
+            for rows in row_numbers
+        ),
+        _int4_linear(
+            f"int4_{name}_deterministic", outputs, width, 1, 64, adds=adds, batch_invariant=True
+        ),
+    ]
+
+
+def _int4_linear(
+    name: str,
+    outputs: int,
+    width: int,
+    rows: int,
+    group_size: int,
+    *,
+    e2m1: bool = False,
+    dtype: torch.dtype = _DTYPE,
+    **options: bool,
+) -> Case:
+    def launch() -> None:
+        blocks = width // WORD_BLOCK
+        by_group = torch.empty(width // group_size, 1).expand(-1, outputs)
+        weight = Int4Words(
+            torch.empty(blocks, 1, WORDS, dtype=torch.int32).expand(-1, outputs, -1),
+            by_group.to(dtype) if e2m1 else by_group,
+            None if e2m1 else by_group.to(torch.uint8),
+            torch.empty(outputs) if group_size == 16 else None,
+            None,
+            width,
+            dtype,
+        )
+        out = torch.empty(rows, outputs, dtype=dtype)
+        int4_linear(torch.empty(rows, width, dtype=dtype), weight, out=out, **options)
+
+    return Case(name, ("_int4_linear_kernel",), launch)
 
 
 def _quantize_groups(width: int) -> Case:
@@ -535,6 +582,25 @@ CASES = (
     *_fp8_linears("8b_gate_up", 28672, 4096, 1, 64, 256, 4096),  # Llama-3.1-8B
     *_fp8_linears("v3_o", 7168, 16384, 1, 64, 256, 4096),  # DeepSeek-V3
     *_fp8_linears("v3_kv_a", 576, 7168, 64),  # DeepSeek-V3: a last block of 64 rows
+    *_int4_linears("0.6b_qkv", 4096, 1024, *_ROW_NUMBERS),
+    *_int4_linears("0.6b_o", 1024, 2048, *_ROW_NUMBERS, adds=True),
+    *_int4_linears("0.6b_gate_up", 6144, 1024, *_ROW_NUMBERS),
+    *_int4_linears("0.6b_down", 1024, 3072, *_ROW_NUMBERS, adds=True),
+    # Llama-3.1-8B in AWQ or GPTQ, MXFP4 and NVFP4
+    *(
+        _int4_linear(f"{kind}_8b_gate_up_{rows}", 28672, 4096, rows, group_size, e2m1=e2m1)
+        for kind, group_size, e2m1 in (
+            ("int4_g128", 128, False), ("int4_g32", 32, False),
+            ("mxfp4", 32, True), ("nvfp4", 16, True),
+        )
+        for rows in (1, 64, 4096)
+    ),
+    *(
+        _int4_linear(
+            f"{kind}_f16_8b_gate_up_1", 28672, 4096, 1, group_size, e2m1=e2m1, dtype=torch.float16
+        )
+        for kind, group_size, e2m1 in (("int4_g128", 128, False), ("nvfp4", 16, True))
+    ),
     _sum_pieces(1024, adds=True),
     _sum_pieces(4096),
     _sum_pieces(6144),

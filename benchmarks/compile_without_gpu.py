@@ -191,7 +191,10 @@ def _read(cubin: bytes) -> Compiled:
 def _work(arguments: dict[str, Any]) -> tuple[float, str]:
     """Return the work of one iteration of a kernel's main loop, and its unit."""
     if {"OUTPUTS_BLOCK", "BLOCK"} <= arguments.keys():
-        return _linear_work(arguments["ROWS"], arguments["OUTPUTS_BLOCK"], arguments["BLOCK"])
+        element_bytes = 0.5 if "words_ptr" in arguments else 1
+        return _linear_work(
+            arguments["ROWS"], arguments["OUTPUTS_BLOCK"], arguments["BLOCK"], element_bytes
+        )
     if "TILE" not in arguments:
         return 1, "turn"
     tile, rows = arguments["TILE"], arguments["ROWS"]
@@ -205,11 +208,11 @@ def _work(arguments: dict[str, Any]) -> tuple[float, str]:
     return tile * widths * cache.key_ptr.element_size() / 1024, "KiB of KV"
 
 
-def _linear_work(rows: int, outputs: int, width: int) -> tuple[float, str]:
-    """Return the work of a linear layer: bytes of weights for few rows, because reading weights
-    then limits the speed; otherwise multiplications."""
+def _linear_work(rows: int, outputs: int, width: int, element_bytes: float) -> tuple[float, str]:
+    """Return the work of a linear layer: bytes of weights, without scales, for few rows, because
+    reading weights then limits the speed; otherwise multiplications."""
     if rows <= 64:
-        return outputs * width / 1024, "KiB of weight"
+        return outputs * width * element_bytes / 1024, "KiB of weight"
     return rows * outputs * width / 128**3, "128 x 128 x 128"
 
 

@@ -35,13 +35,14 @@ from batchinfer.kernels.launch import (
     compute_capability,
     num_multiprocessors,
 )
+from batchinfer.kernels.linear_tiles import (
+    FEW_ROWS,
+    GROUPED,
+    even_pieces,
+    place_tile,
+    sum_pieces,
+)
 
-# Number of row tiles that read the same tile of a weight one after the other, so that this tile
-# stays in the L2 cache.
-_GROUPED = 8
-_FEW_ROWS = 64  # up to this number of rows, reading the weights takes most of the time
-_PIECE_GROUPS = 2  # smallest number of groups per piece
-_SUMMED = 1024  # outputs per program of the kernel that adds pieces
 # Largest number of pipeline stages. With few rows, each program then has 40 KiB of loads in flight.
 _STAGES = 5
 # Bytes of a multiprocessor's shared memory that operands may take: on devices with little shared
@@ -106,7 +107,7 @@ def fp8_linear(
     if pieces is None:
         pieces = num_pieces(num_rows, outputs, width, x.device)
     else:
-        pieces = _even_pieces(num_blocks(width), pieces)
+        pieces = even_pieces(num_blocks(width), pieces)
     target = out if pieces == 1 else out.new_empty(pieces, *out.shape, dtype=torch.float32)
     readable = as_readable(weight)
     _fp8_linear_kernel[(tiles, pieces)](
@@ -129,24 +130,13 @@ def fp8_linear(
         BLOCK=BLOCK,
         ROWS=tile.rows,
         OUTPUTS_BLOCK=tile.outputs,
-        GROUPED=_GROUPED,
+        GROUPED=GROUPED,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         **OPTIONS,
     )
     if pieces > 1:
-        _sum_pieces_kernel[(num_rows, triton.cdiv(outputs, _SUMMED))](
-            target,
-            bias,
-            out,
-            num_rows,
-            pieces,
-            OUTPUTS=outputs,
-            ADDS=adds,
-            BLOCK=_SUMMED,
-            num_warps=4,
-            **OPTIONS,
-        )
+        sum_pieces(target, bias, out, adds=adds)
 
 
 def num_pieces(rows: int, outputs: int, width: int, device: torch.device) -> int:
@@ -154,21 +144,15 @@ def num_pieces(rows: int, outputs: int, width: int, device: torch.device) -> int
     tile = _tile(rows, 1, compute_capability(device))
     tiles = triton.cdiv(rows, tile.rows) * triton.cdiv(outputs, tile.outputs)
     # With few rows, a program occupies only a part of a multiprocessor.
-    wanted = num_multiprocessors(device) * (2 if rows <= _FEW_ROWS else 1) // tiles
-    return _even_pieces(num_blocks(width), wanted)
-
-
-def _even_pieces(groups: int, wanted: int) -> int:
-    """Divide the groups evenly into at most `wanted` pieces, and return the number of pieces."""
-    most = max(1, min(wanted, groups // _PIECE_GROUPS))
-    return int(triton.cdiv(groups, triton.cdiv(groups, most)))
+    wanted = num_multiprocessors(device) * (2 if rows <= FEW_ROWS else 1) // tiles
+    return even_pieces(num_blocks(width), wanted)
 
 
 def _tile(rows: int, x_bytes: int, capability: int) -> _Tile:
     widens_in_registers = x_bytes == 2 and capability >= 90
     if rows <= 32:
         size, outputs, num_warps, weight_first = 16 if rows <= 16 else 32, 64, 4, True
-    elif rows <= _FEW_ROWS or x_bytes == 4:
+    elif rows <= FEW_ROWS or x_bytes == 4:
         size, outputs, num_warps, weight_first = 64, 64, 4, widens_in_registers
     else:
         size, outputs, num_warps, weight_first = 128, 128, 8, widens_in_registers
@@ -207,7 +191,7 @@ def _fp8_linear_kernel(
     OUTPUTS_BLOCK: tl.constexpr,  # outputs of a tile; divides BLOCK
     GROUPED: tl.constexpr,
 ):
-    row_tile, output_tile = _place(num_rows, OUTPUTS, ROWS, OUTPUTS_BLOCK, GROUPED)
+    row_tile, output_tile = place_tile(num_rows, OUTPUTS, ROWS, OUTPUTS_BLOCK, GROUPED)
     rows = (row_tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     outputs = (output_tile * OUTPUTS_BLOCK + tl.arange(0, OUTPUTS_BLOCK)).to(tl.int64)
     read_rows, read_outputs = tl.minimum(rows, num_rows - 1), tl.minimum(outputs, OUTPUTS - 1)
@@ -271,26 +255,6 @@ def _fp8_linear_kernel(
 
 
 @triton.jit
-def _place(
-    num_rows,
-    OUTPUTS: tl.constexpr,
-    ROWS: tl.constexpr,
-    OUTPUTS_BLOCK: tl.constexpr,
-    GROUPED: tl.constexpr,
-):
-    # Programs that run at the same time compute GROUPED tiles of rows for the same tiles of the
-    # weight, so that the rows and the weight stay in the L2 cache.
-    program = tl.program_id(0)
-    row_tiles = tl.cdiv(num_rows, ROWS)
-    output_tiles: tl.constexpr = (OUTPUTS + OUTPUTS_BLOCK - 1) // OUTPUTS_BLOCK
-    group = program // (GROUPED * output_tiles)
-    first = group * GROUPED
-    size = tl.minimum(row_tiles - first, GROUPED)
-    within = program % (GROUPED * output_tiles)
-    return first + within % size, within // size
-
-
-@triton.jit
 def _operand(
     stored,  # [...] float8 (or float8 viewed as uint8), or DTYPE
     DTYPE: tl.constexpr,
@@ -303,30 +267,3 @@ def _operand(
     else:
         operand = widen(stored, DTYPE)
     return operand
-
-
-@triton.jit(do_not_specialize=["num_rows", "num_pieces"])
-def _sum_pieces_kernel(
-    pieces_ptr,  # [P, T, N] float32
-    bias_ptr,  # [N], or None
-    out_ptr,  # [T, N]
-    num_rows,
-    num_pieces,
-    OUTPUTS: tl.constexpr,
-    ADDS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    outputs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    in_range = outputs < OUTPUTS
-    ptrs = pieces_ptr + row * OUTPUTS + outputs
-    acc = tl.load(ptrs, mask=in_range, other=0.0)
-    for _ in range(1, num_pieces):
-        ptrs += num_rows.to(tl.int64) * OUTPUTS
-        acc += tl.load(ptrs, mask=in_range, other=0.0)
-    if bias_ptr is not None:
-        acc += tl.load(bias_ptr + outputs, mask=in_range, other=0.0).to(tl.float32)
-    out_ptrs = out_ptr + row * OUTPUTS + outputs
-    if ADDS:
-        acc += tl.load(out_ptrs, mask=in_range, other=0.0).to(tl.float32)
-    tl.store(out_ptrs, acc, mask=in_range)

@@ -9,6 +9,7 @@ import torch
 
 from batchinfer.kernels.fp8 import FP8
 from batchinfer.kernels.fp8_blocks import BLOCK, MOST, dequantize_blocks, num_blocks, scales_of
+from batchinfer.kernels.int4_words import Int4Words
 
 
 def paged_attention(
@@ -333,6 +334,24 @@ def fp8_linear(
     if x_scales is not None:
         rows = rows * x_scales.T.double().repeat_interleave(BLOCK, 1)[:, : x.shape[1]]
     product = rows @ dequantize_blocks(weight, weight_scales, torch.float64).T
+    if bias is not None:
+        product += bias.double()
+    out.copy_(out.double() + product if adds else product)
+
+
+def int4_linear(
+    x: torch.Tensor,  # [T, K]
+    weight: Int4Words,  # [N, K]
+    *,
+    out: torch.Tensor,  # [T, N]
+    bias: torch.Tensor | None = None,  # [N]
+    adds: bool = False,
+    pieces: int | None = None,
+    batch_invariant: bool = False,
+) -> None:
+    """Write the product of x and the dequantized weight to `out`, or add it to `out`."""
+    del pieces, batch_invariant  # affect only the kernel's launch
+    product = x.double() @ weight.dequantized(torch.float64).T
     if bias is not None:
         product += bias.double()
     out.copy_(out.double() + product if adds else product)

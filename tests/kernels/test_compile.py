@@ -97,6 +97,25 @@ def test_float8_linears_use_warp_group_instructions_on_sm_90(compiled: list[Row]
     assert all(row.copies_16 for row in products)
 
 
+@pytest.mark.long
+def test_4_bit_linears_issue_at_most_as_many_instructions_as_reading_allows(
+    compiled: list[Row],
+) -> None:
+    """A multiprocessor issues four instructions per cycle. The time to issue all instructions is at
+    most 1.3 times the time to read the weights and their scales."""
+    cycles = {"sm_80": 76, "sm_90": 71}  # per KiB, by the data sheets of an A100 and an H100
+    scales = {"0.6b": 5 / 64, "g128": 5 / 128, "g32": 5 / 32, "mxfp4": 2 / 32, "nvfp4": 2 / 16}
+    products = [row for row in compiled if row.kernel == "_int4_linear_kernel"]
+    assert all(row.copies_16 and row.stack == 0 for row in products)
+    assert {row.tensor_core for row in products if row.target == "sm_90"} == {8}
+    few = [row for row in products if row.unit == "KiB of weight"]
+    assert {row.case.rsplit("_", 1)[1] for row in few} == {"1", "32", "64", "deterministic"}
+    for row in few:
+        more = next(each for name, each in scales.items() if name in row.case)
+        slots = 4 * cycles[row.target] * (0.5 + more) / 0.5
+        assert row.issued <= 1.3 * slots, row.name
+
+
 def check_kept(version: str, path: Path, folder: Path) -> None:
     """Compile some kernels again, and compare their rows with the stored table."""
     chosen = ["--cases", "d64", "rotary_d128_norms", "--targets", "90"]
