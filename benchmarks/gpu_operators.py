@@ -1,7 +1,7 @@
 """Benchmarks of attention kernels and linear layers, compared with the device's limits.
 
-Measures the bandwidth of decodes, FLOP/s of prefills, the gain from shared prefixes, and float8
-linear layers compared with cuBLAS in bfloat16.
+Measures the bandwidth of decodes, FLOP/s of prefills, the gain from shared prefixes, and linear
+layers with float8 and 4-bit weights compared with cuBLAS in bfloat16.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from batchinfer.kernels.chunk_attention import ChunkWork, plan_chunks, query_til
 from batchinfer.kernels.decode_plan import DecodeWork, plan_decode
 from batchinfer.kernels.paged_attention import paged_attention
 from batchinfer.worker.linear.fp8_linear import fp8_kernel
+from batchinfer.worker.linear.int4_linear import int4_kernel
 from batchinfer.worker.linear.packed_linear import PackedLinear
 
 _COPY_BYTES, _MATRIX = 4 * 2**30, 8192
@@ -40,6 +41,7 @@ _STRIDED = (256, 800)  # sequences, tokens per sequence
 _ROWS = (1, 64, 256, 4096)
 _ROTATED_CODES = 2**28  # total codes of the weights that take turns, so that no cache holds them
 _MOST_WEIGHTS = 32
+_FP8_ERROR, _INT4_ERROR = 0.1, 0.2  # largest relative error of rounded weights
 
 
 def seconds(run: Callable[[], object], device: torch.device, repeats: int = 20) -> float:
@@ -377,7 +379,7 @@ def weights_of(shape: Shape) -> dict[str, tuple[int, int]]:
 def _linear_cell(
     device: torch.device, ceilings: Ceilings, rows: int, outputs: int, width: int
 ) -> dict[str, Any]:
-    """Measure microseconds, TFLOP/s and share of copy bandwidth for bfloat16 and float8."""
+    """Measure microseconds, TFLOP/s and share of copy bandwidth for bfloat16, float8 and 4 bits."""
     dtype = torch.float16 if device.type == "cpu" else torch.bfloat16
     num = 1 if device.type == "cpu" else min(_MOST_WEIGHTS, _ROTATED_CODES // (outputs * width))
     x = torch.randn(rows, width, device=device).to(dtype)
@@ -388,6 +390,7 @@ def _linear_cell(
         ]
         for rows_too in (True, False)
     }
+    ways["int4"] = [PackedLinear(each, int4_kernel(batch_invariant=False)) for each in plain]
     cell: dict[str, Any] = {}
     for name, layers in ways.items():
         each = seconds(partial(_run_all, layers, x), device) / len(layers)
@@ -396,9 +399,13 @@ def _linear_cell(
             f"{name} TFLOP/s": 2e-12 * rows * outputs * width / each,
         }
         if name != "bf16":
-            cell[f"{name} share of copy"] = outputs * width / each / ceilings.bytes_per_s
+            cell[f"{name} share of copy"] = layers[0].nbytes / each / ceilings.bytes_per_s
             cell[f"{name} error"] = _difference(layers[0](x), plain[0](x))
-    cell["ok"] = all(cell[f"{name} error"] < 0.1 for name in ways if name != "bf16")
+    cell["ok"] = all(
+        cell[f"{name} error"] < (_INT4_ERROR if name == "int4" else _FP8_ERROR)
+        for name in ways
+        if name != "bf16"
+    )
     return cell
 
 

@@ -92,11 +92,12 @@ def build_engine(
         if random_weights:
             raise NotYetError("random weights for an encoder or a bidirectional model")
         return build_encoder(model, engine, device, log, pinned_kernels or {}, tokenizer)
-    if engine.deterministic and device.type == "cuda" and model.quantization is not None:
+    if engine.deterministic and device.type == "cuda" and model.quantization not in (None, "int4"):
         raise ModelError(
             f"engine.deterministic is true, but the CUDA kernels of model.quantization: "
             f"{model.quantization} are not batch-invariant",
-            hint="set engine.deterministic: false, engine.device: cpu, or no quantization",
+            hint="set engine.deterministic: false or engine.device: cpu, set model.quantization to "
+            "int4, or remove it",
         )
     if engine.latent_cache and device.type == "cuda" and engine.kv_cache_dtype != "auto":
         raise ModelError(

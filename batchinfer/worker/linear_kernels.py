@@ -8,6 +8,7 @@ call. Because oneDNN's operators are private to torch, each kernel is first trie
 and is not used if this trial fails.
 
 On a CUDA device, torch multiplies, or a Triton kernel if results must be batch-invariant.
+Quantized weights have their own kernels (``linear/fp8_linear.py``, ``linear/int4_linear.py``).
 """
 
 from __future__ import annotations

@@ -29,6 +29,7 @@ from batchinfer.worker.fusion.fuse import fuse, fused_line
 from batchinfer.worker.fusion.native_delta_layers import fuse_native_delta_layers
 from batchinfer.worker.fusion.native_layers import fuse_native_layers, join_native_layers
 from batchinfer.worker.linear.fp8_linear import quantize_fp8
+from batchinfer.worker.linear.int4_linear import quantize_int4
 from batchinfer.worker.linear.kernel_choice import (
     KernelChoice,
     KernelRequirements,
@@ -343,6 +344,8 @@ def _pack(
     else:
         if quantization == "fp8":
             names["fp8"] = quantize_fp8(model)
+        elif quantization == "int4":
+            names["int4"] = quantize_int4(model, batch_invariant=required.deterministic)
         chosen = choose_cuda_kernel(device, dtype, required)
         if chosen.kernel is not None:
             pack_linears(model, chosen.kernel, dtype)

@@ -46,9 +46,11 @@ def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ({"kv_cache_dtype": "fp8"}, "_decode_kernel"),
         ({"quantization": "fp8"}, "_fp8_linear_kernel"),
+        ({"quantization": "int4"}, "_int4_linear_kernel"),
         ({"deterministic": True}, "_batch_invariant_kernel"),
+        ({"deterministic": True, "quantization": "int4"}, "_int4_linear_kernel"),
     ],
-    ids=["fp8_cache", "fp8_linears", "deterministic"],
+    ids=["fp8_cache", "fp8_linears", "int4_linears", "deterministic", "deterministic_int4"],
 )
 def test_settings_choose_other_kernels(
     settings: dict[str, Any],
@@ -69,8 +71,14 @@ def test_settings_choose_other_kernels(
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"kv_cache_dtype": "fp8"}, {"quantization": "fp8"}, {"deterministic": True}],
-    ids=["plain", "fp8_cache", "fp8_linears", "deterministic"],
+    [
+        {},
+        {"kv_cache_dtype": "fp8"},
+        {"quantization": "fp8"},
+        {"quantization": "int4"},
+        {"deterministic": True},
+    ],
+    ids=["plain", "fp8_cache", "fp8_linears", "int4_linears", "deterministic"],
 )
 def test_all_graphs_of_the_default_sizes_are_captured(
     settings: dict[str, Any],

@@ -35,7 +35,7 @@ _UNGATED_MLP = frozenset(
 )
 """Values of ``model_type`` of models whose MLPs have two matrices. A gated MLP has three."""
 OWN_INTEGERS = ("int8", "int4")
-"""Values of ``model.quantization`` that store the output head as int8."""
+"""Values of ``model.quantization`` that store the output head as int8 on a CPU."""
 INT8_BYTES = 1.0
 _INT4_BYTES = 0.5
 _SCALE_AND_ZERO = 5  # bytes per group: a float32 scale and an 8-bit zero point
@@ -44,8 +44,12 @@ _OWN_GROUP = 64
 """Group size of batchinfer's 4-bit quantization, and an estimate for torchao's, whose groups have
 32, 64 or 128 weights."""
 _MXFP4_GROUP = 32
-_NVFP4_BYTES = 0.5 + 1 / 16
+_NVFP4_GROUP = 16
+_NVFP4_BYTES = _INT4_BYTES + 1 / _NVFP4_GROUP
 """Bytes per weight of NVFP4: 16 numbers share a float8 scale."""
+_CUDA_GROUPS = (16, 32, 64)
+_MOST_CUDA_GROUP = 128
+"""The CUDA kernel repeats the scales of longer groups, whose size must be a multiple of this."""
 _NVFP4_NAMES = ("NVFP4", "W4A16_NVFP4")
 _FLOAT8_BLOCK = 128
 _FLOAT8_SCALE = 4  # bytes
@@ -163,7 +167,9 @@ class ModelCost:
             expert_bytes=matrix_bytes(
                 config, quantization, layout.element_bytes, on_cpu=on_cpu, experts=True
             ),
-            head_bytes=INT8_BYTES if quantization in OWN_INTEGERS else float(layout.element_bytes),
+            head_bytes=INT8_BYTES
+            if on_cpu and quantization in OWN_INTEGERS
+            else float(layout.element_bytes),
             kv_bytes=layout.bytes_per_token,
             state_bytes=state.num_bytes if state else 0,
             expert_layers=expert_layers,
@@ -264,7 +270,9 @@ def matrix_bytes(
         block = saved.get("weight_block_size")
         group = block[1] if isinstance(block, list) and len(block) == 2 else _FLOAT8_BLOCK
         return INT8_BYTES + _FLOAT8_SCALE / group
-    if quantization in OWN_INTEGERS:
+    if quantization == "int4" and not on_cpu and not experts:
+        return _cuda_int4_bytes(saved, element_bytes)
+    if quantization in OWN_INTEGERS and on_cpu:
         if _is_nvfp4(saved) and (experts or quantization == "int4"):
             return _NVFP4_BYTES
         is_mxfp4 = experts and saved.get("quant_method") == "mxfp4"
@@ -273,12 +281,23 @@ def matrix_bytes(
             return _INT4_BYTES + _SCALE_AND_ZERO / (group4 or _OWN_GROUP)
         return INT8_BYTES + _SCALE_AND_ZERO / (_saved_group(saved, 8) or math.inf)
     if experts:
-        return float(element_bytes)  # torchao and float8 do not quantize experts
+        return float(element_bytes)  # only the C kernels quantize experts
     if quantization == "int4_weight_only":
         return _INT4_BYTES + 2 * element_bytes / _OWN_GROUP
     if quantization is not None or saved.get("quant_method") == "torchao":
         return INT8_BYTES  # codes with fewer bits also take a byte each
     return float(element_bytes)
+
+
+def _cuda_int4_bytes(saved: Mapping[str, Any], element_bytes: int) -> float:
+    """Return the bytes per parameter of a linear layer with 4 bits on a CUDA device."""
+    if _is_nvfp4(saved):
+        return _INT4_BYTES + element_bytes / _NVFP4_GROUP  # scales have the model's dtype
+    if _is_packed_mxfp4(saved):
+        return _INT4_BYTES + element_bytes / _MXFP4_GROUP
+    group = _saved_group(saved, 4) or _OWN_GROUP
+    is_kept = group in _CUDA_GROUPS or group == math.inf or group % _MOST_CUDA_GROUP == 0
+    return _INT4_BYTES + _SCALE_AND_ZERO / min(group if is_kept else _OWN_GROUP, _MOST_CUDA_GROUP)
 
 
 def _is_nvfp4(saved: Mapping[str, Any]) -> bool:
@@ -289,19 +308,34 @@ def _is_nvfp4(saved: Mapping[str, Any]) -> bool:
         names = (saved.get("quant_algo"), *(each.get("quant_algo") for each in layers.values()))
         return any(name in _NVFP4_NAMES for name in names)
     return any(
-        weights.get("type") == "float" and weights.get("num_bits") == 4
+        _is_float4(weights) and weights.get("group_size") != _MXFP4_GROUP
         for weights in _compressed_weights(saved)
     )
 
 
+def _is_packed_mxfp4(saved: Mapping[str, Any]) -> bool:
+    """Return true if a checkpoint of compressed-tensors has weights in MXFP4."""
+    return any(
+        _is_float4(weights) and weights.get("group_size") == _MXFP4_GROUP
+        for weights in _compressed_weights(saved)
+    )
+
+
+def _is_float4(weights: Mapping[str, Any]) -> bool:
+    return weights.get("type") == "float" and weights.get("num_bits") == 4
+
+
 def _saved_group(saved: Mapping[str, Any], bits: int) -> float | None:
-    """Return the group size of a checkpoint's integer codes; infinite if a matrix row is one group.
+    """Return the group size of a checkpoint's integers or MXFP4 numbers; infinite if a matrix row
+    is one group.
 
     Returns None if the checkpoint has no codes with this number of bits, or if batchinfer quantizes
     the weights again.
     """
     if saved.get("quant_method") == "bitsandbytes":
         return _BITSANDBYTES_GROUP if bits == 4 and saved.get("load_in_4bit") else None
+    if bits == 4 and _is_packed_mxfp4(saved):
+        return _MXFP4_GROUP
     for part in _integer_parts(saved):
         if part.get("bits", part.get("num_bits", part.get("w_bit"))) == bits:
             size = part.get("group_size")

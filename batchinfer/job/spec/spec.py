@@ -87,12 +87,12 @@ class ModelSpec(Section):
     config."""
     quantization: Text | None = None
     """Method that quantizes the weights of linear layers when they are loaded. int8 and int4:
-    batchinfer's methods for CPUs, with int8 activations. fp8: batchinfer's method for CPUs and CUDA
-    devices, in blocks of 128 x 128; on CUDA devices with compute capability 8.9 or higher,
-    activations are fp8 too. int8_weight_only and int4_weight_only: torchao's methods. null: keep
-    the weights that torchao quantized, and dequantize other quantized checkpoints. If a checkpoint
-    is already quantized, int8, int4 and fp8 use its weights unchanged if their format allows
-    it."""
+    batchinfer's methods for CPUs, with int8 activations; on CUDA devices, int4 keeps the data type
+    of activations. fp8: batchinfer's method for CPUs and CUDA devices, in blocks of 128 x 128; on
+    CUDA devices with compute capability 8.9 or higher, activations are fp8 too. int8_weight_only
+    and int4_weight_only: torchao's methods. null: keep the weights that torchao quantized, and
+    dequantize other quantized checkpoints. If a checkpoint is already quantized, int8, int4 and fp8
+    use its weights unchanged if their format allows it."""
     adapters: Mapping[Text, Text] = {}
     """LoRA adapters in peft's format: a folder or hub id for each name. ``prompt.adapter`` selects
     an adapter for all rows, ``prompt.adapter_column`` for each row. A request in an OpenAI batch

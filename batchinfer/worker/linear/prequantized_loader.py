@@ -108,8 +108,8 @@ def keep_prequantized(
     """Keep the saved codes of linear layers, if the kernels of ``method`` can read them.
 
     Call this before layers are fused. A layer is skipped if the kernels cannot read its codes
-    (because of the number of bits, unequal groups, or the size of float8 blocks). A layer is also
-    skipped if its loaded numbers differ from the saved numbers, for example because loading
+    (because of the number of bits, the groups, the table, or the size of float8 blocks). A layer is
+    also skipped if its loaded numbers differ from the saved numbers, for example because loading
     rearranged them.
 
     Args:

@@ -43,10 +43,10 @@ def check_quantization(config: Mapping[str, Any], wanted: str | None, device_typ
         ModelError: the format cannot be loaded, weights would be quantized twice, the device does
             not support the method, or torchao is not installed.
     """
-    if wanted in ("int8", "int4") and device_type != "cpu":
+    if wanted == "int8" and device_type != "cpu":
         raise ModelError(
-            f"model.quantization: {wanted} is not yet supported on CUDA devices; "
-            f"use {wanted}_weight_only"
+            "model.quantization: int8 is not yet supported on CUDA devices; use fp8, int4 or "
+            "int8_weight_only"
         )
     saved = saved_section(config)
     if not saved:

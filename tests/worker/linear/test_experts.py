@@ -126,7 +126,7 @@ def test_a_models_experts_are_rounded_as_its_linear_layers(method: str, tmp_path
     for loaded in (rounded, plain):
         assert any(isinstance(module, PackedExperts) for module in loaded.model.modules())
         used = method if loaded is rounded else None
-        cost = ModelCost.from_config(loaded.config, "float32", quantization=used)
+        cost = ModelCost.from_config(loaded.config, "float32", quantization=used, on_cpu=True)
         assert loaded.facts["weight_bytes"] == pytest.approx(cost.weight_bytes, rel=0.2), (
             "equal up to the scales"
         )

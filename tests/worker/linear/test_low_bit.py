@@ -138,7 +138,7 @@ def test_layers_are_fused_small_and_keep_a_rows_bits(
     assert "NativeDecoderLayers" in kinds
     check_batch_invariance(loaded.model, loaded.layout(16), loaded.kernels.kernel)
     config = json.loads((checkpoint("llama") / "config.json").read_text())
-    cost = ModelCost.from_config(config, "float32", quantization=method)
+    cost = ModelCost.from_config(config, "float32", quantization=method, on_cpu=True)
     assert loaded.facts["weight_bytes"] == pytest.approx(cost.weight_bytes, rel=0.15)
     assert model_bytes(loaded.model) == loaded.facts["weight_bytes"]
 
@@ -153,17 +153,21 @@ def test_layers_that_differ_by_rounding_are_joined(tmp_path: Path) -> None:
 
 
 @methods
-def test_low_bit_methods_refuse_unsupported_models_and_devices(
+def test_low_bit_methods_refuse_unsupported_models_and_dtypes(
     checkpoint: Callable[[str], Path], method: str
 ) -> None:
     with pytest.raises(DeviceError, match=r"needs a C compiler \(cc, or \$CC\), and model.dtype"):
         load(checkpoint("llama"), method, "float16")
-    with pytest.raises(
-        ModelError, match=rf"model\.quantization: {method} is not yet supported on CUDA"
-    ):
-        check_quantization({}, method, "cuda")
     with pytest.raises(ModelError, match="'gpt2' have no linear layers that can be quantized"):
         load(checkpoint("gpt2"), method)
+
+
+def test_int8_is_refused_on_cuda_devices() -> None:
+    with pytest.raises(
+        ModelError, match=r"int8 is not yet supported on CUDA devices; use fp8, int"
+    ):
+        check_quantization({}, "int8", "cuda")
+    check_quantization({}, "int4", "cuda")
 
 
 def test_adapters_are_added_to_layers_of_few_bits(tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ _KEPT = {
     **dict.fromkeys(("gptq", "gptq with zeros", "gptq sorted", "gptq v2"), Int4Weight),
     **dict.fromkeys(("fp8 whole", "modelopt", "float8 whole"), Float8Weight),
     **dict.fromkeys(("nf4 in rows", "nf4 in rows, nested"), Int4Weight),
-    **dict.fromkeys(("nvfp4", "nvfp4 modelopt"), Int4Weight),
+    **dict.fromkeys(("packed mxfp4", "nvfp4", "nvfp4 modelopt"), Int4Weight),
     **dict.fromkeys(("int8", "llm.int8"), Int8Weight),
     **dict.fromkeys(("packed int8", "int8 with zeros", "int8 in groups"), Int8GroupedWeight),
     **dict.fromkeys(("gptq 8 bits", "gptq 8 bits sorted"), Int8GroupedWeight),
@@ -172,7 +172,7 @@ def test_layers_are_packed_as_they_were_saved(
     dequantized = load(folder)
     assert re.fullmatch(f"{CASES[case][0]['quant_method']}.*, {method}", kept.facts["quantization"])
     if case.startswith(("awq", "gptq", "int8 in")):  # others are padded to panels or blocks
-        cost = ModelCost.from_config(kept.config, "float32", quantization=method)
+        cost = ModelCost.from_config(kept.config, "float32", quantization=method, on_cpu=True)
         assert kept.facts["weight_bytes"] == pytest.approx(cost.weight_bytes, rel=0.07)
     assert kept.facts["weight_bytes"] < dequantized.facts["weight_bytes"]
     noise = (logits_of(kept) - logits_of(dequantized)).norm()

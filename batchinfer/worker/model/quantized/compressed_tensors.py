@@ -1,4 +1,4 @@
-"""Reads llm-compressor's format, compressed-tensors: packed or unpacked integers, float8 and NVFP4.
+"""Reads llm-compressor's format, compressed-tensors: integers, float8, MXFP4 and NVFP4.
 
 Source: the library's ``compressors/pack_quantized``, ``compressors/naive_quantized`` and
 ``quantization/lifecycle/forward_helpers.py``. Groups of layers (``config_groups``) may have
@@ -18,7 +18,12 @@ import torch
 
 from batchinfer.errors import ModelError
 from batchinfer.worker.model.quantized.config_key import block_of, group_size, one_of, refused
-from batchinfer.worker.model.quantized.float4 import NVFP4_GROUP, nvfp4_weight
+from batchinfer.worker.model.quantized.float4 import (
+    MXFP4_GROUP,
+    NVFP4_GROUP,
+    mxfp4_weight,
+    nvfp4_weight,
+)
 from batchinfer.worker.model.quantized.float8 import FLOAT8, float8_weight
 from batchinfer.worker.model.quantized.low_bit import (
     IntegerWeight,
@@ -38,7 +43,7 @@ from batchinfer.worker.model.quantized.stored_tensors import (
 
 _FORMATS = (
     *("pack-quantized", "int-quantized", "float-quantized", "naive-quantized"),
-    *("nvfp4-pack-quantized", "mixed-precision", "dense"),
+    *("mxfp4-pack-quantized", "nvfp4-pack-quantized", "mixed-precision", "dense"),
 )
 _MATCH_S = 1.0
 """Time limit in seconds for matching a pattern, because a malicious pattern could take forever."""
@@ -54,7 +59,8 @@ class _Scheme:
     group_size: int | None
     block: tuple[int, int] | None
     has_zeros: bool
-    is_nvfp4: bool
+    float4_group: int | None
+    """Group size of MXFP4 or NVFP4; None: another format."""
 
     def rank(self, module: str) -> int:
         """Return how the group matches a module: 0: by name, 1: by pattern, 2: by class, 3: not at
@@ -93,7 +99,9 @@ class CompressedTensors:
         scheme = self._scheme_of(name)
         if scheme.has_zeros:
             part_of(name, parts, _ZEROS)
-        if scheme.is_nvfp4:
+        if scheme.float4_group == MXFP4_GROUP:
+            return mxfp4_weight(part_of(name, parts, _PACKED), part_of(name, parts, _SCALE))
+        if scheme.float4_group == NVFP4_GROUP:
             ends = _PACKED, _SCALE, _GLOBAL
             data, scales, divisor = (part_of(name, parts, end) for end in ends)
             return nvfp4_weight(name, data, scales, divisor, is_reciprocal=True)
@@ -141,18 +149,20 @@ def _scheme(key: str, group: Any) -> _Scheme:
     key = f"{key}.weights"
     is_float = one_of(weights, f"{key}.type", ("int", "float"), default="int") == "float"
     bits = one_of(weights, f"{key}.num_bits", (4, 8) if is_float else (2, 4, 8), default=8)
-    is_nvfp4 = is_float and bits == 4
+    is_float4 = is_float and bits == 4
     known = ("tensor", "channel", "group", "block", None)
-    strategy = one_of(weights, f"{key}.strategy", ("tensor_group",) if is_nvfp4 else known)
-    if is_nvfp4:
-        one_of(weights, f"{key}.group_size", (NVFP4_GROUP,))
+    float4 = {"group": MXFP4_GROUP, "tensor_group": NVFP4_GROUP}
+    strategy = one_of(weights, f"{key}.strategy", tuple(float4) if is_float4 else known)
+    float4_group = float4[strategy] if is_float4 else None
+    if is_float4:
+        one_of(weights, f"{key}.group_size", (float4_group,))
         one_of(weights, f"{key}.symmetric", (True,), default=True)
     size = group_size(weights, f"{key}.group_size") if strategy in ("group", None) else None
     block = block_of(weights, f"{key}.block_structure") if strategy == "block" else None
     if size is not None and block is None:
         block = 1, size
     has_zeros = not is_float and weights.get("symmetric") is False
-    return _Scheme(tuple(map(str, targets)), compiled, bits, size, block, has_zeros, is_nvfp4)
+    return _Scheme(tuple(map(str, targets)), compiled, bits, size, block, has_zeros, float4_group)
 
 
 def _packed_weight(name: str, parts: Mapping[str, Stored], scheme: _Scheme) -> Quantized:

@@ -12,8 +12,12 @@ from functools import partial
 
 import torch
 
-from batchinfer.errors import ModelError
-from batchinfer.worker.model.quantized.float4 import FLOAT4, float4_codes, float4_values
+from batchinfer.worker.model.quantized.float4 import (
+    FLOAT4,
+    float4_codes,
+    float4_values,
+    powers_of_two,
+)
 from batchinfer.worker.model.quantized.low_bit import TableWeight
 from batchinfer.worker.model.quantized.stored_tensors import (
     Quantized,
@@ -24,8 +28,6 @@ from batchinfer.worker.model.quantized.stored_tensors import (
 )
 
 _BLOCK_BYTES = 16
-_NAN = 255
-"""The only code of a scale that is not a number."""
 
 
 class Mxfp4:
@@ -48,18 +50,10 @@ def _dequantize(scales_name: str, tensors: Tensors) -> torch.Tensor:
     """Convert one expert's bytes [out, blocks, 16] to float32 [in, out]."""
     blocks, scales = tensors["_blocks"], tensors["_scales"]
     values = float4_values(blocks)
-    return values.mul_(_powers(scales_name, scales).unsqueeze(-1)).flatten(1).T
+    return values.mul_(powers_of_two(scales_name, scales).unsqueeze(-1)).flatten(1).T
 
 
 def _codes(scales_name: str, tensors: Tensors) -> TableWeight:
     """Convert one expert's bytes to codes [out, in]."""
     codes = float4_codes(tensors["_blocks"]).flatten(1)
-    return TableWeight(codes, FLOAT4, _powers(scales_name, tensors["_scales"]))
-
-
-def _powers(name: str, exponents: torch.Tensor) -> torch.Tensor:
-    if bool((exponents == _NAN).any()):
-        raise ModelError(
-            f"{name} contains the code {_NAN}, which means NaN in MXFP4; fetch the model again"
-        )
-    return exponents.contiguous().view(torch.float8_e8m0fnu).float()
+    return TableWeight(codes, FLOAT4, powers_of_two(scales_name, tensors["_scales"]))

@@ -75,6 +75,21 @@ def test_compressed_tensors_nvfp4(tmp_path: Path) -> None:
     assert (ours - WEIGHT).norm() < 0.15 * WEIGHT.norm()
 
 
+def test_compressed_tensors_mxfp4(tmp_path: Path) -> None:
+    library = pytest.importorskip("compressed_tensors")
+    arguments = {"type": "float", "num_bits": 4, "strategy": "group", "group_size": 32}
+    args = library.quantization.QuantizationArgs(**arguments, scale_dtype=torch.uint8)
+    scheme = library.quantization.QuantizationScheme(targets=["Linear"], weights=args)
+    scales = WEIGHT.unflatten(1, (-1, 32)).abs().amax(-1).log2().floor().sub(2).exp2()
+    state = {"weight": WEIGHT, "weight_scale": scales}
+    compressor = library.compressors.BaseCompressor.get_value_from_registry("mxfp4-pack-quantized")
+    parts = compressor.compress(state, scheme)
+    wanted = compressor.decompress(parts, scheme)["weight"]
+    ours = read(tmp_path, compressed("mxfp4-pack-quantized", **arguments), parts)["a.weight"]
+    assert torch.equal(ours.to(wanted.dtype), wanted)
+    assert (ours - WEIGHT).norm() < 0.2 * WEIGHT.norm()
+
+
 def test_modelopt_nvfp4_equals_what_compressed_tensors_converts_it_to(tmp_path: Path) -> None:
     pytest.importorskip("compressed_tensors")
     from compressed_tensors.entrypoints.convert import ModelOptNvfp4Converter

@@ -213,6 +213,18 @@ def nvfp4(weight: torch.Tensor, *, modelopt: bool = False) -> Written:
     return Written({**parts, "input_global_scale": torch.ones(1)}, wanted)
 
 
+def packed_mxfp4(weight: torch.Tensor) -> Written:
+    """Quantize a weight [out, in] in the layout of compressed-tensors."""
+    if weight.shape[1] % 32:
+        return Written({"weight": weight}, weight)  # on the ignore list
+    written = mxfp4(weight.T[None])
+    parts = {
+        "weight_packed": written.parts["_blocks"][0].flatten(1),
+        "weight_scale": written.parts["_scales"][0],
+    }
+    return Written(parts, written.weight[0].T.contiguous())
+
+
 def compressed(kind: str, **weights: Any) -> dict[str, Any]:
     """Return a ``quantization_config`` of compressed-tensors with one group."""
     group = {"targets": ["Linear"], "weights": {"strategy": "group", **weights}}
@@ -234,6 +246,9 @@ _NVFP4 = partial(
     compressed,
     "nvfp4-pack-quantized",
     **{"type": "float", "num_bits": 4, "strategy": "tensor_group", "group_size": 16},
+)
+_MXFP4 = partial(
+    compressed, "mxfp4-pack-quantized", **{"type": "float", "num_bits": 4, "group_size": 32}
 )
 _ROWS = (1, 1 << 20)
 _WHOLE = (1 << 20, 1 << 20)
@@ -271,6 +286,7 @@ CASES: dict[str, tuple[dict[str, Any], Writer]] = {
         _FLOAT8(strategy="block", block_structure=[32, 48]),
         partial(float8, block=(32, 48), dtype=torch.bfloat16),
     ),
+    "packed mxfp4": (_MXFP4(), packed_mxfp4),
     "nvfp4": (_NVFP4(), nvfp4),
     "nvfp4 modelopt": (
         {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]},
