@@ -3,7 +3,7 @@
 A GEMM with int8 or 4-bit codes rounds each row of x to int8, scaled so that the row's largest
 magnitude becomes 127. Sums of products are integers, so the sums are exact on every processor and
 in any order. The few float operations that follow have a fixed order, and each result is rounded to
-float32.
+float32; the sums of groups are added by fused multiply-adds, which round once.
 """
 
 from __future__ import annotations
@@ -353,9 +353,26 @@ def _sum_of_groups(codes: torch.Tensor, weight: GroupedWeight) -> torch.Tensor:
         columns = slice(group * weight.group_size, (group + 1) * weight.group_size)
         zeros = weight.zeros[:, group, None].short()
         sums = _integer_product(codes[:, columns], values[:, columns] - zeros)
-        total = total + weight.scales[:, group].float() * sums
+        total = _fma(weight.scales[:, group].float(), sums, total)
     factors = weight.factors if isinstance(weight, Int4Weight) else None
     return total if factors is None else total * factors
+
+
+def _fma(left: torch.Tensor, right: torch.Tensor, onto: torch.Tensor) -> torch.Tensor:
+    """Return ``left * right + onto`` of float32 numbers, rounded once.
+
+    The product is exact in float64. The sum is rounded to odd: if it is inexact, the neighbor in
+    float64 whose last bit is 1 represents it, so that rounding it to float32 gives the same as
+    rounding the exact sum.
+    """
+    product, added = left.double() * right.double(), onto.double()
+    total = product + added
+    part = total - product
+    error = (product - (total - part)) + (added - part)
+    bits = total.view(torch.int64)
+    inexact = error.isfinite() & (error != 0) & (bits % 2 == 0)
+    away = torch.where((error > 0) == (total > 0), 1, -1)
+    return torch.where(inexact, bits + away, bits).view(torch.float64).float()
 
 
 def _integer_product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:

@@ -1,10 +1,11 @@
 /* GEMMs of 4-bit or 8-bit codes and int8 rows. Each output has a scale and a zero point for each
    group of columns k. Each row of x has a scale, which is computed when the row is converted. out =
    (sum over groups of scale * (float)(sum of (code - zero) * x)) * row scale + bias + previous
-   output, in float. Groups are added in order; sums within a group are exact. 4-bit codes may be
-   indices into an int8 table instead, which approximates NF4 or holds FP4. NVFP4 has float8 scales
-   and a factor for each output, which multiplies the sum over groups; it has no zero points. The
-   columns of a group need not be adjacent in x: converting a row sorts its columns by group.
+   output, in float. Groups are added in order, by fused multiply-adds; sums within a group are
+   exact. 4-bit codes may be indices into an int8 table instead, which approximates NF4 or holds
+   FP4. NVFP4 has float8 scales and a factor for each output, which multiplies the sum over groups;
+   it has no zero points. The columns of a group need not be adjacent in x: converting a row sorts
+   its columns by group.
 
    Packed: the order of columns, if they are sorted, padded to a cache line; then panels of PANEL
    outputs. Each panel has scales [group][output] (float) and zero points [group][output] (uint8),
@@ -12,7 +13,7 @@
    and codes. 8-bit codes are [k / 4][vector][lane][4]; 128 is
    subtracted from them and OFFSET is added, because add_int8_quads multiplies signed int8. 4-bit
    codes are [k / 8][vector][lane][4]: the lower half of a byte belongs to the first four of eight
-   k, the upper half to the other four. */
+   k, the upper half to the other four. Tiles (gemm_groups_amx.inc) multiply the same panels. */
 
 #include "no_reassociation.h"
 
@@ -24,17 +25,23 @@
 #include "epilogue.h"
 #include "int8_dot.h"
 #include "gemm_rows.h"
+#include "amx_tiles.h"
 
 #define STEP 8     /* number of columns k that are multiplied at a time: two quads */
 #define MIDDLE 128 /* middle of the range of 8-bit codes */
 #define PAIRS_DEPTH (4 * ADDED_PAIRS) /* number of columns k whose products are summed in 16 bits */
+#define MOST_TILED (4 * TILE_ROW_BYTES) /* largest group that tiles multiply */
+#define PANELS_FIT_TILES (HAS_TILES && PANEL % MAX_TILE_ROWS == 0)
 
 /* LUT4: 4-bit indices into a table; NVFP4: the same with float8 scales */
 enum { INT4_CODES, LUT4_CODES, NVFP4_CODES, INT8_CODES };
 
 /* Returns the name of a kernel's instruction set; NULL if the kernel does not work on this
    processor. */
-const char *gemm_instructions_groups(int kernel) { return kernel == VECTORS ? QUADS_NAME : NULL; }
+const char *gemm_instructions_groups(int kernel) {
+    if (kernel == TILES) return PANELS_FIT_TILES && tiles_work() ? "AMX" : NULL;
+    return QUADS_NAME;
+}
 
 typedef struct {
     int64_t group, groups, depth, head_bytes, bytes; /* head: all but a panel's codes */
@@ -90,12 +97,24 @@ static void pack_output(const pack_args *a, const shape *s, int64_t n, uint8_t *
     }
 }
 
+/* Returns 1 if tiles can multiply a weight: if whole groups fill tiles or whole tiles fill groups,
+   and all numbers that codes stand for, minus the zero points, are int8. */
+static int fits_tiles(const pack_args *a) {
+    const int64_t group = a->group, groups = (a->in_features + group - 1) / group;
+    if (a->bits != 4 || group & (group - 1) || group > MOST_TILED) return 0;
+    int least = a->table ? 127 : 0, most = 0;
+    for (int at = 0; a->table && at < 16; at++) least = a->table[at] < least ? a->table[at] : least;
+    for (int64_t at = 0; !a->factors && at < a->out_features * groups; at++)
+        most = a->zeros[at] > most ? a->zeros[at] : most;
+    return least - most >= -128;
+}
+
 void pack_groups(const pack_args *a) {
     const shape s = shape_of(a->in_features, a->group, a->bits, !!a->factors);
     header *to = a->packed;
-    *to = (header){.kernel = a->kernel, .kind = GROUPS, .group = a->group, .bits = a->bits,
-                   .has_table = !!a->table, .has_order = !!a->order,
-                   .has_factors = !!a->factors};
+    *to = (header){.kernel = fits_tiles(a) ? a->kernel : VECTORS, .kind = GROUPS,
+                   .group = a->group, .bits = a->bits, .has_table = !!a->table,
+                   .has_order = !!a->order, .has_factors = !!a->factors};
     for (int at = 0; a->table && at < 16; at++) to->table[at] = (uint8_t)(a->table[at] + OFFSET);
     if (a->order) memcpy(to + 1, a->order, a->in_features * 4);
     uint8_t *panels = (uint8_t *)(to + 1) + order_bytes(to->has_order, a->in_features);
@@ -210,6 +229,16 @@ INLINE vec scales_of(const int form, const uint8_t *panel, int64_t g, int v) {
     return load((const float *)panel + at);
 }
 
+/* Returns a b + c, rounded once on every processor. */
+INLINE vec fma_once(vec a, vec b, vec c) {
+#if defined(HAS_FMA)
+    return fma_vec(a, b, c);
+#else
+    for (int i = 0; i < LANES; i++) c[i] = fmaf(a[i], b[i], c[i]);
+    return c;
+#endif
+}
+
 /* sums[rows][PANEL] = rows times one panel, not yet multiplied by the scales of the rows. */
 INLINE void tile(
     const int rows, const int form, const gemm_rows *x, int64_t first, const shape *s,
@@ -241,9 +270,7 @@ INLINE void tile(
             for (int v = 0; v < PANEL_VECTORS; v++) {
                 const vec in_float = __builtin_convertvector(sum[r][v], vec);
                 float *to = sums + r * PANEL + v * LANES;
-                if (!g) store(to, scales[v] * in_float);
-                else if (form == NVFP4_CODES) store(to, fma_vec(scales[v], in_float, load(to)));
-                else store(to, load(to) + scales[v] * in_float);
+                store(to, fma_once(scales[v], in_float, g ? load(to) : (vec){0}));
             }
     }
     for (int at = 0; form == NVFP4_CODES && at < rows * PANEL; at += LANES)
@@ -293,6 +320,10 @@ INLINE void one_panel(
     }
 }
 
+#if PANELS_FIT_TILES
+#include "gemm_groups_amx.inc"
+#endif
+
 void gemm_groups(const gemm_args *a, int is_bf16, const gemm_rows *x) {
     const header *from = a->packed;
     const shape s = shape_of(a->in_features, from->group, from->bits, from->has_factors);
@@ -303,6 +334,12 @@ void gemm_groups(const gemm_args *a, int is_bf16, const gemm_rows *x) {
                      : from->has_factors ? NVFP4_CODES
                      : from->has_table   ? LUT4_CODES
                                          : INT4_CODES;
+#if PANELS_FIT_TILES
+    if (from->kernel == TILES && a->num_rows >= FEWEST_ROWS) {
+        gemm_tiles(a, is_bf16, x, &s, form, from->table, weights);
+        return;
+    }
+#endif
 #pragma omp for schedule(guided) nowait
     for (int64_t panel = 0; panel < panels; panel++) {
         const int is_last = panel + 1 == panels;

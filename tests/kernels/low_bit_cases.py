@@ -23,6 +23,7 @@ class LowBitCase:
     table: bool = False  # 4-bit codes are indices into a table
     order: bool = False  # columns of grouped codes are permuted
     bits: int = 4  # of a grouped code
+    few_zeros: bool = False  # zero points are at most 1, so that int8 holds table entries minus them
     factors: bool = False  # 4-bit codes have a table, float8 scales and a factor for each output
 
 
@@ -50,7 +51,8 @@ def _weight(case: LowBitCase, random: torch.Generator) -> LowBitWeight:
         return Int8Weight(codes.to(torch.int8), torch.rand(case.outputs, generator=random))
     groups = case.outputs, -(-case.width // case.group_size)
     scales = torch.randn(*groups, generator=random)
-    zeros = torch.randint(0, min(highest + 2, 256), groups, generator=random).to(torch.uint8)
+    most_zeros = 1 if case.few_zeros else min(highest + 1, 255)
+    zeros = torch.randint(0, most_zeros + 1, groups, generator=random).to(torch.uint8)
     order = torch.randperm(case.width, generator=random).int() if case.order else None
     grid = codes.to(torch.uint8), scales, zeros, case.group_size
     if case.bits == 8:

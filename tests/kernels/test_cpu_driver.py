@@ -39,10 +39,10 @@ _ATTENTION_IN_THAT_ORDER = "attention f32 6b4c7bf3638cb261 AVX-512"
 _LOW_BIT_HASHES = {
     "product int8 f32 eec8962f27e7848d",
     "product int8 bf16 0246a73641ca2c98",
-    "product int4 f32 5f4fc77f4c99e4f5",
-    "product int4 bf16 0fc1641188a1c19f",
-    "product int8-groups f32 f7a1c61fa654bdd6",
-    "product int8-groups bf16 8f4db4082b9461d7",
+    "product int4 f32 05f570b077ebb601",
+    "product int4 bf16 fa3b5f53884272b9",
+    "product int8-groups f32 445c50c115004dfd",
+    "product int8-groups bf16 b385bc2c49fbfa9c",
 }
 
 

@@ -34,6 +34,7 @@ cases = st.builds(
     extreme=st.booleans(),
     seed=st.integers(0, 1000),
     table=st.booleans(),
+    few_zeros=st.booleans(),
     order=st.booleans(),
     bits=st.sampled_from([4, 8]),
     factors=st.booleans(),
@@ -46,6 +47,9 @@ cases = st.builds(
 @example(case=LowBitCase(130, 130, 31, 32), dtype=torch.bfloat16)
 @example(case=LowBitCase(7, 128, 70, 64, extreme=True, table=True), dtype=torch.float32)
 @example(case=LowBitCase(30, 144, 70, 16, factors=True), dtype=torch.bfloat16)
+@example(case=LowBitCase(150, 700, 70, 64), dtype=torch.float32)  # several blocks of tiles
+@example(case=LowBitCase(35, 808, 40, 128, table=True, few_zeros=True), dtype=torch.bfloat16)
+@example(case=LowBitCase(17, 904, 40, 256, order=True), dtype=torch.bfloat16)
 def test_low_bit_gemm_has_the_bits_of_its_reference(case: LowBitCase, dtype: torch.dtype) -> None:
     check_low_bit(*build_low_bit(case, dtype))
 
