@@ -21,6 +21,13 @@ INLINE vec load_bf16(const uint16_t *from) {
 }
 
 INLINE void store_bf16(uint16_t *to, vec x) { /* rounds like to_bf16 */
+#if defined(__AVX512BF16__) && defined(__AVX512DQ__)
+    const int denormal = 0x20; /* the instruction takes denormal numbers as 0 */
+    if (__builtin_expect(!_mm512_fpclass_ps_mask((__m512)x, denormal), 1)) {
+        store_rounded(to, x);
+        return;
+    }
+#endif
     const words bits = (words)x, is_nan = (words)((bits & 0x7fffffffu) > 0x7f800000u);
     const words rounded = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
     const words whole = (is_nan & (bits >> 16 | 0x40u)) | (~is_nan & rounded);

@@ -6,9 +6,8 @@
 
 #include "gemm_rows.h"
 
-#include "element_types.h"
+#include "epilogue.h"
 #include "gemm_low_bit.h"
-#include "simd.h"
 
 #define INFINITY_BITS 0x7f800000
 
@@ -49,11 +48,22 @@ INLINE float element_of(const void *x, const int is_bf16, int64_t at) {
     return is_bf16 ? from_bf16(((const uint16_t *)x)[at]) : ((const float *)x)[at];
 }
 
-INLINE int32_t size_bits(const void *x, const int is_bf16, int64_t at) { /* ordered like |x[at]| */
-    const float value = element_of(x, is_bf16, at);
-    int32_t bits;
-    memcpy(&bits, &value, 4);
-    return bits & 0x7fffffff;
+/* Returns the bits of the largest |x[k]|. The bits of numbers without sign are ordered like the
+   numbers. */
+INLINE int32_t most_of(const void *x, const int is_bf16, int64_t count) {
+    uint16_t half = 0;
+    for (int64_t k = 0; is_bf16 && k < count; k++) {
+        const uint16_t bits = ((const uint16_t *)x)[k] & 0x7fff;
+        half = bits > half ? bits : half;
+    }
+    int32_t most = (int32_t)half << 16;
+    for (int64_t k = 0; !is_bf16 && k < count; k++) {
+        int32_t bits;
+        memcpy(&bits, (const float *)x + k, 4);
+        bits &= 0x7fffffff;
+        most = bits > most ? bits : most;
+    }
+    return most;
 }
 
 /* Rounds the numbers of a group, and returns the sum of their codes. */
@@ -61,7 +71,18 @@ INLINE int32_t round_group(
     int8_t *codes, const int is_bf16, const void *x, const int32_t *order, int64_t begin,
     int64_t count, float inverse) {
     int32_t sum = 0;
-    for (int64_t k = begin; k < begin + count; k++) {
+    int64_t k = begin;
+#if LANES == 16 /* compilers need twice as many instructions */
+    __m512i total = _mm512_setzero_si512();
+    for (; !order && k + LANES <= begin + count; k += LANES) {
+        const vec value = is_bf16 ? load_bf16((const uint16_t *)x + k) : load((const float *)x + k);
+        const __m512i code = _mm512_cvtps_epi32((__m512)(value * inverse));
+        _mm_storeu_si128((__m128i *)(codes + k), _mm512_cvtepi32_epi8(code));
+        total = _mm512_add_epi32(total, code);
+    }
+    sum = _mm512_reduce_add_epi32(total);
+#endif
+    for (; k < begin + count; k++) {
         const float value = element_of(x, is_bf16, order ? order[k] : k);
         const int32_t code = (int32_t)rintf(value * inverse);
         codes[k] = (int8_t)code;
@@ -72,11 +93,7 @@ INLINE int32_t round_group(
 
 INLINE void round_row(const gemm_rows *to, const int is_bf16, const void *x, int64_t row) {
     const int64_t in = to->in;
-    int32_t most_bits = 0;
-    for (int64_t k = 0; k < in; k++) {
-        const int32_t bits = size_bits(x, is_bf16, k);
-        most_bits = bits > most_bits ? bits : most_bits;
-    }
+    const int32_t most_bits = most_of(x, is_bf16, in);
     float most;
     memcpy(&most, &most_bits, 4);
     const int is_finite = most_bits < INFINITY_BITS;
