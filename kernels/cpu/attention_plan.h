@@ -40,18 +40,30 @@ typedef struct {
 
 #define LINE 64 /* size of a cache line, in bytes */
 
+/* Points the stream to its next block. Returns 0 if there is none. */
+static int next_block(prefetch_stream *s) {
+    if (s->from >= s->to) return 0;
+    const int32_t offset = s->from % s->block_size, left = s->block_size - offset;
+    const int32_t count = left < s->to - s->from ? left : s->to - s->from;
+    s->at = s->base + s->table[s->from / s->block_size] * s->slot_bytes + offset * s->token_bytes;
+    s->end = s->at + count * s->token_bytes;
+    s->from += count;
+    return 1;
+}
+
+#define BURST 8 /* lines that are prefetched without a test between them */
+
 INLINE void prefetch_lines(prefetch_stream *s, int lines) {
-    for (; lines > 0; lines--, s->at += LINE) {
-        if (s->at >= s->end) {
-            if (s->from >= s->to) return;
-            const int32_t offset = s->from % s->block_size, left = s->block_size - offset;
-            const int32_t count = left < s->to - s->from ? left : s->to - s->from;
-            s->at = s->base + s->table[s->from / s->block_size] * s->slot_bytes
-                    + offset * s->token_bytes;
-            s->end = s->at + count * s->token_bytes;
-            s->from += count;
+    while (lines > 0 && (s->at < s->end || next_block(s))) {
+        const char *at = s->at;
+        if (lines >= BURST && s->end - at >= BURST * LINE) {
+#pragma GCC unroll 8
+            for (int line = 0; line < BURST; line++) __builtin_prefetch(at + line * LINE, 0, 2);
+            s->at = at + BURST * LINE, lines -= BURST;
+        } else {
+            __builtin_prefetch(at, 0, 2);
+            s->at = at + LINE, lines--;
         }
-        __builtin_prefetch(s->at, 0, 2);
     }
 }
 
@@ -238,6 +250,11 @@ INLINE float largest(const float *s, float start) {
 #endif
 }
 
+/* Replaces the numbers of a row at positions outside [from, to), which may be NaN. */
+INLINE void only_seen(float *row, int32_t from, int32_t to, float other) {
+    for (int32_t p = 0; p < PIECE; p++) row[p] = (p >= from) & (p < to) ? row[p] : other;
+}
+
 /* Computes one piece of online softmax: turns scores into weights, and scales sums and outputs to
    the new maximum. Row r sees positions [from[r], to[r]) of the piece; other positions get weight
    0. Every row takes the same steps in the same order. */
@@ -246,10 +263,7 @@ static __attribute__((noinline)) void weigh(
     float *s = t->s, *m = t->m + first, *l = t->l + first;
     float *top = t->top, *keep = t->keep;
     const int32_t *from = t->from, *to = t->to;
-    for (int r = 0; partial && r < rows; r++) {
-        for (int p = 0; p < from[r]; p++) s[r * PIECE + p] = -INFINITY;
-        for (int p = to[r]; p < PIECE; p++) s[r * PIECE + p] = -INFINITY;
-    }
+    for (int r = 0; partial && r < rows; r++) only_seen(s + r * PIECE, from[r], to[r], -INFINITY);
     for (int r = 0; softcap > 0.0f && r < rows; r++)
         for (int p = partial ? from[r] : 0; p < (partial ? to[r] : PIECE); p++)
             s[r * PIECE + p] = softcap * tanhf(s[r * PIECE + p] / softcap);
@@ -265,10 +279,7 @@ static __attribute__((noinline)) void weigh(
     for (int r = 0; r < rows; r++) {
         float *row = s + r * PIECE, sum = 0.0f;
         for (int p = 0; p < PIECE; p++) row[p] = exp_negative(row[p] - m[r]);
-        if (partial) {
-            for (int p = 0; p < from[r]; p++) row[p] = 0.0f;
-            for (int p = to[r]; p < PIECE; p++) row[p] = 0.0f;
-        }
+        if (partial) only_seen(row, from[r], to[r], 0.0f);
         for (int p = 0; p < PIECE; p++) sum += row[p];
         l[r] = l[r] * keep[r] + sum;
     }
