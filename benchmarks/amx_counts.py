@@ -26,9 +26,16 @@ HERE = Path(__file__).resolve().parent
 SOURCES = "gemm", "gemm_groups", "gemm_int8", "gemm_rows", "paged_attention"
 AMX = "-mamx-tile", "-mamx-bf16", "-mamx-int8"
 NOT_FOR_PROGRAMS = "-fPIC", "-shared"
-IN, OUT, GROUP = 1024, 256, 64
-GEMMS = ("bf16", 1, "bfloat16, AMX"), ("int8", 1, "int8, AMX"), ("int4", 0, "int4, vectors")
-GEMMS = (*GEMMS, ("int4", 1, "int4, AMX"))
+GROUP = 64
+PANEL = 32  # outputs that the kernels compute at a time
+LAYER = (768, 1280), (768, 768), (768, 4096), (2048, 768)
+"""Inputs and outputs of the linear layers of a decoder layer of the model `small` of models.py."""
+GEMMS = (
+    ("bf16", 1, "bfloat16, AMX"),
+    ("int8", 1, "int8, AMX"),
+    ("int4", 0, "int4, vectors"),
+    ("int4", 1, "int4, AMX"),
+)
 CONTEXTS = 16, 100, 200, 1000
 CYCLES_PER_LINE = 6.7
 """Cycles per cache line from memory: 25 GB/s, measured on two threads, at 2.6 GHz."""
@@ -51,6 +58,17 @@ class Counts:
                 kinds[kind] += times
         return kinds
 
+    def extended(self, longer: Counts, times: int) -> Counts:
+        """Add ``times`` times the difference to ``longer``."""
+        totals = {name: n + times * (longer.totals[name] - n) for name, n in self.totals.items()}
+        counts = Counter(
+            {
+                text: self.instructions[text] + times * (n - self.instructions[text])
+                for text, n in longer.instructions.items()
+            }
+        )
+        return Counts(totals, longer.result, counts)
+
     @property
     def busy(self) -> dict[str, float]:
         """Cycles for which each kind of unit is busy."""
@@ -67,9 +85,6 @@ class Counts:
     @property
     def bound(self) -> float:
         return max(self.busy.values())
-
-    def bound_from_memory(self) -> float:
-        return max(self.bound, CYCLES_PER_LINE * self.totals["lines"])
 
 
 def _kinds_of(text: str) -> list[str]:
@@ -138,27 +153,46 @@ class Program:
         return Counts(totals, pairs[0][1], instructions)
 
 
+def layer(program: Program, kind: str, kernel: int, rows: int) -> tuple[Counter[str], str]:
+    """Return the cycles of all linear layers of LAYER together, and hashes of their results.
+
+    Runs only the first two panels of each layer: the second shows what a panel takes, and the first
+    what is computed once for all panels.
+    """
+    cycles: Counter[str] = Counter()
+    hashes = ""
+    for inputs in {inputs for inputs, _ in LAYER}:
+        one, two = (
+            program.count("gemm", kind, kernel, rows, inputs, panels * PANEL, GROUP)
+            for panels in (1, 2)
+        )
+        hashes += two.result
+        for outputs in (outputs for width, outputs in LAYER if width == inputs):
+            counts = one.extended(two, outputs // PANEL - 1)
+            cycles.update(counts.busy | {"instructions": counts.instructions.total()})
+            cycles["lines"] += counts.totals["lines"]
+            cycles["cache"] += counts.bound
+            cycles["memory"] += max(counts.bound, CYCLES_PER_LINE * counts.totals["lines"])
+    return cycles, hashes
+
+
 def gemms(program: Program, rows: list[int]) -> None:
-    """Print a table of products of IN x OUT weights, per 64 inputs and 32 outputs."""
-    print(f"{IN} x {OUT} weights; int4 in groups of {GROUP}; per 64 inputs and 32 outputs:\n")
-    print("| rows | weights | cache lines | instructions | busy cycles | speed: cache | memory |")
-    print("|---|---|---|---|---|---|---|")
-    parts = IN * OUT / (64 * 32)
+    """Print a table of the linear layers of a decoder layer, per 64 inputs and 32 outputs."""
+    print(f"Linear layers {LAYER}; int4 in groups of {GROUP}; per 64 inputs and 32 outputs:\n")
+    names = "lines", "instructions", "tiles", "vectors", "loads", "stores", "decoding"
+    print("|".join(("| rows | weights ", *names, " speed: cache | memory |")))
+    print("|---" * (len(names) + 4) + "|")
+    parts = sum(inputs * outputs for inputs, outputs in LAYER) / (64 * PANEL)
     for count in rows:
         results = {
-            title: program.count("gemm", kind, kernel, count, IN, OUT, GROUP)
-            for kind, kernel, title in GEMMS
+            title: layer(program, kind, kernel, count) for kind, kernel, title in GEMMS
         }
-        first = results["bfloat16, AMX"]
-        assert results["int4, AMX"].result == results["int4, vectors"].result
-        for title, each in results.items():
-            busy = ", ".join(f"{name} {value / parts:.0f}" for name, value in each.busy.items())
-            print(
-                f"| {count} | {title} | {each.totals['lines'] / parts:.1f} "
-                f"| {each.instructions.total() / parts:,.0f} | {busy} "
-                f"| {first.bound / each.bound:.2f} "
-                f"| {first.bound_from_memory() / each.bound_from_memory():.2f} |"
-            )
+        assert results["int4, AMX"][1] == results["int4, vectors"][1], "other bits"
+        first = results["bfloat16, AMX"][0]
+        for title, (each, _) in results.items():
+            cells = [f"{each[name] / parts:,.0f}" for name in names]
+            speeds = [f"{first[name] / each[name]:.2f}" for name in ("cache", "memory")]
+            print("| " + " | ".join((str(count), title, *cells, *speeds)) + " |", flush=True)
 
 
 def attention(program: Program) -> None:
@@ -181,7 +215,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     default = Path(compiled_library.__file__).parent
     parser.add_argument("--kernels", type=Path, default=default, help="folder of the C sources")
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 16, 32, 64, 256])
+    parser.add_argument("--rows", type=int, nargs="+", default=[8, 16, 32, 64])
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         program = Program(args.kernels.resolve(), Path(folder))

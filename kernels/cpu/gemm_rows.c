@@ -74,7 +74,8 @@ INLINE int32_t round_group(
     int64_t k = begin;
 #if LANES == 16 /* compilers need twice as many instructions */
     __m512i total = _mm512_setzero_si512();
-    for (; !order && k + LANES <= begin + count; k += LANES) {
+    const int64_t stop = order ? begin : begin + count / LANES * LANES;
+    for (; k < stop; k += LANES) {
         const vec value = is_bf16 ? load_bf16((const uint16_t *)x + k) : load((const float *)x + k);
         const __m512i code = _mm512_cvtps_epi32((__m512)(value * inverse));
         _mm_storeu_si128((__m128i *)(codes + k), _mm512_cvtepi32_epi8(code));
