@@ -15,7 +15,7 @@ import argparse
 import re
 import subprocess
 import tempfile
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -153,15 +153,15 @@ class Program:
         return Counts(totals, pairs[0][1], instructions)
 
 
-def layer(program: Program, kind: str, kernel: int, rows: int) -> tuple[Counter[str], str]:
+def layer(program: Program, kind: str, kernel: int, rows: int) -> tuple[dict[str, float], str]:
     """Return the cycles of all linear layers of LAYER together, and hashes of their results.
 
     Runs only the first two panels of each layer: the second shows what a panel takes, and the first
     what is computed once for all panels.
     """
-    cycles: Counter[str] = Counter()
+    cycles: defaultdict[str, float] = defaultdict(float)
     hashes = ""
-    for inputs in {inputs for inputs, _ in LAYER}:
+    for inputs in sorted({inputs for inputs, _ in LAYER}):
         one, two = (
             program.count("gemm", kind, kernel, rows, inputs, panels * PANEL, GROUP)
             for panels in (1, 2)
@@ -169,7 +169,9 @@ def layer(program: Program, kind: str, kernel: int, rows: int) -> tuple[Counter[
         hashes += two.result
         for outputs in (outputs for width, outputs in LAYER if width == inputs):
             counts = one.extended(two, outputs // PANEL - 1)
-            cycles.update(counts.busy | {"instructions": counts.instructions.total()})
+            for name, value in counts.busy.items():
+                cycles[name] += value
+            cycles["instructions"] += counts.instructions.total()
             cycles["lines"] += counts.totals["lines"]
             cycles["cache"] += counts.bound
             cycles["memory"] += max(counts.bound, CYCLES_PER_LINE * counts.totals["lines"])
@@ -180,13 +182,11 @@ def gemms(program: Program, rows: list[int]) -> None:
     """Print a table of the linear layers of a decoder layer, per 64 inputs and 32 outputs."""
     print(f"Linear layers {LAYER}; int4 in groups of {GROUP}; per 64 inputs and 32 outputs:\n")
     names = "lines", "instructions", "tiles", "vectors", "loads", "stores", "decoding"
-    print("|".join(("| rows | weights ", *names, " speed: cache | memory |")))
+    print("| " + " | ".join(("rows", "weights", *names, "speed: cache", "memory")) + " |")
     print("|---" * (len(names) + 4) + "|")
     parts = sum(inputs * outputs for inputs, outputs in LAYER) / (64 * PANEL)
     for count in rows:
-        results = {
-            title: layer(program, kind, kernel, count) for kind, kernel, title in GEMMS
-        }
+        results = {title: layer(program, kind, kernel, count) for kind, kernel, title in GEMMS}
         assert results["int4, AMX"][1] == results["int4, vectors"][1], "other bits"
         first = results["bfloat16, AMX"][0]
         for title, (each, _) in results.items():

@@ -23,7 +23,7 @@ class LowBitCase:
     table: bool = False  # 4-bit codes are indices into a table
     order: bool = False  # columns of grouped codes are permuted
     bits: int = 4  # of a grouped code
-    few_zeros: bool = False  # zero points are at most 1, so that int8 holds table entries minus them
+    few_zeros: bool = False  # zero points are at most 1, so that tiles can multiply with a table
     factors: bool = False  # 4-bit codes have a table, float8 scales and a factor for each output
 
 
