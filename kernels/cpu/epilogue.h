@@ -22,8 +22,8 @@ INLINE vec load_bf16(const uint16_t *from) {
 
 INLINE void store_bf16(uint16_t *to, vec x) { /* rounds like to_bf16 */
 #if defined(__AVX512BF16__) && defined(__AVX512DQ__)
-    const int denormal = 0x20; /* the instruction takes denormal numbers as 0 */
-    if (__builtin_expect(!_mm512_fpclass_ps_mask((__m512)x, denormal), 1)) {
+    /* 0x20: denormal numbers, which the instruction that rounds would take as 0. */
+    if (__builtin_expect(!_mm512_fpclass_ps_mask((__m512)x, 0x20), 1)) {
         store_rounded(to, x);
         return;
     }
