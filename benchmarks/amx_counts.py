@@ -5,8 +5,8 @@ python benchmarks/amx_counts.py --kernels OTHER_CHECKOUT/kernels/cpu
 
 Needs AVX-512 with bfloat16, gcc and objdump. ``amx_counts.c`` runs the kernels, compiled for AMX,
 instruction by instruction. The tables also give the cycles for which each kind of unit of one core
-of Sapphire Rapids or later is busy, from the throughputs in Intel's optimization manual. The
-largest of these numbers is a lower bound of the time. It is no measurement.
+of Sapphire Rapids or later is busy, under the assumptions in ``Counts.busy``. The largest of
+these numbers is a lower bound of the time. It is no measurement.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ GEMMS = (
 )
 CONTEXTS = 16, 100, 200, 1000
 CYCLES_PER_LINE = 6.7
-"""Cycles per cache line from memory: 25 GB/s, measured on two threads, at 2.6 GHz."""
+"""Cycles per cache line from memory: 25 GB/s, measured on two threads, at an assumed 2.6 GHz."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,9 @@ class Counts:
 
     @property
     def busy(self) -> dict[str, float]:
-        """Cycles for which each kind of unit is busy."""
+        """Cycles for which each kind of unit is busy, if it starts this many per cycle: two vector
+        operations, two wide and three other loads, one wide and two other stores, six operations of
+        any kind. A product of tiles takes 16 cycles. A row of a tile counts as an operation."""
         kinds, rows = self.kinds, self.totals
         tile_rows = rows["loaded"] + rows["stored"]
         return {
