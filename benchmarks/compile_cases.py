@@ -32,6 +32,7 @@ from batchinfer.kernels.mla_attention import mla_attention
 from batchinfer.kernels.penalties import apply_penalties
 from batchinfer.kernels.recurrence import gated_delta, mamba1, mamba2
 from batchinfer.kernels.rms_norm import rms_norm
+from batchinfer.kernels.rotary_pairs import RotaryPairs
 from batchinfer.kernels.rotary_write import rotary_write
 from batchinfer.kernels.route import Routing, plan_experts, route
 from batchinfer.kernels.row_stats import row_stats
@@ -143,9 +144,12 @@ def _rotary(
     norms: bool = False,
     fp8: bool = False,
     dtype: torch.dtype = _DTYPE,
+    **more: Any,
 ) -> Case:
+    """`more` has further arguments of `RotaryCase`."""
+
     def launch() -> None:
-        case = RotaryCase(name, 16, heads, kv_heads, width, norms=norms)
+        case = RotaryCase(name, 16, heads, kv_heads, width, norms=norms, **more)
         rotary_write(**build_rotary_write(case, "cpu", dtype, FP8 if fp8 else None)[1])
 
     return Case(name, ("_rotary_write_kernel",), launch)
@@ -181,11 +185,12 @@ def _row_stats(vocabulary: int) -> Case:
     return Case(f"row_stats_{vocabulary}", ("_row_stats_kernel",), launch)
 
 
-def _rows(kernel: str, width: int, dtype: torch.dtype = _DTYPE) -> Case:
+def _rows(kernel: str, width: int, dtype: torch.dtype = _DTYPE, *, centered: bool = False) -> Case:
     name = f"{kernel}_{width}{'_f32' if dtype is torch.float32 else ''}"
+    name += "_centered" if centered else ""
 
     def launch() -> None:
-        case = RowCase(name, 4, width)
+        case = RowCase(name, 4, width, centered=centered)
         if kernel == "rms_norm":
             rms_norm(**build_rms_norm(case, "cpu", dtype))
         else:
@@ -540,10 +545,15 @@ CASES = (
     _rotary("rotary_d128_norms_g2", 16, 8, 128, norms=True),
     _rotary("rotary_d128_fp8", 32, 8, 128, fp8=True),
     _rotary("rotary_d128_norms_g2_fp8", 16, 8, 128, norms=True, fp8=True),
+    # gpt-oss-20b, Command R, OLMo 2 7B
+    _rotary("rotary_d64_halves", 64, 8, 64, pairs=RotaryPairs(by_pair=True, halves=True)),
+    _rotary("rotary_d128_adjacent", 64, 8, 128, pairs=RotaryPairs(adjacent=True)),
+    _rotary("rotary_d128_norms_rows", 32, 32, 128, norms=True, norms_rows=True),
     _kv_write("kv_write_d128", 8, 128),
     _kv_write("kv_write_d128_fp8", 8, 128, fp8=True),
     _rows("rms_norm", 1024),
     _rows("rms_norm", 4096),
+    _rows("rms_norm", 8192, centered=True),  # Command R
     _rows("silu_mul", 3072),
     _rows("silu_mul", 14336),
     _row_stats(128256),

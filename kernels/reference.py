@@ -10,6 +10,7 @@ import torch
 from batchinfer.kernels.fp8 import FP8
 from batchinfer.kernels.fp8_blocks import BLOCK, MOST, dequantize_blocks, num_blocks, scales_of
 from batchinfer.kernels.int4_words import Int4Words
+from batchinfer.kernels.rotary_pairs import PER_ELEMENT, RotaryPairs
 
 
 def paged_attention(
@@ -172,11 +173,14 @@ def rms_norm(
     *,
     eps: float,
     offset: float = 0.0,
+    centered: bool = False,
     out: torch.Tensor,  # [N, W]
 ) -> None:
     """Write x / sqrt(mean(x^2) + eps) * (offset + weight) to `out`. Gemma models have an offset of
     1."""
     wide = x.double()
+    if centered:
+        wide = wide - wide.mean(dim=-1, keepdim=True)
     inverse = (wide.square().mean(dim=-1, keepdim=True) + eps).rsqrt()
     out.copy_(wide * inverse * (offset + weight.double()))
 
@@ -206,11 +210,12 @@ def rotary_write(
     value_cache: torch.Tensor,  # [num_slots, Hkv, block_size, D]
     slot_mapping: torch.Tensor,  # [T] int64
     *,
-    q_norm: torch.Tensor | None = None,  # [D]
-    k_norm: torch.Tensor | None = None,  # [D]
+    q_norm: torch.Tensor | None = None,  # [D], or [Hq * D] to normalize all heads together
+    k_norm: torch.Tensor | None = None,  # [D], or [Hkv * D]
     eps: float = 0.0,
     offset: float = 0.0,
     query_head_stride: int = 0,
+    pairs: RotaryPairs = PER_ELEMENT,
 ) -> None:
     """Normalize (if norms are passed) and rotate queries in place. Write normalized, rotated keys
     and unchanged values to their slots. As in GPT-NeoX, elements i and i + R / 2 are rotated
@@ -228,16 +233,27 @@ def rotary_write(
     query = query.view(len(qkv), query.shape[1] // stride, stride)[..., :width]
     key, value = (part.view(len(qkv), num_kv_heads, width) for part in (key, value))
 
+    rotary_width = cos.shape[1] * (2 if pairs.halves else 1)
+    angles = torch.arange(rotary_width, device=qkv.device)
+    if pairs.by_pair:
+        angles = angles // 2 if pairs.adjacent else angles % (rotary_width // 2)
+    cosines, sines = cos.double()[:, angles], sin.double()[:, angles]
+
     def turned(x: torch.Tensor, norm: torch.Tensor | None) -> torch.Tensor:
         wide = x.double()
         if norm is not None:
-            normed = torch.empty_like(wide)
-            rms_norm(wide, norm, eps=eps, offset=offset, out=normed)
-            wide = normed
-        turning, unrotated = wide[..., : cos.shape[1]], wide[..., cos.shape[1] :]
-        low, high = turning.chunk(2, dim=-1)
-        quarter_turn = torch.cat([-high, low], dim=-1)
-        turning = turning * cos.double()[:, None] + quarter_turn * sin.double()[:, None]
+            rows = wide if len(norm) == width else wide.flatten(1)
+            normed = torch.empty_like(rows)
+            rms_norm(rows, norm, eps=eps, offset=offset, out=normed)
+            wide = normed.view(x.shape)
+        turning, unrotated = wide[..., :rotary_width], wide[..., rotary_width:]
+        if pairs.adjacent:
+            low, high = turning[..., ::2], turning[..., 1::2]
+            quarter_turn = torch.stack([-high, low], dim=-1).flatten(-2)
+        else:
+            low, high = turning.chunk(2, dim=-1)
+            quarter_turn = torch.cat([-high, low], dim=-1)
+        turning = turning * cosines[:, None] + quarter_turn * sines[:, None]
         return torch.cat([turning, unrotated], dim=-1)
 
     kv_write(turned(key, k_norm), value, key_cache, value_cache, slot_mapping)

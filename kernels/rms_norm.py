@@ -4,7 +4,8 @@ Formula, for every row:
 
     out = x / sqrt(mean(x^2) + eps) * (offset + weight)
 
-computed in float32 and rounded to the dtype of `out` once. One program normalizes one row.
+where x is first centered, x - mean(x), if the norm is that of Cohere's models; computed in float32
+and rounded to the dtype of `out` once. One program normalizes one row.
 """
 
 import torch
@@ -20,6 +21,7 @@ def rms_norm(
     *,
     eps: float,
     offset: float = 0.0,
+    centered: bool = False,
     out: torch.Tensor,  # [N, W], contiguous
 ) -> None:
     check_launchable("rms_norm", x, weight, out)
@@ -34,6 +36,7 @@ def rms_norm(
         x.stride(0),
         eps,
         OFFSET=offset,
+        CENTERED=centered,
         WIDTH=width,
         BLOCK=block,
         num_warps=warps_for(block),
@@ -49,6 +52,7 @@ def _rms_norm_kernel(
     x_row_stride,
     eps,
     OFFSET: tl.constexpr,
+    CENTERED: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -56,6 +60,8 @@ def _rms_norm_kernel(
     columns = tl.arange(0, BLOCK)
     mask = columns < WIDTH
     x = tl.load(x_ptr + row * x_row_stride + columns, mask=mask, other=0.0).to(tl.float32)
+    if CENTERED:
+        x = tl.where(mask, x - tl.sum(x) / WIDTH, 0.0)
     weight = tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
     inverse = 1.0 / tl.sqrt(tl.sum(x * x) / WIDTH + eps)
     tl.store(out_ptr + row * WIDTH + columns, x * inverse * (OFFSET + weight), mask=mask)

@@ -8,6 +8,9 @@ layout of GPT-NeoX), where R is the rotary width. If there is a norm, x is first
     out[i + R / 2] = x[i + R / 2] * cos[i + R / 2] + x[i]         * sin[i + R / 2]
     out[i]         = x[i]                                                           i >= R
 
+Some families rotate adjacent elements 2i and 2i + 1 instead of i and i + R / 2, and the cosines
+and sines of some have a column for each pair (`RotaryPairs`).
+
 Queries are changed in place; keys and values are written to their slots. Results are computed in
 float32 and rounded once (float8: see `fp8.py`). One program computes all heads of one token.
 """
@@ -18,6 +21,7 @@ import triton.language as tl
 
 from batchinfer.kernels.fp8 import as_bytes, is_transposed, narrow, without_nan
 from batchinfer.kernels.launch import OPTIONS, check_launchable, warps_for
+from batchinfer.kernels.rotary_pairs import PER_ELEMENT, RotaryPairs
 
 
 def rotary_write(
@@ -28,17 +32,19 @@ def rotary_write(
     value_cache: torch.Tensor,  # [num_slots, Hkv, block_size, D], any strides
     slot_mapping: torch.Tensor,  # [T] int64, slot * block_size + offset; negative: skip the token
     *,
-    q_norm: torch.Tensor | None = None,  # [D]
-    k_norm: torch.Tensor | None = None,  # [D]
+    q_norm: torch.Tensor | None = None,  # [D], or [Hq * D] to normalize all heads together
+    k_norm: torch.Tensor | None = None,  # [D], or [Hkv * D]
     eps: float = 0.0,
     offset: float = 0.0,
     query_head_stride: int = 0,
+    pairs: RotaryPairs = PER_ELEMENT,
 ) -> None:
     """Normalize and rotate queries in place. Write normalized, rotated keys and unchanged values to
     the cache.
 
     Args:
         query_head_stride: distance S between query heads in elements; 0: D.
+        pairs: which elements are rotated together. With `halves`, R is twice the width of `cos`.
     """
     check_launchable("rotary_write", qkv, cos, sin, key_cache, value_cache, slot_mapping)
     _, num_kv_heads, block_size, width = key_cache.shape
@@ -62,11 +68,15 @@ def rotary_write(
         *value_cache.stride(),
         eps,
         OFFSET=offset,
+        NORMS_ROWS=q_norm is not None and len(q_norm) != width,
         NUM_HEADS=num_heads,
         QUERY_HEAD_STRIDE=query_head_stride,
         NUM_KV_HEADS=num_kv_heads,
         WIDTH=width,
-        ROTARY_WIDTH=cos.shape[1],
+        ROTARY_WIDTH=cos.shape[1] * (2 if pairs.halves else 1),
+        ANGLES=cos.shape[1],
+        ADJACENT=pairs.adjacent,
+        BY_PAIR=pairs.by_pair,
         BLOCK_SIZE=block_size,
         TRANSPOSED=is_transposed(value_cache),
         HEADS_BLOCK=heads_block,
@@ -97,11 +107,15 @@ def _rotary_write_kernel(
     value_cache_width_stride,
     eps,
     OFFSET: tl.constexpr,
+    NORMS_ROWS: tl.constexpr,  # norms span all heads
     NUM_HEADS: tl.constexpr,
     QUERY_HEAD_STRIDE: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     WIDTH: tl.constexpr,
     ROTARY_WIDTH: tl.constexpr,
+    ANGLES: tl.constexpr,  # columns of cos and sin
+    ADJACENT: tl.constexpr,
+    BY_PAIR: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TRANSPOSED: tl.constexpr,
     HEADS_BLOCK: tl.constexpr,
@@ -121,24 +135,44 @@ def _rotary_write_kernel(
     # Each element is rotated together with its partner. Beyond the rotary width, cos is 1 and sin
     # is 0.
     half: tl.constexpr = ROTARY_WIDTH // 2
-    is_low = columns < half
     turns = columns < ROTARY_WIDTH
-    partner = tl.where(is_low, columns + half, tl.where(turns, columns - half, columns))
-    cos = tl.load(cos_ptr + token * ROTARY_WIDTH + columns, mask=turns, other=1.0).to(tl.float32)
-    sin = tl.load(sin_ptr + token * ROTARY_WIDTH + columns, mask=turns, other=0.0).to(tl.float32)
+    if ADJACENT:
+        is_low = columns % 2 == 0
+        partner = tl.where(turns, columns ^ 1, columns)
+        pair = columns // 2
+    else:
+        is_low = columns < half
+        partner = tl.where(is_low, columns + half, tl.where(turns, columns - half, columns))
+        pair = columns % half
+    angle = columns
+    if BY_PAIR:
+        angle = pair
+    cos = tl.load(cos_ptr + token * ANGLES + angle, mask=turns, other=1.0).to(tl.float32)
+    sin = tl.load(sin_ptr + token * ANGLES + angle, mask=turns, other=0.0).to(tl.float32)
 
     first_key: tl.constexpr = NUM_HEADS * QUERY_HEAD_STRIDE
     starts = tl.where(is_query, heads * QUERY_HEAD_STRIDE, first_key + (heads - NUM_HEADS) * WIDTH)
     x = tl.load(qkv_ptr + starts + columns, mask=mask, other=0.0).to(tl.float32)
     y = tl.load(qkv_ptr + starts + partner, mask=mask, other=0.0).to(tl.float32)
     if q_norm_ptr is not None:
-        inverse = 1.0 / tl.sqrt(tl.sum(x * x, axis=1)[:, None] / WIDTH + eps)
+        if NORMS_ROWS:
+            square = tl.where(mask, x * x, 0.0)
+            queries = tl.sum(tl.where(is_query, square, 0.0)) / (NUM_HEADS * WIDTH)
+            keys = tl.sum(tl.where(is_query, 0.0, square)) / (NUM_KV_HEADS * WIDTH)
+            inverse = 1.0 / tl.sqrt(tl.where(is_query, queries, keys) + eps)
+            q_norm_ptr += heads * WIDTH
+            k_norm_ptr += (heads - NUM_HEADS) * WIDTH
+        else:
+            inverse = 1.0 / tl.sqrt(tl.sum(x * x, axis=1)[:, None] / WIDTH + eps)
         here = columns < WIDTH
-        q_norm = tl.load(q_norm_ptr + columns, mask=here, other=0.0).to(tl.float32)
-        k_norm = tl.load(k_norm_ptr + columns, mask=here, other=0.0).to(tl.float32)
+        of_query, of_key = here, here
+        if NORMS_ROWS:
+            of_query, of_key = mask & is_query, mask & (heads >= NUM_HEADS)
+        q_norm = tl.load(q_norm_ptr + columns, mask=of_query, other=0.0).to(tl.float32)
+        k_norm = tl.load(k_norm_ptr + columns, mask=of_key, other=0.0).to(tl.float32)
         x *= inverse * (OFFSET + tl.where(is_query, q_norm, k_norm))
-        q_norm = tl.load(q_norm_ptr + partner, mask=here, other=0.0).to(tl.float32)
-        k_norm = tl.load(k_norm_ptr + partner, mask=here, other=0.0).to(tl.float32)
+        q_norm = tl.load(q_norm_ptr + partner, mask=of_query, other=0.0).to(tl.float32)
+        k_norm = tl.load(k_norm_ptr + partner, mask=of_key, other=0.0).to(tl.float32)
         y *= inverse * (OFFSET + tl.where(is_query, q_norm, k_norm))
     turned = x * cos + tl.where(is_low, -y, y) * sin
 

@@ -17,6 +17,7 @@ from batchinfer.engine.kv.layout import KVLayout
 from batchinfer.errors import DeviceError
 from batchinfer.kernels import reference
 from batchinfer.kernels.cpu import paged_attention as cpu_attention
+from batchinfer.kernels.rotary_pairs import PER_ELEMENT, RotaryPairs
 from batchinfer.worker.host_blocks import HostBlocks
 from batchinfer.worker.ops import HeadNorms, rotary_write
 
@@ -188,14 +189,16 @@ class KVCache:
         slot_mapping: torch.Tensor,  # [T] int64
         norms: HeadNorms | None,
         query_head_stride: int = 0,
+        pairs: RotaryPairs = PER_ELEMENT,
     ) -> None:
         """Rotate the queries in place, and store the rotated keys and the values.
 
         Args:
             query_head_stride: distance S between query heads in elements; 0: ``width``.
+            pairs: which elements are rotated together, and where their angles are.
         """
         keys, values = self.key(layer), self.value(layer)
-        rotary_write(qkv, cos, sin, keys, values, slot_mapping, norms, query_head_stride)
+        rotary_write(qkv, cos, sin, keys, values, slot_mapping, norms, query_head_stride, pairs)
 
     def copy_blocks(self, pairs: torch.Tensor) -> None:
         """Copy whole blocks. ``pairs`` [C, 2] holds (source slot, destination slot). All

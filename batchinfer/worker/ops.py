@@ -16,19 +16,25 @@ from batchinfer.kernels import reference
 from batchinfer.kernels.cpu import paged_attention as cpu_attention
 from batchinfer.kernels.cpu import row_ops as cpu
 from batchinfer.kernels.cpu.gemm import padded_rows
+from batchinfer.kernels.rotary_pairs import PER_ELEMENT, RotaryPairs
 
 
 @dataclass(frozen=True, slots=True)
 class HeadNorms:
-    query: torch.Tensor  # [D]
-    key: torch.Tensor  # [D]
+    query: torch.Tensor  # [D]; on a CUDA device also [Hq * D], for a norm of all heads together
+    key: torch.Tensor  # [D] or [Hkv * D]
     eps: float
     offset: float
     """Number added to the norms' weights: 1 for Gemma, else 0."""
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, *, eps: float, offset: float) -> torch.Tensor:
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, *, eps: float, offset: float, centered: bool = False
+) -> torch.Tensor:
     """Return the root mean square norm of x [..., W], multiplied by a weight [W].
+
+    Args:
+        centered: True to subtract each row's mean first. The C kernels do not support it.
 
     Raises:
         ValueError: the weight's width or dtype differs from x's.
@@ -43,8 +49,9 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, *, eps: float, offset: float
     if x.is_cuda:
         from batchinfer.kernels.rms_norm import rms_norm as triton_rms_norm
 
-        triton_rms_norm(rows, weight, eps=eps, offset=offset, out=out)
+        triton_rms_norm(rows, weight, eps=eps, offset=offset, centered=centered, out=out)
     else:
+        assert not centered
         _cpu(x.dtype).rms_norm(rows, weight, eps=eps, offset=offset, out=out)
     return out.view(x.shape)
 
@@ -83,28 +90,33 @@ def rotary_write(
     slot_mapping: torch.Tensor,  # [T] int64
     norms: HeadNorms | None,
     query_head_stride: int = 0,
+    pairs: RotaryPairs = PER_ELEMENT,
 ) -> None:
     """Rotate the queries of ``qkv`` in place, and store the rotated keys and the values in the
     caches.
 
     Args:
         query_head_stride: distance S between query heads in elements; 0: D.
+        pairs: which elements are rotated together. The C kernels support only the default.
 
     Raises:
         ValueError: shapes or dtypes do not match. The check is here, because kernels only get
             pointers.
     """
-    width, rotary_width = key_cache.shape[3], cos.shape[-1]
+    width, rotary_width = key_cache.shape[3], cos.shape[-1] * (2 if pairs.halves else 1)
     weights = [] if norms is None else [norms.query, norms.key]
+    stride, kv_width = query_head_stride or width, key_cache.shape[1] * width
+    num_heads = (qkv.shape[1] - 2 * kv_width) // stride
+    lengths = [len(weight) for weight in weights]
     fits = (
         key_cache.shape == value_cache.shape
-        and qkv.shape[1] > 2 * key_cache.shape[1] * width
-        and (qkv.shape[1] - 2 * key_cache.shape[1] * width) % (query_head_stride or width) == 0
+        and qkv.shape[1] > 2 * kv_width
+        and (qkv.shape[1] - 2 * kv_width) % stride == 0
         and qkv.stride(1) == 1
-        and cos.shape == sin.shape == (len(qkv), rotary_width)
+        and cos.shape == sin.shape == (len(qkv), cos.shape[-1])
         and rotary_width % 2 == 0
         and rotary_width <= width <= cpu.MAX_HEAD_WIDTH
-        and all(weight.shape == (width,) for weight in weights)
+        and lengths in ([], [width, width], [num_heads * width, kv_width] if qkv.is_cuda else [])
         and len({tensor.dtype for tensor in (qkv, cos, sin, *weights)}) == 1
         and key_cache.dtype in (qkv.dtype, torch.float8_e4m3fn)
     )
@@ -118,8 +130,9 @@ def rotary_write(
     if qkv.is_cuda:
         from batchinfer.kernels.rotary_write import rotary_write as triton_rotary_write
 
-        triton_rotary_write(*arguments, **options)
+        triton_rotary_write(*arguments, **options, pairs=pairs)
     else:
+        assert pairs == PER_ELEMENT
         _cpu(key_cache.dtype).rotary_write(*arguments, **options)
 
 

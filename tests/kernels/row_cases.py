@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from batchinfer.kernels.fp8 import FP8
+from batchinfer.kernels.rotary_pairs import PER_ELEMENT, RotaryPairs
 from tests.kernels.cases import Case, transposed
 
 
@@ -17,6 +18,7 @@ class RowCase(Case):
     width: int
     padding: int = 0
     offset: float = 0.0
+    centered: bool = False
 
 
 ROW_CASES = (
@@ -25,6 +27,7 @@ ROW_CASES = (
     RowCase("strided", 5, 96, padding=7),
     RowCase("offset", 4, 64, offset=1.0),
     RowCase("wide", 70, 1100, padding=3),
+    RowCase("centered", 5, 45, padding=3, centered=True),
     RowCase("no_rows", 0, 32),
 )
 
@@ -39,6 +42,7 @@ def build_rms_norm(case: RowCase, device: torch.device | str, dtype: torch.dtype
         "weight": weight.to(device, dtype),
         "eps": 1e-5,
         "offset": case.offset,
+        **({"centered": True} if case.centered else {}),
         "out": torch.full((case.num_rows, case.width), torch.nan, device=device, dtype=dtype),
     }
 
@@ -68,6 +72,14 @@ class RotaryCase(Case):
     skips: bool = False
     gated: bool = False
     """Each query head is followed by a gate of its width."""
+    pairs: RotaryPairs = PER_ELEMENT
+    norms_rows: bool = False
+    """The norms span all heads."""
+
+    @property
+    def is_for_gpu(self) -> bool:
+        """True if the C kernels do not support the case."""
+        return self.norms_rows or self.pairs != PER_ELEMENT
 
 
 ROTARY_CASES = (
@@ -79,6 +91,30 @@ ROTARY_CASES = (
     RotaryCase("skips", 10, 2, 1, 24, block_size=24, skips=True),
     RotaryCase("many", 130, 8, 2, 96, norms=True),
     RotaryCase("gated", 6, 6, 2, 64, rotary_width=16, norms=True, offset=1.0, gated=True),
+    RotaryCase("normed_rows", 5, 6, 2, 40, norms=True, norms_rows=True, offset=1.0),
+    RotaryCase("normed_rows_partly_rotated", 5, 3, 3, 48, 20, norms=True, norms_rows=True),
+    RotaryCase("adjacent", 5, 6, 2, 40, pairs=RotaryPairs(adjacent=True)),
+    RotaryCase(
+        "adjacent_by_pair",
+        5,
+        3,
+        1,
+        48,
+        rotary_width=20,
+        norms=True,
+        pairs=RotaryPairs(adjacent=True, by_pair=True),
+    ),
+    RotaryCase("halves", 5, 4, 2, 64, pairs=RotaryPairs(by_pair=True, halves=True)),
+    RotaryCase(
+        "partial_halves",
+        5,
+        4,
+        2,
+        64,
+        rotary_width=24,
+        norms=True,
+        pairs=RotaryPairs(by_pair=True, halves=True),
+    ),
     RotaryCase("no_tokens", 0, 2, 2, 16),
 )
 
@@ -97,7 +133,8 @@ def build_rotary_write(
 
     width, num_kv_heads, block_size = case.width, case.num_kv_heads, case.block_size
     num_slots = case.num_tokens // block_size + 3
-    angles = 6.28 * torch.rand(case.num_tokens, case.rotary_width or width, generator=generator)
+    num_angles = (case.rotary_width or width) // (2 if case.pairs.halves else 1)
+    angles = 6.28 * torch.rand(case.num_tokens, num_angles, generator=generator)
     pool = torch.full((num_slots, 2, num_kv_heads, block_size, width), torch.nan)
     pool = pool.to(device, cache_dtype or dtype)
     slot_mapping = torch.randperm(num_slots * block_size, generator=generator)[: case.num_tokens]
@@ -113,11 +150,14 @@ def build_rotary_write(
         "key_cache": pool[:, 0],
         "value_cache": transposed(pool[:, 1]) if cache_dtype == FP8 else pool[:, 1],
         "slot_mapping": slot_mapping.to(device),
-        "q_norm": normal(width) if case.norms else None,
-        "k_norm": normal(width) if case.norms else None,
+        "q_norm": normal(width * (case.num_heads if case.norms_rows else 1))
+        if case.norms
+        else None,
+        "k_norm": normal(width * (num_kv_heads if case.norms_rows else 1)) if case.norms else None,
         "eps": 1e-5,
         "offset": case.offset,
         "query_head_stride": 2 * width if case.gated else 0,
+        **({} if case.pairs == PER_ELEMENT else {"pairs": case.pairs}),
     }
 
 

@@ -30,7 +30,7 @@ def assert_close(got: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 @dtypes
-@pytest.mark.parametrize("case", ROW_CASES, ids=str)
+@pytest.mark.parametrize("case", [c for c in ROW_CASES if not c.centered], ids=str)
 def test_cpu_rms_norm_equals_reference(case: RowCase, dtype: torch.dtype) -> None:
     got, expected = (build_rms_norm(case, "cpu", dtype) for _ in range(2))
     row_ops.rms_norm(**got)
@@ -48,7 +48,7 @@ def test_cpu_silu_mul_equals_reference(case: RowCase, dtype: torch.dtype) -> Non
 
 
 @dtypes
-@pytest.mark.parametrize("case", ROTARY_CASES, ids=str)
+@pytest.mark.parametrize("case", [c for c in ROTARY_CASES if not c.is_for_gpu], ids=str)
 def test_cpu_rotary_write_equals_reference(case: RotaryCase, dtype: torch.dtype) -> None:
     _, got = build_rotary_write(case, "cpu", dtype)
     row_ops.rotary_write(**got)
