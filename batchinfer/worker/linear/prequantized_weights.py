@@ -58,6 +58,11 @@ def keep_codes(linear: nn.Linear, read: ReadCodes) -> None:
     setattr(linear, _NAME, read)
 
 
+def has_codes(linear: nn.Linear) -> bool:
+    """Return True if ``keep_codes`` kept codes for a layer."""
+    return hasattr(linear, _NAME)
+
+
 def codes_of(linear: nn.Linear) -> Codes | None:
     """Read the codes that ``keep_codes`` kept for a layer, if any."""
     read: ReadCodes | None = getattr(linear, _NAME, None)

@@ -258,8 +258,9 @@ def _add_adapter(
 ) -> None:
     by_layer: dict[nn.Module, list[Factors]] = {}
     for target in adapter.targets:
-        layer, start = _current_module(model, target.module)
+        layer, start, order = _current_module(model, target.module)
         down, up = (factor.to(like.device, like.dtype) for factor in adapter.factors(target))
+        up = up if order is None else up[order]
         by_layer.setdefault(layer, []).append(Factors(down, up, start))
     for layer, factors in by_layer.items():
         lora = getattr(layer, "lora", None)
@@ -270,9 +271,10 @@ def _add_adapter(
         lora.put(number, factors)
 
 
-def _current_module(model: nn.Module, name: str) -> tuple[Any, int]:
+def _current_module(model: nn.Module, name: str) -> tuple[Any, int, torch.Tensor | None]:
     """Return the module that computes a linear layer after fusion, and the index of the layer's
-    first output in that module."""
+    first output in that module. If the module computes the
+    layer's outputs in another order, also return their numbers in that order."""
     module: Any = model
     parts = name.split(".")
     for at, part in enumerate(parts):
@@ -281,9 +283,10 @@ def _current_module(model: nn.Module, name: str) -> tuple[Any, int]:
         rest, starts = ".".join(parts[at:]), getattr(module, "starts", {})
         if rest in starts:
             merged_name, start = starts[rest]
-            return getattr(module, merged_name), start
+            order = getattr(module, "orders", {}).get(rest)
+            return getattr(module, merged_name), start, order
         module = getattr(module, part)
-    return module, 0
+    return module, 0, None
 
 
 def _check_called(model: nn.Module, layout: KVLayout, number: int, adapter: Adapter) -> None:
