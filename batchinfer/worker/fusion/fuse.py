@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch import nn
 
 from batchinfer.engine.kv.layout import KVLayout
 from batchinfer.errors import one_line
+from batchinfer.kernels.rotary_pairs import RotaryPairs
 from batchinfer.kernels.route import Routing
 from batchinfer.worker.attention.variant import AttentionVariant
 from batchinfer.worker.fusion.fused_modules import (
@@ -45,6 +47,16 @@ from batchinfer.worker.self_test import AttentionRecorder, ModuleCall, Probe, re
 
 _TOKENS = (3, 7, 5, 3)
 _NORM_OFFSETS = (0.0, 1.0)  # Gemma's norms multiply by 1 + weight
+_ATTENTIONS = {"q_proj", "k_proj", "v_proj", "o_proj"}, {"qkv_proj", "o_proj"}
+_MLPS = {"gate_proj", "up_proj", "down_proj"}, {"gate_up_proj", "down_proj"}
+"""Names of the linear layers of attention and of gated MLPs, separate or merged as in Phi-3."""
+_PAIRS = (
+    RotaryPairs(),
+    RotaryPairs(adjacent=True),
+    RotaryPairs(adjacent=True, by_pair=True),
+    RotaryPairs(by_pair=True, halves=True),
+)
+"""Ways of rotating heads, most frequent first. On a CPU, the kernels support only the first."""
 _SCALES = (2.0**-8, 1.0, 2.0**8, 2.0**16)
 _MODERATE = 1.0
 """Largest scale at which attention's outputs are compared. Larger inputs saturate the softmax, so
@@ -122,7 +134,7 @@ class _ModuleFusion:
         if len(dtypes) > 1 and not mixture:
             return None  # part of the module is kept in another dtype
         variant = self._variants.get(getattr(module, "layer_idx", -1))
-        original = float32_copy(module)
+        original, failed = float32_copy(module), None
         for make_fused in factories:
             try:
                 candidate = make_fused(original, variant)
@@ -130,10 +142,12 @@ class _ModuleFusion:
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:  # for example, if the call has unexpected arguments
-                self._note(module, error)
+                failed = failed or error
                 continue
             if same:
                 return make_fused(module, variant)
+        if failed is not None:
+            self._note(module, failed)
         return None
 
     def _mixture_factories(self, module: Any) -> list[_Factory]:
@@ -231,40 +245,55 @@ def _factories(module: Any) -> list[_Factory]:
     parts = {name for name, _ in module.named_children()}
     if _is_attention(module, parts):
         offsets = _NORM_OFFSETS if "q_norm" in parts else _NORM_OFFSETS[:1]
-        return [partial(FusedAttention, norm_offset=offset) for offset in offsets]
-    if _has_linears(module, parts - {"act_fn"}, {"gate_proj", "up_proj", "down_proj"}):
+        all_pairs = _PAIRS if module.o_proj.weight.is_cuda else _PAIRS[:1]
+        return [
+            partial(FusedAttention, norm_offset=offset, pairs=pairs)
+            for pairs, offset in product(all_pairs, offsets)
+        ]
+    if any(_has_linears(module, parts - {"act_fn", "activation_fn"}, names) for names in _MLPS):
         return [lambda mlp, _: FusedGatedMLP(mlp)]
     if FusedGatedDeltaNet.fits(module):
         return [lambda layer, _: FusedGatedDeltaNet(layer)]
     if _is_norm(module):
         return [partial(_fused_norm, offset) for offset in _NORM_OFFSETS]
+    if _is_norm(module, "LayerNorm") and module.weight.is_cuda:
+        return [partial(_fused_norm, 0.0, centered=True)]
     return []
 
 
-def _fused_norm(offset: float, norm: Any, _: object) -> nn.Module:
-    return FusedRMSNorm(norm, offset)
+def _fused_norm(offset: float, norm: Any, _: object, *, centered: bool = False) -> nn.Module:
+    return FusedRMSNorm(norm, offset, centered=centered)
 
 
 def _is_attention(module: Any, parts: set[str]) -> bool:
     norms = parts & {"q_norm", "k_norm"}
     return (
-        _has_linears(module, parts - norms, {"q_proj", "k_proj", "v_proj", "o_proj"})
+        any(_has_linears(module, parts - norms, names) for names in _ATTENTIONS)
         and len(norms) in (0, 2)
-        and all(
-            _is_norm(norm) and len(norm.weight) == module.head_dim
-            for norm in (getattr(module, name) for name in norms)
-        )
+        and all(_is_norm(getattr(module, name)) for name in norms)
+        and (not norms or _norms_fit(module))
     )
+
+
+def _norms_fit(attention: Any) -> bool:
+    """Return True if the norms of queries and keys are those of heads or, on a CUDA device, of all
+    heads together."""
+    norms = attention.q_norm, attention.k_norm
+    lengths = [len(norm.weight) for norm in norms]
+    if lengths == [attention.head_dim] * 2:
+        return True
+    linears = attention.q_proj, attention.k_proj
+    return norms[0].weight.is_cuda and lengths == [each.out_features for each in linears]
 
 
 def _has_linears(module: Any, parts: set[str], names: set[str]) -> bool:
     return parts == names and all(is_plain(getattr(module, name)) for name in names)
 
 
-def _is_norm(module: Any) -> bool:
+def _is_norm(module: Any, kind: str = "RMSNorm") -> bool:
     weights = dict(module.named_parameters())
     has_eps = hasattr(module, "variance_epsilon") or hasattr(module, "eps")
-    return type(module).__name__.endswith("RMSNorm") and [*weights] == ["weight"] and has_eps
+    return type(module).__name__.endswith(kind) and [*weights] == ["weight"] and has_eps
 
 
 def fused_line(model: nn.Module) -> str:

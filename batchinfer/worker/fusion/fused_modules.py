@@ -18,6 +18,7 @@ from torch import nn
 
 from batchinfer.engine.kv.kv_shapes import KVShape
 from batchinfer.engine.kv.layout import KVLayout
+from batchinfer.kernels.rotary_pairs import PER_ELEMENT, RotaryPairs
 from batchinfer.worker.attention.attention import current_context
 from batchinfer.worker.attention.variant import AttentionVariant
 from batchinfer.worker.linear.packed_linear import merged
@@ -48,13 +49,22 @@ class FusedAttention(nn.Module):
         norm_offset: number added to the weights of the norms.
     """
 
-    def __init__(self, attention: Any, variant: AttentionVariant, norm_offset: float = 0.0) -> None:
+    def __init__(
+        self,
+        attention: Any,
+        variant: AttentionVariant,
+        norm_offset: float = 0.0,
+        pairs: RotaryPairs = PER_ELEMENT,
+    ) -> None:
         super().__init__()
         keep_plain_attributes(self, attention)
-        self.qkv_proj = merged(attention.q_proj, attention.k_proj, attention.v_proj)
-        self.starts = starts_of(attention, "qkv_proj", ("q_proj", "k_proj", "v_proj"))
-        self.o_proj = attention.o_proj
-        self.is_gated = attention.q_proj.out_features == 2 * attention.o_proj.in_features
+        self.o_proj, self.pairs, self.is_gated = attention.o_proj, pairs, False
+        if hasattr(attention, "qkv_proj"):
+            self.qkv_proj = attention.qkv_proj
+        else:
+            self.qkv_proj = merged(attention.q_proj, attention.k_proj, attention.v_proj)
+            self.starts = starts_of(attention, "qkv_proj", ("q_proj", "k_proj", "v_proj"))
+            self.is_gated = attention.q_proj.out_features == 2 * attention.o_proj.in_features
         self.q_norm = getattr(attention, "q_norm", None)
         self.k_norm = getattr(attention, "k_norm", None)
         self.variant, self.norm_offset = variant, norm_offset
@@ -76,7 +86,7 @@ class FusedAttention(nn.Module):
         query, gate = self.queries_and_gates(qkv, shape)
         context.cache.rotary_write(
             *(self.layer, qkv, cos[0], sin[0], context.slot_mapping(self.layer)),
-            *(self.head_norms(), query.stride(1)),
+            *(self.head_norms(), query.stride(1), self.pairs),
         )
         out = context.backend.attend(self.layer, query, self.variant)
         if gate is not None:
@@ -109,8 +119,11 @@ class FusedGatedMLP(nn.Module):
     def __init__(self, mlp: Any) -> None:
         super().__init__()
         keep_plain_attributes(self, mlp)
-        self.gate_up_proj = merged(mlp.gate_proj, mlp.up_proj)
-        self.starts = starts_of(mlp, "gate_up_proj", ("gate_proj", "up_proj"))
+        if hasattr(mlp, "gate_up_proj"):
+            self.gate_up_proj = mlp.gate_up_proj
+        else:
+            self.gate_up_proj = merged(mlp.gate_proj, mlp.up_proj)
+            self.starts = starts_of(mlp, "gate_up_proj", ("gate_proj", "up_proj"))
         self.down_proj = mlp.down_proj
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -120,13 +133,14 @@ class FusedGatedMLP(nn.Module):
 
 
 class FusedRMSNorm(nn.Module):
-    def __init__(self, norm: Any, offset: float) -> None:
+    def __init__(self, norm: Any, offset: float, *, centered: bool = False) -> None:
         super().__init__()
         keep_plain_attributes(self, norm)
         self.weight, self.eps, self.offset = norm.weight, norm_eps(norm), offset
+        self.centered = centered
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return rms_norm(x, self.weight, eps=self.eps, offset=self.offset)
+        return rms_norm(x, self.weight, eps=self.eps, offset=self.offset, centered=self.centered)
 
 
 def starts_of(parent: Any, merged_name: str, names: tuple[str, ...]) -> dict[str, tuple[str, int]]:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from batchinfer.engine.kv.layout import KVLayout
 from batchinfer.worker.attention.attention import ATTENTION_NAME, make_backend, register
@@ -15,7 +16,9 @@ from batchinfer.worker.attention.cuda import CudaAttention
 from batchinfer.worker.forward import forward
 from batchinfer.worker.fusion.fuse import fuse
 from batchinfer.worker.fusion.fused_modules import FusedDecoderLayer
+from batchinfer.worker.fusion.gated_delta_net import FusedGatedDeltaNet
 from batchinfer.worker.kv_cache import KVCache
+from batchinfer.worker.lora.lora_layers import _current_module
 from batchinfer.worker.recurrent.patch_layers import page_recurrent_state
 from tests.models import VOCAB_SIZE, tiny_model
 from tests.worker.on_triton import pretend_cuda, traced
@@ -106,13 +109,17 @@ def test_layers_are_not_fused_without_finite_logits() -> None:
 def launches(
     monkeypatch: pytest.MonkeyPatch, family: str = "qwen3", **changes: Any
 ) -> Counter[str]:
-    """Count the launches of each kernel in a decode step of two sequences."""
+    """Count the launches of each kernel in a decode step of two sequences, and compare its logits
+    with those of transformers."""
     model, layout, _ = fused(family, **changes)
-    cache, steps, _ = prefill_and_decode(layout)
+    cache, steps, ids = prefill_and_decode(layout)
     for step in steps[:-1]:
         forward(model, cache, CudaAttention(cache), step)
     with traced(monkeypatch) as trace:
-        forward(model, cache, CudaAttention(cache), steps[-1])
+        got = forward(model, cache, CudaAttention(cache), steps[-1])
+    with torch.inference_mode():
+        expected = tiny_model(family, **changes)(input_ids=torch.tensor(ids), use_cache=False)
+    torch.testing.assert_close(got, expected.logits[:, -1], atol=1e-4, rtol=1e-4)
     return Counter(trace.names)
 
 
@@ -137,6 +144,13 @@ FULL, LINEAR, SLIDING = "full_attention", "linear_attention", "sliding_attention
 LAUNCHES: dict[tuple[str, str], int] = {
     ("qwen3_moe", ""): 12,
     ("mixtral", ""): 12,
+    ("gpt_oss", SLIDING): 13,
+    ("phi3", ""): 11,
+    ("olmo2", ""): 11,
+    ("cohere", ""): 10,
+    ("cohere2", SLIDING): 10,
+    ("qwen3_next", LINEAR): 14,
+    ("qwen3_next", FULL): 14,
     ("qwen3_5_moe_text", LINEAR): 14,
     ("qwen3_5_moe_text", FULL): 14,
 }
@@ -158,3 +172,19 @@ def test_launches_of_a_decode_layer(
         more = {"num_hidden_layers": len(kinds) + 1, "layer_types": [*kinds, kind]}
     layer = launches(monkeypatch, family, **more) - launches(monkeypatch, family, **few)
     assert layer.total() == LAUNCHES[family, kind], layer
+
+
+def test_projections_ordered_by_key_head_keep_their_outputs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Adapters of these projections need the order of the outputs of the merged projection."""
+    pretend_cuda(monkeypatch)
+    layer: Any = tiny_model("qwen3_next").get_submodule("model.layers.0.linear_attn")
+    parent = nn.ModuleDict({"attention": FusedGatedDeltaNet(layer)})
+    x = torch.randn(3, 32, generator=torch.Generator().manual_seed(0))
+    for name in ("in_proj_qkvz", "in_proj_ba"):
+        merged, start, order = _current_module(parent, f"attention.{name}")
+        assert order is not None
+        outputs = merged(x)[:, start : start + len(order)]
+        torch.testing.assert_close(outputs, getattr(layer, name)(x)[:, order])
+        assert not torch.equal(order, order.sort().values)
