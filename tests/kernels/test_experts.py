@@ -100,17 +100,19 @@ def test_tiles_of_any_choice_fit(rows: int) -> None:
 
 
 def run(inputs: ExpertsInput, kernels: Any, plan: Any, *, adds: bool = False) -> torch.Tensor:
-    """Return the output of all tokens."""
+    """Return the output of all tokens. There is NaN after the rows of the kernels' results."""
     work = plan(inputs.experts, len(inputs.gate_up.weight) + inputs.gate_up.num_shared)
     num_pairs, width = inputs.experts.numel(), inputs.down.weight.shape[2]
-    activated = inputs.x.new_full((num_pairs, width), torch.nan)
+    activated = inputs.x.new_full((num_pairs + 1, width), torch.nan)
     kernels.multiply_experts(
-        inputs.x, work, inputs.gate_up, out=activated, activation=inputs.activation
+        inputs.x, work, inputs.gate_up, out=activated[:-1], activation=inputs.activation
     )
-    products = inputs.x.new_full((num_pairs, inputs.x.shape[1]), torch.nan)
-    kernels.multiply_experts(activated, work, inputs.down, out=products)
+    products = inputs.x.new_full((num_pairs + 1, inputs.x.shape[1]), torch.nan)
+    kernels.multiply_experts(activated[:-1], work, inputs.down, out=products[:-1])
     out = torch.ones_like(inputs.x) if adds else torch.full_like(inputs.x, torch.nan)
-    kernels.add_experts(products, inputs.weights, out=out, adds=adds)
+    kernels.add_experts(products[:-1], inputs.weights, out=out, adds=adds)
+    assert activated[-1].isnan().all()
+    assert products[-1].isnan().all()
     return out
 
 
