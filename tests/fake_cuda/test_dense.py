@@ -65,5 +65,5 @@ def test_signatures_that_are_not_compiled_are_named(compiled: Compiled) -> None:
     other = signature._replace(kernel="_other_kernel")
     launches = [Launch(each.kernel, (1,), {}, each) for each in (signature, wider, other)]
     first, second = uncompiled(launches, compiled[90])
-    assert first.startswith("_rms_norm_kernel is compiled only for other arguments: argument 7: ")
+    assert first.startswith("_rms_norm_kernel is compiled only for other arguments: argument 8: ")
     assert second == "_other_kernel is not compiled"

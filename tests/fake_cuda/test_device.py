@@ -33,6 +33,7 @@ def normalize(
         *(rows, rows[0] if weight is None else weight, torch.empty_like(rows)),
         *(rows.stride(0), 1e-6),
         OFFSET=0.0,
+        CENTERED=False,
         WIDTH=WIDTH,
         BLOCK=WIDTH,
     )
