@@ -156,7 +156,7 @@ ROOMS = [
     Room(
         "worker.replay_check",
         "CUDA graphs compared with plain steps",
-        ("kernels", "engine.kv", "engine.step", "worker"),
+        ("kernels", "engine.kv", "engine.runner", "engine.step", "worker"),
     ),
     Room("worker.model_runner", "the engine's runner", ("engine", "worker")),
     described("builders", ("config", "process", "errors", "console", "engine", "text", "worker")),

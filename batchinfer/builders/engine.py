@@ -40,7 +40,7 @@ from batchinfer.worker.model.body import embedding_size
 from batchinfer.worker.model.config import load_config
 from batchinfer.worker.model.model_folder import CONFIG_FILES, resolve_folder
 from batchinfer.worker.model_runner import ModelRunner
-from batchinfer.worker.replay_check import find_wrong_replay
+from batchinfer.worker.replay_check import replays_are_right
 from batchinfer.worker.sampling.kernel_variants import SamplingVariants
 from batchinfer.worker.sampling.logprobs import row_stats
 from batchinfer.worker.sampling.sampler import Sampler
@@ -271,11 +271,8 @@ def _graphs(
     )
     with phase("capturing CUDA graphs", len(graphs.sizes)) as capturing:
         graphs.capture_all(log, captured=lambda: capturing.advance(1))
-    wrong = find_wrong_replay(loaded.model, cache, graphs, loaded.kernels.kernel)
-    if wrong is not None:
-        log(f"steps run without CUDA graphs, because graphs of {wrong} steps compute other logits")
-        return None
-    return graphs
+    is_right = replays_are_right(loaded.model, cache, graphs, loaded.kernels.kernel, log)
+    return graphs if is_right else None
 
 
 class _SamplingKernels:

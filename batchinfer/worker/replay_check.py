@@ -6,7 +6,7 @@ without an error.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from batchinfer.engine.kv.layout import KVLayout
+from batchinfer.engine.runner import OutOfMemory
 from batchinfer.engine.step import Int32, SamplingBatch, SharedPrefixes, Step
 from batchinfer.kernels.decode_plan import DECODE_PIECE
 from batchinfer.worker.attention.attention import make_backend
@@ -22,33 +23,66 @@ from batchinfer.worker.cuda_graphs.step_graphs import StepGraphs, kind_of
 from batchinfer.worker.forward import forward
 from batchinfer.worker.kv_cache import KVCache
 from batchinfer.worker.linear_kernels import LinearKernel
+from batchinfer.worker.oom import raise_out_of_memory
 from batchinfer.worker.self_test import differing_rows
 
-_TOLERANCE, _MAX_DIFFERING = 0.15, 0.5
-"""Tolerance in 16 bits, and the share of a step's rows that may exceed it: a replayed step is
-padded, so its products round differently, which can change the experts of a token."""
+_TOLERANCE = 0.15
+"""Tolerance in 16 bits. A replayed step is padded, so its products round differently."""
+_MAX_DIFFERING = 0.5
+"""Largest share of a step's rows that may exceed the tolerance in a model with experts, because
+rounding can change the experts of a token."""
 _LONG, _SHORT, _CHUNK = DECODE_PIECE + 12, 5, 7
+_MOST_TOKENS = 128
+"""Most tokens of a step, so that the check needs less memory than the job's steps."""
 
 
-def find_wrong_replay(
-    model: torch.nn.Module, cache: KVCache, graphs: StepGraphs, kernel: LinearKernel | None
-) -> Kind | None:
+def replays_are_right(
+    model: torch.nn.Module,
+    cache: KVCache,
+    graphs: StepGraphs,
+    kernel: LinearKernel | None,
+    log: Callable[[str], None],
+) -> bool:
     """Compute a mixed step, a decode step with a shared prefix, and a decode step, each once with
-    its graph and once without. Return the first kind whose logits differ; None if none does.
+    its graph and once without. Return False if the logits of one of them differ.
 
-    Overwrites the pool's first blocks. Leaves out steps that have no graph, and all steps if the
-    pool is too small or the model's sequences too short.
+    Overwrites the pool's first blocks. Leaves out steps that have no graph. Compares nothing if the
+    pool is too small, the model's sequences are too short, or the device has no memory left.
 
     Args:
         kernel: kernel of the model's linear layers.
+        log: receives a line if the replays are wrong, or were not compared.
     """
     steps = _Steps(cache.layout, model.config.get_text_config().vocab_size)  # type: ignore[union-attr, operator]
-    slots = steps.num_slots
-    if slots > cache.num_blocks or graphs.max_model_len < _LONG:
-        return None
+    if steps.num_slots > cache.num_blocks or graphs.max_model_len < _LONG:
+        log(f"CUDA graphs were not compared with plain steps, which needs {_LONG} tokens")
+        return True
+    try:
+        with raise_out_of_memory():
+            wrong = _find_wrong(model, cache, graphs, kernel, steps)
+    except OutOfMemory as error:
+        log(f"CUDA graphs were not compared with plain steps: {error}")
+        return True
+    if wrong is not None:
+        log(f"steps run without CUDA graphs, because graphs of {wrong} steps compute other logits")
+    return wrong is None
+
+
+@torch.inference_mode()
+def _find_wrong(
+    model: torch.nn.Module,
+    cache: KVCache,
+    graphs: StepGraphs,
+    kernel: LinearKernel | None,
+    steps: _Steps,
+) -> Kind | None:
+    """Return the kind of the first step whose replay computes other logits; None if none does."""
+    slots, backend = steps.num_slots, make_backend(cache, kernel)
+    has_experts = any("expert" in name for name, _ in model.named_parameters())
+    most_differing = _MAX_DIFFERING if has_experts else 0.0
     cache.blocks[:slots] = 0  # recurrent states begin with zeros
-    backend = make_backend(cache, kernel)
-    forward(model, cache, backend, steps.fill)
+    for step in steps.fill():
+        forward(model, cache, backend, step)
     for step in steps.compared():
         size = graphs.size_for(step)
         before = cache.blocks[:slots].clone()
@@ -57,7 +91,7 @@ def find_wrong_replay(
             continue
         cache.blocks[:slots] = before
         replayed = graphs.logits(step, size)
-        if differing_rows(plain, replayed, _TOLERANCE).float().mean() > _MAX_DIFFERING:
+        if differing_rows(plain, replayed, _TOLERANCE).float().mean() > most_differing:
             return kind_of(step)
     return None
 
@@ -88,10 +122,12 @@ class _Steps:
         self._shared = shared * layout.block_size
         self.num_slots = states + groups * 3 * blocks
 
-    @property
-    def fill(self) -> Step:
-        """A step that computes the first tokens of the long and of the short sequence."""
-        return self._step([_Part(0, 0, _LONG - 1 - _CHUNK), _Part(2, 0, _SHORT - 2)])
+    def fill(self) -> Iterator[Step]:
+        """Yield steps that compute the first tokens of the long and of the short sequence."""
+        end = _LONG - 1 - _CHUNK
+        for start in range(0, end, _MOST_TOKENS):
+            yield self._step([_Part(0, start, min(start + _MOST_TOKENS, end))])
+        yield self._step([_Part(2, 0, _SHORT - 2)])
 
     def compared(self) -> Iterator[Step]:
         """Yield the steps to compare: each continues the steps before it."""

@@ -165,6 +165,12 @@ class TokenMarker:
         return self
 
 
+def _after_embeddings(token_ids: TokenIds) -> TokenIds:
+    """Return the tokens after the last image or prompt embedding, whose ids are negative."""
+    places = np.flatnonzero(token_ids < 0)
+    return token_ids[int(places[-1]) + 1 :] if len(places) else token_ids
+
+
 class TextMarker:
     """A marker that is ordinary text, with the methods of ``TokenMarker``.
 
@@ -186,7 +192,8 @@ class TextMarker:
         return Place(begin, end, sample.tokens_until(begin + 1) - 1, sample.tokens_until(end))
 
     def end_in_prompt(self, token_ids: TokenIds) -> int:
-        tail = self._tokenizer.decode(token_ids[-_PROMPT_TAIL:], skip_special_tokens=False)
+        ids = _after_embeddings(token_ids[-_PROMPT_TAIL:])
+        tail = self._tokenizer.decode(ids, skip_special_tokens=False)
         return len(token_ids) if tail.rstrip().endswith(self._text.strip()) else 0
 
     def watcher(self) -> Watcher:
@@ -292,7 +299,7 @@ class MarkerFormat:
             is_open = special.isdisjoint(prompt[start:].tolist())
             return Phase.THINKING if is_open else Phase.BEFORE
         rest = prompt[end:]
-        if end and len(rest) <= _SPACES:
+        if end and len(rest) <= _SPACES and (rest >= 0).all():
             text = self._tokenizer.decode(rest, skip_special_tokens=False)
             if not text.strip():
                 return Phase.ANSWER

@@ -68,6 +68,9 @@ class _State:
         self._has_answered = self._tracker.phase is Phase.ANSWER
         self._due = self._end if self._is_used_up() else ()
         """Tokens that must come next."""
+        self._has_forced_end = bool(self._due)
+        """True once the end marker was forced. It is forced only once, because some tokenizers
+        decode its tokens to other text, which does not end the reasoning."""
 
     @property
     def error(self) -> str | None:
@@ -137,8 +140,8 @@ class _State:
         elif self._may_start():
             self._due = self._start[1:]
         self._tracker.take(token_id)
-        if not self._due and self._is_used_up():
-            self._due = self._end
+        if not self._due and not self._has_forced_end and self._is_used_up():
+            self._due, self._has_forced_end = self._end, True
         self._has_answered = self._tracker.phase is Phase.ANSWER
 
     def _is_used_up(self) -> bool:

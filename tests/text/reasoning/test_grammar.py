@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import normalizers
 
 from batchinfer.text.reasoning.formats import find_reasoning_format
 from batchinfer.text.reasoning.grammar import ReasoningGrammar
@@ -205,3 +206,16 @@ def test_masks_of_samples_in_different_phases() -> None:
         assert (masks[0] == masks[2]).all()
         assert (masks[1] == -1).all()
         assert 0 < np.unpackbits(masks[0].view(np.uint8)).sum() < 5
+
+
+def test_an_end_marker_that_decodes_to_other_text_is_forced_once() -> None:
+    tokenizer = byte_tokenizer(normalizer=normalizers.NFC())
+    end = "fini e\N{COMBINING ACUTE ACCENT}"
+    found = find_reasoning_format({"start": "<think>", "end": end}, tokenizer)
+    assert found is not None
+    masks = GrammarCompiler(tokenizer, frozenset(), VOCAB).masks
+    prompt = encode(tokenizer, "<think>")
+    state = ReasoningGrammar(found, prompt, None, 2, [], masks).begin()
+    first, second = (state.take(int(token_id)) for token_id in encode(tokenizer, "ab"))
+    assert (first, second) == ([], list(found.end_token_ids))
+    assert state.take(encode(tokenizer, "c")[0].item()) == []

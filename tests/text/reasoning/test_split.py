@@ -178,3 +178,14 @@ def test_unknown_markers_are_refused(asked: str | Mapping[str, str]) -> None:
 
 def test_reasoning_none_splits_nothing() -> None:
     assert find_reasoning_format("none", QWEN) is None
+
+
+@pytest.mark.parametrize("tokenizer", [OLMO, QWEN], ids=["text marker", "token marker"])
+def test_images_in_a_prompt_are_no_part_of_a_marker(tokenizer: Tokenizer) -> None:
+    found = find_reasoning_format({"start": "<think>", "end": "</think>"}, tokenizer)
+    assert found is not None
+    image = np.array([-1, -2])
+    begun = np.concatenate([encode(tokenizer, "look "), image, encode(tokenizer, "<think>")])
+    assert found.tracker(begun).phase is Phase.THINKING
+    assert found.tracker(np.concatenate([begun, image, [-3]])).phase is not Phase.ANSWER
+    assert found.tracker(image).phase is Phase.BEFORE

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from batchinfer.engine.request import SampleOutput
@@ -16,13 +16,19 @@ EOS = "<eos>"
 
 
 def byte_tokenizer(
-    special: Sequence[str] = (), added: Sequence[str] = (), chat_template: str | None = None
+    special: Sequence[str] = (),
+    added: Sequence[str] = (),
+    chat_template: str | None = None,
+    *,
+    normalizer: normalizers.Normalizer | None = None,
 ) -> Tokenizer:
     """Return a tokenizer of bytes and control tokens; decoded texts contain the ``added`` ones."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Backend(models.BPE({text: at for at, text in enumerate(alphabet)}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
+    if normalizer is not None:
+        backend.normalizer = normalizer
     backend.add_special_tokens([EOS, *special])
     backend.add_tokens([AddedToken(text, normalized=False) for text in added])
     return Tokenizer(

@@ -9,7 +9,7 @@ from batchinfer.kernels import decode_plan
 from batchinfer.worker import replay_check
 from batchinfer.worker.cuda_graphs.capture import Run
 from batchinfer.worker.cuda_graphs.graph_sizes import Kind
-from batchinfer.worker.replay_check import find_wrong_replay
+from batchinfer.worker.replay_check import replays_are_right
 from tests.worker.cuda_graphs.graph_bench import BLOCK_SIZE, NUM_LAYERS, Bench, eager
 from tests.worker.on_triton import pretend_cuda
 
@@ -37,7 +37,10 @@ def wrong_replay(family: str, wrong: Kind | None, num_layers: int = NUM_LAYERS) 
         size = min((s for s in sizes if s.tokens >= 9 or kind != "mixed"), key=lambda s: s.tokens)
         bench.graphs._capture = frozen if kind == wrong else eager
         bench.graphs.capture(size)
-    return find_wrong_replay(bench.model, bench.cache, bench.graphs, None)
+    lines: list[str] = []
+    is_right = replays_are_right(bench.model, bench.cache, bench.graphs, None, lines.append)
+    assert is_right == (lines == [])
+    return next((kind for kind in KINDS if f"of {kind} steps" in "".join(lines)), None)
 
 
 def frozen(run: Run) -> Run:
@@ -66,6 +69,17 @@ def test_right_graphs_are_kept(family: str, num_layers: int) -> None:
 def test_nothing_is_compared_in_a_pool_that_is_too_small() -> None:
     bench = Bench()
     bench.cache.num_blocks = 5
-    before = bench.cache.pool.clone()
-    assert find_wrong_replay(bench.model, bench.cache, bench.graphs, None) is None
+    before, lines = bench.cache.pool.clone(), list[str]()
+    assert replays_are_right(bench.model, bench.cache, bench.graphs, None, lines.append)
     assert torch.equal(bench.cache.pool.nan_to_num(), before.nan_to_num())
+    assert lines == ["CUDA graphs were not compared with plain steps, which needs 28 tokens"]
+
+
+def test_a_job_starts_if_the_check_runs_out_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise torch.OutOfMemoryError("no memory left")
+
+    monkeypatch.setattr(replay_check, "forward", fail)
+    bench, lines = Bench(), list[str]()
+    assert replays_are_right(bench.model, bench.cache, bench.graphs, None, lines.append)
+    assert "no memory left" in lines[0]
