@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 
 from batchinfer.job.run.engine_loop import EngineLoop
 from batchinfer.requests.requests import PromptRow
 
 _POLL_S = 0.05
+_MARGIN = 2.0
 
 
 class ReadAhead:
     """Waits before each window, so that little more than one window is in memory.
 
     Reading a window should take as long as for the last one, and the engine should finish as many
-    rows per second as since then. Neither is certain, so some rows should be left at the end.
+    rows per second as before. Neither is certain: with long rows first, for example, the engine
+    gets faster. Reading therefore begins when twice as many rows are left as should be needed, and
+    some rows should be left at the end.
 
     Args:
         loop: the loop that takes the rows of the windows.
@@ -49,11 +53,31 @@ class ReadAhead:
         Args:
             reading_s: seconds that it took to read the last window.
         """
-        began, finished = self._clock(), self._loop.num_finished
+        speed = _Speed(self._clock(), self._loop.num_finished, reading_s)
         while not self._is_over():
-            seconds = self._clock() - began
-            rows_per_s = (self._loop.num_finished - finished) / seconds if seconds else 0.0
+            rows_per_s = speed.at(self._clock(), self._loop.num_finished)
             rows_left = self._num_planned - self._loop.num_given
-            if rows_left <= self._spare_rows + reading_s * rows_per_s:
+            if rows_left <= self._spare_rows + _MARGIN * reading_s * rows_per_s:
                 return
             self._sleep(_POLL_S)
+
+
+class _Speed:
+    """The engine's rows per second: since the beginning or lately, whichever is larger.
+
+    Args:
+        span_s: seconds that count as lately.
+    """
+
+    def __init__(self, began: float, finished: int, span_s: float) -> None:
+        self._span_s = span_s
+        self._first = began, finished
+        self._recent = deque([self._first])
+
+    def at(self, now: float, finished: int) -> float:
+        """Return the speed, given the number of finished rows at a time in seconds."""
+        self._recent.append((now, finished))
+        while now - self._recent[1][0] >= self._span_s and len(self._recent) > 2:
+            self._recent.popleft()
+        before = self._first, self._recent[0]
+        return max((finished - rows) / max(now - at, _POLL_S) for at, rows in before)

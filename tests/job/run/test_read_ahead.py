@@ -45,7 +45,7 @@ def wait(clock: Clock, is_over: Callable[[], bool] = lambda: False) -> int:
 @pytest.mark.parametrize("rows_per_s", [5.0, 20.0])
 def test_reading_begins_when_the_rows_left_last_until_it_ends(rows_per_s: float) -> None:
     rows_left = wait(Clock(rows_per_s))
-    assert rows_left == pytest.approx(SPARE_ROWS + READING_S * rows_per_s, abs=rows_per_s)
+    assert rows_left == pytest.approx(SPARE_ROWS + 2 * READING_S * rows_per_s, abs=rows_per_s)
 
 
 def test_reading_begins_at_once_if_the_engine_is_as_fast_as_reading() -> None:
@@ -57,6 +57,19 @@ def test_reading_begins_at_once_if_the_engine_is_as_fast_as_reading() -> None:
 def test_reading_begins_in_time_if_the_first_rows_finish_late() -> None:
     clock = Clock(rows_per_s=5.0, idle_s=20.0)
     assert wait(clock) - 5.0 * READING_S > 0
+
+
+def test_reading_begins_in_time_if_the_engine_gets_faster() -> None:
+    clock = Clock(rows_per_s=5.0)
+    slow = clock.sleep
+
+    def sleep(seconds: float) -> None:
+        slow(seconds)
+        fast = int(max(0.0, clock.now - 100) * 30)  # after 500 rows, 35 rows a second
+        clock.loop.num_given = clock.loop.num_finished = clock.loop.num_finished + fast
+
+    clock.sleep = sleep  # type: ignore[method-assign]
+    assert wait(clock) >= 35 * READING_S
 
 
 def test_waiting_ends_with_the_run() -> None:
