@@ -13,8 +13,8 @@ from batchinfer.engine.step import UInt8
 from batchinfer.text.prompts import Prompt
 from batchinfer.text.tokenizer import TokenIds
 
-REMEMBERED = 1 << 20
-"""Number of distinct vectors whose ids are kept for later prompts."""
+REMEMBERED = 1 << 17
+"""Number of distinct vectors whose ids are kept for later prompts, in about 30 MB."""
 
 
 class PromptEmbeds:

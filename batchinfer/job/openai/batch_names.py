@@ -50,6 +50,8 @@ _OPTIONS: Mapping[str, str] = {
     "errors.max_error_rate": "--max-error-rate",
 }
 """Options of ``run-batch``, by their keys in the job file."""
+_FIXED = ("input.format", "output.format")
+"""Keys that ``run-batch`` sets itself."""
 _OWN_NAME = re.compile(r"\S+ \(run-batch: ([^)]+)\)")
 
 
@@ -67,6 +69,8 @@ def for_run_batch(message: str) -> str:
             return _OPTIONS[key]
         if key in _KEYS and key.startswith("sampling."):
             return key.replace("sampling.", "body.")
+        if key in _FIXED:
+            return key
         if key in _KEYS and key not in missing:
             missing.append(key)
         return key

@@ -120,6 +120,7 @@ def test_run_batch_hints_of_messages_work() -> None:
             "m/model.safetensors: set output.reasoning",
             "m/model.safetensors: set --reasoning-parser",
         ),
+        ("x.csv: set input.format to csv", "x.csv: set input.format to csv"),
         (
             "set engine.deterministic: false, or engine.device: cpu",
             "set engine.deterministic: false, or engine.device: cpu\n"
