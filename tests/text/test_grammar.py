@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from batchinfer.config import SamplingParams
 from batchinfer.config.regex import has_match
+from batchinfer.text.structured import compiled_grammar
 from batchinfer.text.structured.compiled_grammar import (
     CompiledGrammar,
     GrammarCompiler,
@@ -249,3 +250,23 @@ def test_token_masks_do_not_depend_on_the_number_of_cores(
     tokens = [np.flatnonzero(np.unpackbits(mask, bitorder="little")) for mask in masks]
     texts = [tokenizer.decode(ids.tolist(), skip_special_tokens=False) for ids in tokens]
     assert texts == ["ac", "vw", "xz"]
+
+
+def test_a_grammar_is_compiled_again_after_a_panic(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+
+    def compiled() -> Any:
+        made.append(
+            GrammarCompiler(byte_tokenizer(), frozenset({0}), 257).compile(asked(regex="a"))
+        )
+        return made[-1].beginning
+
+    grammar = CompiledGrammar(compiled, 0, BYTES.masks)
+    states = [grammar.begin(), grammar.begin()]
+    assert [state.error for state in states] == [None, None]
+    with monkeypatch.context() as patch:
+        patch.setattr(compiled_grammar, "_error_of", lambda matcher: "panic: it failed")
+        assert [state.error for state in states] == ["panic: it failed"] * 2
+    assert grammar.begin().error is None
+    assert grammar.beginning is made[1].beginning
+    assert len(made) == 2

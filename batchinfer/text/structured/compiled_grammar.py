@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -29,6 +29,8 @@ _PROBED_TOKENS = 3
 """Number of tokens to try in a new grammar, because some grammars compile but fail in use."""
 _BYTES = 256
 
+_PANIC = "panic"
+"""Word in the messages of errors inside llguidance."""
 _IMPOSSIBLE = ("Unsatisfiable schema", "no text can match")
 """Beginnings of messages about grammars that no text matches. No wider grammar is then tried."""
 
@@ -37,39 +39,59 @@ class CompiledGrammar:
     """A grammar compiled for one model's tokenizer.
 
     Args:
-        matcher: matcher at the beginning of a text; each sample copies it.
+        compiled: compiles the grammar; returns a matcher at the beginning of a text.
         eos_token_id: token that ends a complete text.
         masks: makes the token masks of samples, [samples, words].
     """
 
-    def __init__(self, matcher: LLMatcher, eos_token_id: int, masks: TokenMasks) -> None:
-        self._matcher = matcher
-        self._eos_token_id = eos_token_id
+    def __init__(
+        self, compiled: Callable[[], LLMatcher], eos_token_id: int, masks: TokenMasks
+    ) -> None:
+        self._compiled = compiled
+        self._beginning: LLMatcher | None = compiled()
+        self.eos_token_id = eos_token_id
         self.masks = masks
 
     def begin(self) -> MatcherState:
-        return MatcherState(self._matcher, self._eos_token_id)
+        return MatcherState(self)
+
+    @property
+    def beginning(self) -> LLMatcher:
+        """A matcher at the beginning of a text, which each sample copies."""
+        if self._beginning is None:
+            self._beginning = self._compiled()
+        return self._beginning
+
+    def recompile(self, beginning: LLMatcher) -> None:
+        """Compile the grammar again for later samples, because a copy of ``beginning`` panicked.
+        All copies share a lexer, which llguidance does not use again after a panic."""
+        if self._beginning is beginning:
+            self._beginning = None
 
 
 class MatcherState:
     """Matches one sample. The matcher is made on first use, so waiting rows have no matcher."""
 
-    __slots__ = ("_beginning", "_eos_token_id", "_matcher")
+    __slots__ = ("_beginning", "_grammar", "_matcher")
 
-    def __init__(self, beginning: LLMatcher, eos_token_id: int) -> None:
-        self._beginning = beginning
-        self._eos_token_id = eos_token_id
+    def __init__(self, grammar: CompiledGrammar) -> None:
+        self._grammar = grammar
+        self._beginning: LLMatcher | None = None
         self._matcher: LLMatcher | None = None
 
     @property
     def matcher(self) -> LLMatcher:
         if self._matcher is None:
+            self._beginning = self._grammar.beginning
             self._matcher = self._beginning.deep_copy()
         return self._matcher
 
     @property
     def error(self) -> str | None:
-        return _error_of(self.matcher)
+        error = _error_of(self.matcher)
+        if error is not None and _PANIC in error and self._beginning is not None:
+            self._grammar.recompile(self._beginning)
+        return error
 
     def apply_to(self, mask: Mask) -> None:
         """Do nothing: the matcher's mask needs no changes."""
@@ -80,13 +102,14 @@ class MatcherState:
         forced = matcher.compute_ff_tokens()
         if forced:
             matcher.consume_tokens(forced)
-        return [*forced, self._eos_token_id] if matcher.is_stopped() else forced
+        return [*forced, self._grammar.eos_token_id] if matcher.is_stopped() else forced
 
     def replay(self, token_ids: Sequence[int]) -> None:
         self.matcher.consume_tokens(list(token_ids))
 
     def fork(self) -> MatcherState:
-        other = MatcherState(self._beginning, self._eos_token_id)
+        other = MatcherState(self._grammar)
+        other._beginning = self._beginning
         other._matcher = None if self._matcher is None else self._matcher.deep_copy()
         return other
 
@@ -114,8 +137,9 @@ class GrammarCompiler:
         return self._compiled(json.dumps(structured_outputs))
 
     def _compile(self, structured_outputs: str) -> CompiledGrammar:
-        matcher = _checked_matcher(self._model(), json.loads(structured_outputs), self._num_tokens)
-        return CompiledGrammar(matcher, self._eos_token_ids[0], self.masks)
+        wanted = json.loads(structured_outputs)
+        compiled = partial(_checked_matcher, self._model(), wanted, self._num_tokens)
+        return CompiledGrammar(compiled, self._eos_token_ids[0], self.masks)
 
     def _for_model(self) -> LLTokenizer:
         """Make llguidance's tokenizer, which takes a second for a large vocabulary."""
