@@ -31,6 +31,10 @@ def in_order(*elements: Any) -> dict[str, Any]:
     return {"type": "sequence", "elements": [*elements]}
 
 
+def regex(pattern: str) -> dict[str, Any]:
+    return {"type": "regex", "pattern": pattern}
+
+
 def either(*elements: Any) -> dict[str, Any]:
     return {"type": "or", "elements": [*elements]}
 
@@ -55,6 +59,9 @@ def check(structural_tag: dict[str, Any], valid: list[str], invalid: list[str]) 
             assert taken == fits, text
 
 
+JSON = {"type": "json_schema", "json_schema": SCHEMA}
+SHORT = {**ANY, "max_chars": 5}
+AB = 'root ::= "ab"'
 PERSON = {
     "type": "object",
     "properties": {
@@ -107,11 +114,66 @@ CASES: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
         ["a/1end", "end2end"],
         ["a1", "1end"],
     ),
+    "an empty regex": (in_order(const("a"), regex(""), const("b")), ["ab"], ["a", "a//b"]),
+    "a regex with slashes, a backslash and a line break": (
+        in_order(regex("a/\\\\/x\\/\n\\\n"), const("b")),
+        ["a/\\/x/\n\nb"],
+        ["a/\\/x/\n\n", "a//x/\n\nb"],
+    ),
+    "a regex before a tag": (
+        in_order(regex("[a-z<>]*"), tag("<t>", JSON, "</t>")),
+        ['ab<t>{"n":7}</t>', '<t>{"n":7}</t>', '<><t>{"n":7}</t>'],
+        ['a1<t>{"n":7}</t>', '{"n":7}'],
+    ),
+    "short text before a tag": (
+        in_order(SHORT, tag("<t>", JSON, "</t>")),
+        ['ab<t>{"n":7}</t>', '<t>{"n":7}</t>', 'a<b<c<t>{"n":7}</t>'],
+        ['abcdef<t>{"n":7}</t>', 'a{"n":7}'],
+    ),
+    "short text before nested constants": (
+        in_order(in_order(SHORT, in_order(const("<"), const("t>"))), JSON),
+        ['a<t>{"n":7}', 'a<<t>{"n":7}'],
+        ['a<{"n":7}', 'abcdef<t>{"n":7}'],
+    ),
+    "a regex in tags in free text": (
+        {**TRIGGERED, "tags": [{**TAGS[0], "content": regex("[a-z</=>]+")}, TAGS[1]]},
+        ["x<f=a>y</f>z<f=a>y</f>", "<f=b>1</f>2"],
+        ["<f=a>1</f>", "<f=a></f>"],
+    ),
+    "a regex or JSON before a constant": (
+        in_order(either(regex("[a-z]+"), JSON), const("end")),
+        ["abend", '{"n":7}end'],
+        ["ab", "end", '{"n":7}'],
+    ),
+    "repeated constants before a grammar": (
+        in_order({"type": "plus", "content": const("a")}, {"type": "grammar", "grammar": AB}),
+        ["aab", "aaab"],
+        ["ab", "aa"],
+    ),
+    "free text before a tag": (
+        in_order(ANY, tag("<t>", JSON, "</t>")),
+        ['a<b<t>{"n":7}</t>'],
+        ['a{"n":7}', "a<t>", '<t>b<t>{"n":7}</t>'],
+    ),
+    "a trigger that begins with another": (
+        {
+            "type": "triggered_tags",
+            "triggers": ["<function=", "<f"],
+            "tags": [tag("<function=a>", const("1"), "</>"), tag("<foo>", const("2"), "</>")],
+        },
+        ["<function=a>1</>", "x<foo>2</>y<function=a>1</>"],
+        ["<function=a>2</>", "<f", "<foo>1</>"],
+    ),
     "several ends": (tag("<", ANY, ["</a>", "</b>"]), ["<x</b>", "<</a>"], ["<x", "<x</b></a>"]),
     "an open end": (in_order(tag("a", ANY, ""), const("z")), ["az", "abz"], ["a", "azz"]),
     "text up to a constant": (in_order(ANY, const("."), const("!")), ["a.!"], ["a.", "a.b.!"]),
     "text without words": ({**ANY, "excludes": ["bad", "no"]}, ["", "n o"], ["abad", "no"]),
     "short text": (tag("<", {**ANY, "max_chars": 2}, ">"), ["<>", "<ä>", "<ab>"], ["<abc>"]),
+    "short text with an optional end": (
+        tag("<", {**ANY, "max_chars": 2}, ["", ">"]),
+        ["<", "<ab", "<ab>"],
+        ["<abc", "<ab>>"],
+    ),
     "an optional part": (
         in_order({"type": "optional", "content": const("a")}, const("b")),
         ["ab", "b"],
@@ -127,10 +189,11 @@ CASES: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
             {"type": "plus", "content": const("a")},
             {"type": "star", "content": const("b")},
             {"type": "repeat", "min": 1, "max": 2, "content": const("c")},
+            {"type": "repeat", "min": 0, "max": 0, "content": const("e")},
             {"type": "repeat", "min": 1, "max": -1, "content": const("d")},
         ),
         ["acd", "aabbccddd"],
-        ["cd", "ad", "acccd", "ac"],
+        ["cd", "ad", "acccd", "ac", "aced"],
     ),
     "repeated JSON": (
         {"type": "repeat", "min": 2, "max": 2, "content": TAGS[0] | {"type": "tag"}},
@@ -233,6 +296,22 @@ def test_the_style_of_a_schema_names_qwen_xml() -> None:
         ({"type": "grammar", "grammar": "root ::= x"}, "not valid GBNF: line 1: the rule x is not"),
         ({"type": "regex", "pattern": "["}, "a regular expression is not valid"),
         ({"type": "repeat", "min": 3, "max": 2, "content": const("a")}, "max: 2, which is below"),
+        ({"type": "plus"}, "format has no content; it must be a format"),
+        (in_order(SHORT, JSON), r"format.elements\[0\] has no clear end, because what follows"),
+        (
+            in_order(const("a"), regex("a+"), {"type": "grammar", "grammar": AB}),
+            r"elements\[1\] has",
+        ),
+        (in_order({"type": "star", "content": SHORT}, JSON), r"elements\[0\].content has no clear"),
+        (in_order(either(SHORT, JSON), JSON), r"elements\[0\].elements\[0\] has no clear end"),
+        (
+            {"type": "star", "content": in_order(JSON, regex("a*"))},
+            r"content.elements\[1\] has no clear end",
+        ),
+        (
+            {"type": "dispatch", "rules": [["<f=", const("1")], ["<f", const("2")]]},
+            'has the texts "<f" and "<f="; none may contain another',
+        ),
         ({"type": "dispatch", "rules": [["a"]]}, r"it must be a list of \[text, format\]"),
     ],
 )

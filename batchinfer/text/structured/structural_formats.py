@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from batchinfer.config.settings_base import format_value, near_name
@@ -29,6 +29,7 @@ _FIELDS: Mapping[str, tuple[str, ...]] = {
     "dispatch": ("rules", "loop", "excludes"),
 }
 """Fields of each format."""
+_BEGINS = {"const_string": "value", "tag": "begin"}
 
 
 class StructuralTagError(ValueError):
@@ -85,9 +86,15 @@ class Format:
         )
 
     @property
-    def constant(self) -> str:
-        """The text of a ``const_string``; "" for other formats."""
-        return self.text("value") if self.kind == "const_string" else ""
+    def begin(self) -> str:
+        """The text that a ``const_string`` or a ``tag`` begins with; "" for other formats."""
+        key = _BEGINS.get(self.kind)
+        return self.text(key) if key else ""
+
+    def after(self, begin: str) -> Format:
+        """Return a ``const_string`` or a ``tag`` without the first characters of its begin."""
+        rest = {_BEGINS[self.kind]: self.begin.removeprefix(begin)}
+        return replace(self, fields={**self.fields, **rest})
 
     @property
     def ends(self) -> tuple[str, ...]:
@@ -99,7 +106,9 @@ class Format:
         return tuple(end) if isinstance(end, list) else (end,)
 
     def child(self, key: str) -> Format:
-        return Format(self.fields.get(key, {}), f"{self.where}.{key}")
+        if key not in self.fields:
+            raise self.error(f"has no {key}; it must be a format")
+        return Format(self.fields[key], f"{self.where}.{key}")
 
     def children(self, key: str) -> list[Format]:
         where = f"{self.where}.{key}"

@@ -5,14 +5,17 @@ JSON. Sources: xgrammar's docs/structural_tag; llguidance's docs/syntax.md.
 
 llguidance splits a text into lexemes, each as long as possible, so ``/[a-z]+/`` followed by
 ``"end"`` would match no text. Therefore adjacent regular formats become one terminal. Free text up
-to a marker is a lazy lexeme, which ends where the marker first occurs.
+to a marker is a lazy lexeme, which ends where the marker first occurs. So is a regex that a
+constant and a part that is not regular follow, such as JSON.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby, permutations
 from typing import Any
 
 from batchinfer.config.regex import with_ascii_classes
@@ -36,6 +39,27 @@ class _Part:
     lark: str
     is_regular: bool = False
     """True if a terminal may contain the expression."""
+    closed: str = ""
+    """Expression in a rule that anything may follow; ``lark`` unless given."""
+    open: Format | None = None
+    """Format at the end, such as a regex, that only regular parts and a constant may follow."""
+    is_marker: bool = False
+    """True if the expression is a text that is not empty, or one of several such texts."""
+    elements: tuple[_Part, ...] = ()
+    """What the expression joins."""
+
+    def __post_init__(self) -> None:
+        if not self.closed:
+            object.__setattr__(self, "closed", self.lark)
+
+    def before_others(self) -> str:
+        """Return an expression that anything may follow."""
+        if self.open:
+            raise self.open.error(
+                "has no clear end, because what follows does not begin with a constant: let a "
+                "const_string or a tag follow it directly, or nothing"
+            )
+        return self.closed
 
 
 _EMPTY = _Part('""', True)
@@ -122,8 +146,8 @@ class _Translator:
         """Return a format that others may follow."""
         if form.is_endless:
             raise form.error(
-                "has no end: put it into a tag with an end, give max_chars to any_text, or let "
-                "a const_string or nothing follow"
+                "has no end: put it into a tag with an end, or let a const_string, a tag or "
+                "nothing follow"
             )
         return self._translated(form)
 
@@ -135,56 +159,94 @@ class _Translator:
         self._rules.append(f"{name}{options}: {lark}")
         return name
 
+    def _lazy(self, lark: str) -> str:
+        """Define a lexeme that ends as early as it can, and return its name."""
+        return self._new(self._new(lark, "T"), options="[lazy]")
+
     def _name(self, part: _Part) -> str:
         """Return an expression that a rule may contain."""
         return self._new(part.lark, "T") if part.is_regular else part.lark
 
     def _joined(self, parts: Iterable[_Part]) -> _Part:
         """Return the parts one after another; adjacent regular parts become one terminal."""
-        joined = list[_Part]()
-        for part in parts:
-            if part == _EMPTY:
-                continue
-            if joined and part.is_regular and joined[-1].is_regular:
-                joined[-1] = _Part(f"{joined[-1].lark} {part.lark}", True)
-            else:
-                joined.append(part)
-        if len(joined) < 2:
-            return joined[0] if joined else _EMPTY
-        return _Part(" ".join(map(self._name, joined)))
+        elements = [one for part in parts for one in part.elements or (part,) if one != _EMPTY]
+        if len(elements) < 2:
+            return elements[0] if elements else _EMPTY
+        runs = list[_Part]()
+        for is_regular, group in groupby(elements, lambda one: one.is_regular):
+            run = list(group)
+            runs += [self._regular(run)] if is_regular else run
+        *before, last = runs
+        head = [one.before_others() for one in before]
+        return replace(
+            last,
+            lark=" ".join([*head, self._name(last)]) if head else last.lark,
+            closed=" ".join([*head, last.closed]),
+            is_regular=last.is_regular and not head,
+            is_marker=last.is_marker and not head,
+            elements=tuple(elements),
+        )
+
+    def _regular(self, parts: Sequence[_Part]) -> _Part:
+        """Return adjacent regular parts as one terminal."""
+        closed, rest = list[str](), list[_Part]()
+        for part, after in zip(parts, [*parts[1:], _EMPTY], strict=True):
+            rest.append(part)
+            if part.is_marker and not after.is_marker and any(one.open for one in rest):
+                closed.append(self._lazy(" ".join(one.lark for one in rest)))
+                rest = []
+        lark = " ".join(part.lark for part in parts)
+        is_marker = all(part.is_marker for part in parts)
+        closed += [self._new(lark, "T")] if is_marker else [one.closed for one in rest]
+        opened = next((one.open for one in rest if one.open), None)
+        return _Part(lark, True, " ".join(closed), opened, is_marker)
 
     def _either(self, parts: Sequence[_Part]) -> _Part:
+        if len(parts) == 1:
+            return parts[0]
         regular = all(part.is_regular for part in parts)
         choices = [part.lark if regular else self._name(part) for part in parts]
-        return parts[0] if len(parts) == 1 else _Part(f"({' | '.join(choices)})", regular)
+        return _Part(
+            f"({' | '.join(choices)})",
+            regular,
+            closed=f"({' | '.join(part.closed for part in parts)})",
+            open=next((part.open for part in parts if part.open), None),
+            is_marker=all(part.is_marker for part in parts),
+        )
+
+    def _times(self, part: _Part, times: str) -> _Part:
+        if part.is_regular:
+            closed = f"({part.closed}){times}"
+            return _Part(f"({part.lark}){times}", True, closed=closed, open=part.open)
+        return _Part(f"({part.before_others()}){times}")
 
     def _one_of(self, texts: Ends) -> _Part:
         return self._either([*map(_constant, texts)]) if texts else _EMPTY
 
-    def _text(self, excludes: Sequence[str], ends: Ends, length: str = "*") -> _Part:
+    def _text(self, form: Format, ends: Ends, length: str = "*") -> _Part:
         """Return free text without the texts of ``excludes``, up to the first of ``ends``."""
+        excludes = form.texts("excludes")
         text = f"/(?s:.{length})/"
         if excludes:
             text = f"({text} & ~({_ANY} ({' | '.join(map(quoted, excludes))}) {_ANY}))"
-        if not any(ends):
-            return _Part(text, True)
-        whole = self._new(f"{text} {self._one_of(ends).lark}", "T")
-        return _Part(self._new(whole, options="[lazy]"))
+        if not ends or "" in ends:
+            return self._joined([_Part(text, True, open=form), self._one_of(ends)])
+        return _Part(self._lazy(f"{text} {self._one_of(ends).lark}"))
 
     # Formats that may be endless
 
     def _any_text(self, form: Format, ends: Ends) -> _Part:
         limited = form.fields.get("max_chars") is not None
         length = f"{{0,{form.count('max_chars')}}}" if limited else "*"
-        return self._text(form.texts("excludes"), ends, length)
+        return self._text(form, ends, length)
 
     def _sequence(self, form: Format, ends: Ends) -> _Part:
         elements, parts = form.children("elements"), list[_Part]()
         while len(elements) > 1:
-            element, end = elements.pop(0), elements[0].constant
-            if element.is_endless and end:
+            element, end = elements.pop(0), elements[0].begin
+            if end:
                 parts.append(self._translated(element, (end,)))
-                elements[0] = Format({"type": "const_string", "value": ""}, form.where)
+                elements[0] = elements[0].after(end)
             else:
                 parts.append(self._inner(element))
         return self._joined([*parts, self._translated(elements[0], ends)])
@@ -208,11 +270,11 @@ class _Translator:
         rules = list[tuple[str, Format]]()
         for tag in tags:
             begin = tag.text("begin")
-            trigger = next((one for one in triggers if begin.startswith(one)), None)
+            # Free text ends at the first trigger, so a longer one that begins alike is never read.
+            trigger = min(filter(begin.startswith, triggers), key=len, default=None)
             if trigger is None:
                 raise tag.error(f"has begin: {format_value(begin)}; it must start with a trigger")
-            rest = {**tag.fields, "begin": begin.removeprefix(trigger)}
-            rules.append((trigger, replace(tag, fields=rest)))
+            rules.append((trigger, tag.after(trigger)))
         once = bool(form.fields.get("stop_after_first"))
         if not form.fields.get("at_least_one"):
             return self._dispatched(form, rules, ends, once=once)
@@ -224,21 +286,26 @@ class _Translator:
         return self._dispatched(form, form.rules(), ends, once=form.fields.get("loop") is False)
 
     def _dispatched(
-        self, form: Format, rules: Iterable[tuple[str, Format]], ends: Ends, *, once: bool = False
+        self, form: Format, rules: Sequence[tuple[str, Format]], ends: Ends, *, once: bool = False
     ) -> _Part:
         """Return free text in which the text of a rule starts the rule's format.
 
         Args:
             once: True if the format ends the text.
         """
-        excludes = form.texts("excludes")
+        for inner, outer in permutations({head for head, _ in rules}, 2):
+            if inner in outer:
+                raise form.error(
+                    f"has the texts {format_value(inner)} and {format_value(outer)}; none may "
+                    "contain another, because free text ends at the first of them"
+                )
         found = self._either(
-            [self._joined([self._text(excludes, (head,)), self._inner(one)]) for head, one in rules]
+            [self._joined([self._text(form, (head,)), self._inner(one)]) for head, one in rules]
         )
-        tail = self._text(excludes, ends)
+        tail = self._text(form, ends)
         if once:
             return self._either([self._joined([found, self._one_of(ends)]), tail])
-        return self._joined([_Part(f"({found.lark})*"), tail])
+        return self._joined([self._times(found, "*"), tail])
 
     # Finite formats
 
@@ -269,7 +336,7 @@ class _Translator:
         if one.texts is not None:
             value = value.format(f"({' | '.join(map(quoted, one.texts))})")
         elif one.is_text:
-            value = self._text((), (_PARAMETER_END,)).lark
+            value = self._lazy(f"{_ANY} {quoted(_PARAMETER_END)}")
         else:
             value = value.format(self._new(self._json(one.schema)))
         whole = f"({quoted(f'<parameter={one.name}>')} {value} {_SPACE}?)"
@@ -284,8 +351,7 @@ class _Translator:
         return _Part(name)
 
     def _repeated(self, form: Format, times: str) -> _Part:
-        content = self._inner(form.child("content"))
-        return _Part(f"({content.lark}){times}", content.is_regular)
+        return self._times(self._inner(form.child("content")), times)
 
     def _repeat(self, form: Format) -> _Part:
         least = form.count("min")
@@ -294,21 +360,27 @@ class _Translator:
         most = form.count("max")
         if most < least:
             raise form.error(f"has max: {most}, which is below min: {least}")
-        return self._repeated(form, f"{{{least},{most}}}")
+        repeated = self._repeated(form, f"{{{least},{most}}}")
+        return repeated if most else _EMPTY
 
     def _tags_with_separator(self, form: Format) -> _Part:
         tags = self._either([*map(self._inner, form.children("tags"))])
         if not form.fields.get("stop_after_first"):
             more = self._joined([_constant(form.text("separator")), tags])
-            tags = self._joined([tags, _Part(f"({more.lark})*", more.is_regular)])
+            tags = self._joined([tags, self._times(more, "*")])
         return tags if form.fields.get("at_least_one") else self._either([tags, _EMPTY])
 
 
 def _constant(text: str) -> _Part:
-    return _Part(quoted(text), True)
+    return _Part(quoted(text), True, is_marker=text != "")
 
 
 def _regex(form: Format) -> _Part:
     pattern = with_ascii_classes(form.text("pattern"))
-    slashes = pattern.replace("\\/", "/").replace("/", "\\/")
-    return _Part("/" + slashes.replace("\n", "\\n") + "/", True)
+    if not pattern:  # two slashes would begin a comment
+        return _EMPTY
+    escapes = {"/": "\\/", "\n": "\\n"}
+    escaped = re.sub(
+        r"\\.|[/\n]", lambda one: escapes.get(one[0][-1], one[0]), pattern, flags=re.DOTALL
+    )
+    return _Part(f"/{escaped}/", True, open=form)
