@@ -270,3 +270,23 @@ def test_a_grammar_is_compiled_again_after_a_panic(monkeypatch: pytest.MonkeyPat
     assert grammar.begin().error is None
     assert grammar.beginning is made[1].beginning
     assert len(made) == 2
+
+
+def test_a_sample_goes_on_after_the_panic_of_another_sample(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tokenizer = byte_tokenizer()
+    compiler = GrammarCompiler(tokenizer, frozenset({0}), 257)
+    grammar, text = compiler.compile(asked(regex="[ab]+!cd")), ids_of(tokenizer, "abab!")
+    expected, state = grammar.begin(), grammar.begin()
+    for token_id in text[:-1]:
+        expected.take(token_id)
+        state.take(token_id)
+    state.matcher.consume_token(ids_of(tokenizer, "x")[0])  # any error
+    assert state.error is not None
+    monkeypatch.setattr(compiled_grammar, "_PANIC", " ")
+    monkeypatch.setattr(compiled_grammar, "_POISONED", " ")
+    assert allowed(grammar, state) == allowed(grammar, expected)
+    state.matcher.consume_token(ids_of(tokenizer, "x")[0])
+    assert state.take(text[-1]) == expected.take(text[-1])
+    assert state.error is None

@@ -29,8 +29,9 @@ _PROBED_TOKENS = 3
 """Number of tokens to try in a new grammar, because some grammars compile but fail in use."""
 _BYTES = 256
 
-_PANIC = "panic"
-"""Word in the messages of errors inside llguidance."""
+_PANIC, _POISONED = "panic", "PoisonError"
+"""Words in messages of llguidance: of a bug that a sample meets, and of all later uses of the lexer
+that this sample shares with other samples of its grammar."""
 _IMPOSSIBLE = ("Unsatisfiable schema", "no text can match")
 """Beginnings of messages about grammars that no text matches. No wider grammar is then tried."""
 
@@ -72,12 +73,13 @@ class CompiledGrammar:
 class MatcherState:
     """Matches one sample. The matcher is made on first use, so waiting rows have no matcher."""
 
-    __slots__ = ("_beginning", "_grammar", "_matcher")
+    __slots__ = ("_beginning", "_grammar", "_matcher", "_taken")
 
     def __init__(self, grammar: CompiledGrammar) -> None:
         self._grammar = grammar
         self._beginning: LLMatcher | None = None
         self._matcher: LLMatcher | None = None
+        self._taken: list[int] = []
 
     @property
     def matcher(self) -> LLMatcher:
@@ -94,22 +96,38 @@ class MatcherState:
         return error
 
     def apply_to(self, mask: Mask) -> None:
-        """Do nothing: the matcher's mask needs no changes."""
+        """Make the matcher's mask again if another sample's panic prevented it."""
+        if self._restart():
+            from llguidance.numpy import fill_next_token_bitmask
+
+            fill_next_token_bitmask(self.matcher, mask[None])
 
     def take(self, token_id: int) -> list[int]:
-        matcher = self.matcher
-        matcher.consume_token(token_id)
-        forced = matcher.compute_ff_tokens()
+        self.matcher.consume_token(token_id)
+        self._taken.append(token_id)
+        self._restart()
+        forced = self.matcher.compute_ff_tokens()
         if forced:
-            matcher.consume_tokens(forced)
-        return [*forced, self._grammar.eos_token_id] if matcher.is_stopped() else forced
+            self.matcher.consume_tokens(forced)
+            self._taken += forced
+        return [*forced, self._grammar.eos_token_id] if self.matcher.is_stopped() else forced
 
     def replay(self, token_ids: Sequence[int]) -> None:
         self.matcher.consume_tokens(list(token_ids))
+        self._taken += token_ids
+        self._restart()
+
+    def _restart(self) -> bool:
+        """Match the sample again from its beginning if another sample's panic broke the matcher."""
+        if _POISONED not in (self.error or ""):
+            return False
+        self._matcher = None
+        self.matcher.consume_tokens(self._taken)
+        return True
 
     def fork(self) -> MatcherState:
         other = MatcherState(self._grammar)
-        other._beginning = self._beginning
+        other._beginning, other._taken = self._beginning, self._taken.copy()
         other._matcher = None if self._matcher is None else self._matcher.deep_copy()
         return other
 
@@ -221,7 +239,10 @@ def _probe(matcher: LLMatcher, num_tokens: int) -> None:
 
 
 def _error_of(matcher: LLMatcher) -> str | None:
-    return in_a_line(matcher.get_error()) if matcher.is_error() else None
+    if not matcher.is_error():
+        return None
+    error = in_a_line(matcher.get_error())
+    return f"llguidance has a bug that this text meets: {error}" if _PANIC in error else error
 
 
 def _require_llguidance() -> None:
