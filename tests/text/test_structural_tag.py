@@ -297,6 +297,10 @@ def test_the_style_of_a_schema_names_qwen_xml() -> None:
         ({"type": "regex", "pattern": "["}, "a regular expression is not valid"),
         ({"type": "repeat", "min": 3, "max": 2, "content": const("a")}, "max: 2, which is below"),
         ({"type": "plus"}, "format has no content; it must be a format"),
+        (
+            {"type": ["plus"]},
+            r'format has the format \["plus"\], which is not supported; known: const',
+        ),
         (in_order(SHORT, JSON), r"format.elements\[0\] has no clear end, because what follows"),
         (
             in_order(const("a"), regex("a+"), {"type": "grammar", "grammar": AB}),
@@ -326,3 +330,7 @@ def test_a_tag_that_is_nested_too_deeply_is_refused() -> None:
     form = '{"type": "sequence", "elements": [' * 900 + inner + "]}" * 900
     with pytest.raises(GrammarError, match="nested too deeply"):
         check_structured_outputs({"structural_tag": f'{{"format": {form}}}'})
+
+
+def test_a_constant_may_hold_the_character_del() -> None:
+    check({"format": const("a\x7f")}, ["a\x7f"], ["a"])

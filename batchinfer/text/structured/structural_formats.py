@@ -53,7 +53,7 @@ class Format:
     def __post_init__(self) -> None:
         if not isinstance(self.fields, Mapping):
             raise self.error(f"is {format_value(self.fields)}; it must be a format")
-        if self.kind not in _FIELDS:
+        if not isinstance(self.kind, str) or self.kind not in _FIELDS:
             known = ", ".join(_FIELDS)
             raise self.error(
                 f"has the format {format_value(self.kind)}, which is not supported; known: {known}"

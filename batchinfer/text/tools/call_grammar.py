@@ -118,7 +118,8 @@ def parameter_grammar(
 
 def quoted(text: str) -> str:
     """Return a text as a string literal of the grammar."""
-    return json.dumps(text, ensure_ascii=False)
+    # Lark's strings cannot hold the character DEL, which JSON leaves as it is.
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\x7f")
 
 
 def marker(tokenizer: Tokenizer, text: str) -> str:
