@@ -94,7 +94,8 @@ class Clients:
         arguments = ["-m", "lm_eval", "run", "--tasks", ",".join(TASKS), "--log_samples"]
         arguments += ["--include_path", str(HERE / "tasks"), "--apply_chat_template"]
         arguments += ["--model_args", f"pretrained={self._model},dtype=float32"]
-        here, there = self._work / "batchinfer", self._work / "transformers"
+        # A folder with the name of a package would be imported in its place.
+        here, there = self._work / "lm-eval-batchinfer", self._work / "lm-eval-transformers"
         vllm = ["--model", "vllm", "--output_path", str(here), "--batch_size", "auto"]
         self._run("lm-eval", [*_ALIAS, *arguments, *vllm])
         device = ["--device", "cpu", "--batch_size", "8"]
