@@ -39,19 +39,9 @@ from batchinfer.engine.simulate.dry_run import make_dry_engine
 from batchinfer.engine.simulate.model_cost import ModelCost
 from batchinfer.engine.simulate.roofline import DEVICES, StepWork, step_seconds
 from batchinfer.engine.step import Step
+from tests.engine.simulate.test_roofline import QWEN3_8B
 
-QWEN3_8B: dict[str, Any] = {
-    "model_type": "qwen3",
-    "num_hidden_layers": 36,
-    "hidden_size": 4096,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "intermediate_size": 12288,
-    "vocab_size": 151936,
-    "tie_word_embeddings": False,
-    "max_position_embeddings": 40960,
-}
+MODEL = {**QWEN3_8B, "max_position_embeddings": 40960}
 MAX_NUM_BATCHED_TOKENS, USABLE = 16_384, 0.93  # as in configs/h200.yaml
 BLOCK_SIZE, MAX_MODEL_LEN, VOCAB_SIZE = 16, 16_384, 100_000
 INSTRUCTION_TOKENS = 64
@@ -124,8 +114,8 @@ class Simulated:
 
 def simulate(rows: Sequence[Request], max_num_seqs: int) -> Simulated:
     """Run rows in this order on the simulated engine."""
-    layout = KVLayout.from_config(QWEN3_8B, block_size=BLOCK_SIZE, dtype="bfloat16")
-    cost, device = ModelCost.from_config(QWEN3_8B, "bfloat16"), DEVICES["h200"]
+    layout = KVLayout.from_config(MODEL, block_size=BLOCK_SIZE, dtype="bfloat16")
+    cost, device = ModelCost.from_config(MODEL, "bfloat16"), DEVICES["h200"]
     assert device.memory_bytes is not None
     free = USABLE * device.memory_bytes - cost.weight_bytes
     engine, runner = make_dry_engine(

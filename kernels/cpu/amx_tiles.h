@@ -41,8 +41,8 @@ void tile_dot_bf16(int sum, int left, int right);
 void tile_dot_int8(int sum, int left, int right);
 #elif HAS_TILES
 #include <immintrin.h>
-/* Tells the compiler that the tile intrinsics read and write memory, which their definitions do not
-   state. */
+/* Keeps the compiler from moving loads and stores across tile intrinsics, which read and write
+   memory although their definitions do not say so. */
 #define TILE_READS_MEMORY __asm__ volatile("" ::: "memory")
 #define tile_configure(shapes) do { TILE_READS_MEMORY; _tile_loadconfig(shapes); } while (0)
 #define tile_release() _tile_release()
